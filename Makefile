@@ -1,0 +1,63 @@
+# Two commands matter: `make demo` and `make test`. Each makes its own environment, once.
+PYTHON ?= python3
+VENV ?= .venv
+OLDEST ?= .venv-oldest
+BIN = $(VENV)/bin
+export TF_CPP_MIN_LOG_LEVEL ?= 2
+METADATA = setup.cfg setup.py pyproject.toml
+
+.PHONY: demo test test-oldest lint format docs clean
+
+demo: $(VENV)/.examples
+	$(BIN)/python examples/cg_solve.py
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest
+
+test-oldest: $(OLDEST)/.test
+	$(OLDEST)/bin/python -m pytest
+
+lint: $(VENV)/.lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.lint
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(VENV)/.docs
+	rm -rf docs/gallery docs/_build
+	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
+	@echo "Read docs/_build/html/index.html"
+
+clean:
+	rm -rf $(VENV) $(OLDEST) docs/_build docs/gallery build *.egg-info
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(OLDEST)/bin/python:
+	$(PYTHON) -m venv $(OLDEST)
+
+$(VENV)/.examples: $(METADATA) | $(VENV)/bin/python
+	@echo "Installing hvp and TensorFlow into $(VENV); this takes a few minutes, once."
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[examples]'
+	touch $@
+
+$(VENV)/.test: $(METADATA) $(VENV)/.examples
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[examples,test]'
+	touch $@
+
+$(VENV)/.lint: $(METADATA) $(VENV)/.examples
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[lint]'
+	touch $@
+
+$(VENV)/.docs: $(METADATA) $(VENV)/.examples
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[examples,docs]'
+	touch $@
+
+$(OLDEST)/.test: $(METADATA) tests/oldest.txt | $(OLDEST)/bin/python
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check \
+		-c tests/oldest.txt -e '.[examples,test]'
+	touch $@

@@ -1,0 +1,105 @@
+"""The errors of this package: all derive from `HvpError`."""
+
+from __future__ import annotations
+
+__all__ = [
+    "ClosedOperatorError",
+    "GraphModeError",
+    "HvpError",
+    "InvalidDataError",
+    "InvalidLossError",
+    "InvalidVariablesError",
+    "InvalidVectorError",
+    "MissingExtraError",
+    "NonFiniteError",
+    "SecondDerivativeError",
+    "StaleOperatorError",
+    "TooLargeError",
+]
+
+
+class HvpError(Exception):
+    """Base of every error this package raises on purpose.
+
+    The message has up to three sentences: what was given or happened, what was expected, and
+    what to do about it. The three are kept apart as attributes.
+
+    Parameters
+    ----------
+    problem : str
+        What was given, or what happened.
+    expected : str, optional
+        What would have been right.
+    mend : str, optional
+        What the reader can do.
+
+    Examples
+    --------
+    >>> import hvp
+    >>> error = hvp.HvpError("the loss has shape (3,)", "a scalar", "take its mean")
+    >>> print(error)
+    The loss has shape (3,). Expected a scalar. To mend: take its mean.
+    """
+
+    def __init__(self, problem: str, expected: str = "", mend: str = "") -> None:
+        self.problem = problem
+        self.expected = expected
+        self.mend = mend
+        super().__init__(problem, expected, mend)
+
+    def __str__(self) -> str:
+        message = _sentence(self.problem)
+        if self.expected:
+            message += f" Expected {_sentence(self.expected, capital=False)}"
+        if self.mend:
+            message += f" To mend: {_sentence(self.mend, capital=False)}"
+        return message
+
+
+class InvalidLossError(HvpError, ValueError):
+    """The loss, or the function to linearize, does not return what it should."""
+
+
+class InvalidVariablesError(HvpError, ValueError):
+    """What was given as variables cannot be differentiated with respect to."""
+
+
+class InvalidDataError(HvpError, ValueError):
+    """The data are empty, ragged or of an unknown kind."""
+
+
+class InvalidVectorError(HvpError, ValueError):
+    """A vector has the wrong length, shape or kind, or entries that are not finite."""
+
+
+class NonFiniteError(HvpError, ArithmeticError):
+    """The loss, its gradient or a product is NaN or infinite."""
+
+
+class SecondDerivativeError(HvpError, LookupError):
+    """TensorFlow has no derivative for an operation on the way, so a product would be wrong."""
+
+
+class StaleOperatorError(HvpError, RuntimeError):
+    """A variable that the loss reads has changed since the operator was evaluated."""
+
+
+class ClosedOperatorError(HvpError, RuntimeError):
+    """The operator was closed, or its last refresh failed, so it holds nothing to use."""
+
+
+class GraphModeError(HvpError, RuntimeError):
+    """Something that needs eager execution was called while TensorFlow traces a graph."""
+
+
+class TooLargeError(HvpError, ValueError):
+    """A dense matrix was asked for that is larger than the stated limit."""
+
+
+class MissingExtraError(HvpError, ImportError):
+    """An optional package is not installed; the message names the extra that brings it."""
+
+
+def _sentence(text: str, *, capital: bool = True) -> str:
+    text = text.strip().rstrip(".")
+    return (text[:1].upper() + text[1:] if capital else text) + "."

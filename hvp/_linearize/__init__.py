@@ -1,0 +1,1 @@
+"""Layer 1: linearize a function of variables. Knows TensorFlow, nothing of scipy or data sets."""

@@ -1,0 +1,130 @@
+"""Any nest of variables to and from one flat vector, in `tf.nest` order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvp._errors import InvalidVectorError
+from hvp._linearize.variables import VariableNest
+
+# NumPy and scipy.sparse know neither of these, so vectors travel in the next wider type.
+_WIDENED = {tf.float16: tf.float32, tf.bfloat16: tf.float32}
+
+
+class Flattener:
+    """Between a nest of tensors shaped like the variables and one flat vector.
+
+    Parameters
+    ----------
+    nest : VariableNest
+        What gives the structure, shapes and dtypes.
+
+    Attributes
+    ----------
+    size : int
+        Entries of the flat vector.
+    dtype : tf.DType
+        Of the flat vector: the widest of the variables', at least float32.
+    """
+
+    def __init__(self, nest: VariableNest) -> None:
+        self.structure = tf.nest.map_structure(lambda _: 0, nest.structure)
+        self.names = nest.names
+        self.shapes = nest.shapes
+        self.dtypes = nest.dtypes
+        self.sizes = [int(np.prod(shape, dtype=np.int64)) for shape in self.shapes]
+        self.size = sum(self.sizes)
+        widened = {_WIDENED.get(dtype, dtype) for dtype in self.dtypes}
+        self.dtype = max(widened, key=lambda dtype: dtype.size)
+
+    def join(self, parts: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Concatenate parts, cast to the vector's dtype.
+
+        Parameters
+        ----------
+        parts : sequence of tf.Tensor
+            Shaped like the variables, or all with the same further first axis `k`.
+
+        Returns
+        -------
+        tf.Tensor
+            Of shape `(n,)`, or `(k, n)` for parts with a further axis.
+        """
+        columns = len(parts[0].shape) > len(self.shapes[0])
+        flat = [
+            tf.reshape(tf.cast(part, self.dtype), [-1, size] if columns else [-1])
+            for part, size in zip(parts, self.sizes)
+        ]
+        return flat[0] if len(flat) == 1 else tf.concat(flat, axis=-1)
+
+    def split(self, flat: tf.Tensor) -> list[tf.Tensor]:
+        """Cut a flat vector into parts shaped and typed like the variables.
+
+        Parameters
+        ----------
+        flat : tf.Tensor
+            Of shape `(n,)`, or `(k, n)`.
+
+        Returns
+        -------
+        list of tf.Tensor
+            In `tf.nest` order, with a further first axis `k` where `flat` has two.
+        """
+        lead = [-1] if len(flat.shape) == 2 else []
+        pieces = [flat] if len(self.sizes) == 1 else tf.split(flat, self.sizes, axis=-1)
+        return [
+            tf.cast(tf.reshape(piece, [*lead, *shape]), dtype)
+            for piece, shape, dtype in zip(pieces, self.shapes, self.dtypes)
+        ]
+
+    def parts_of_nest(self, nest: Any, what: str = "v") -> list[Any]:
+        """Flatten a nest, checking its structure, and the shape and kind of each part."""
+        try:
+            tf.nest.assert_same_structure(self.structure, nest)
+        except (ValueError, TypeError) as error:
+            raise InvalidVectorError(
+                f"{what} has another structure than the variables: {error}",
+                f"a nest like the variables, or one flat vector of {self.size} numbers",
+            ) from error
+        parts = tf.nest.flatten(nest)
+        for part, shape, name in zip(parts, self.shapes, self.names):
+            check_numeric(part, what)
+            if tuple(part.shape) != shape:
+                raise InvalidVectorError(
+                    f"the part of {what} for the variable {name!r} has shape {tuple(part.shape)}",
+                    f"the variable's shape {shape}",
+                )
+        return parts
+
+    def nest_of_parts(self, parts: Sequence[Any]) -> Any:
+        """Pack parts, in order, into the structure of the variables."""
+        return tf.nest.pack_sequence_as(self.structure, parts)
+
+
+def check_numeric(array: Any, what: str) -> None:
+    """Refuse what is not a real numeric tensor or array.
+
+    Parameters
+    ----------
+    array : tensor or array
+        Anything with a dtype.
+    what : str
+        What to call it in the message.
+
+    Raises
+    ------
+    InvalidVectorError
+        If it is complex, text, an object, or has no dtype.
+    """
+    try:
+        dtype = tf.as_dtype(array.dtype)
+    except (AttributeError, TypeError) as error:
+        given = getattr(array, "dtype", type(array).__name__)
+        raise InvalidVectorError(f"{what} is of type {given}", "real numbers") from error
+    if not (dtype.is_floating or dtype.is_integer or dtype.is_bool):
+        mend = "multiply its real and imaginary parts separately" if dtype.is_complex else ""
+        raise InvalidVectorError(f"{what} is of type {dtype.name}", "real numbers", mend)

@@ -1,0 +1,73 @@
+"""The gradient of a scalar loss, as a function that can itself be linearized."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvp._errors import InvalidLossError
+
+
+def value_and_gradient(
+    loss: Callable[[], Any],
+) -> Callable[[Sequence[tf.Variable]], tuple[tf.Tensor, list[tf.Tensor | None]]]:
+    """Return the function that evaluates a loss and its gradient.
+
+    Parameters
+    ----------
+    loss : callable
+        Takes nothing, returns a real scalar.
+
+    Returns
+    -------
+    callable
+        Takes the variables to differentiate with respect to; returns the loss and a list of dense
+        tensors shaped like them, None in place of those the loss does not depend on. Raises
+        `InvalidLossError` if the loss is not a real scalar tensor.
+    """
+
+    def evaluate(
+        variables: Sequence[tf.Variable],
+    ) -> tuple[tf.Tensor, list[tf.Tensor | None]]:
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(variables)
+            value = check_scalar(loss())
+        gradient = tape.gradient(value, variables)
+        return value, [densify(g, v.shape) for g, v in zip(gradient, variables)]
+
+    return evaluate
+
+
+def densify(gradient: Any, shape: Sequence[int]) -> tf.Tensor | None:
+    """Make a gradient dense: of rows gathered from a variable it comes as `tf.IndexedSlices`.
+
+    Inside a tape the conversion is recorded, without which the next derivative would be lost.
+    """
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    dense = tf.math.unsorted_segment_sum(gradient.values, gradient.indices, shape[0])
+    return tf.reshape(dense, shape)
+
+
+def check_scalar(value: Any) -> tf.Tensor:
+    """Refuse what is not a real floating-point scalar tensor."""
+    if not tf.is_tensor(value):
+        raise InvalidLossError(
+            f"the loss returned {type(value).__name__}",
+            "a scalar tensor",
+            "return the tensor itself; .numpy() and float() cut it off from the variables",
+        )
+    value = tf.convert_to_tensor(value)
+    if not value.dtype.is_floating:
+        raise InvalidLossError(
+            f"the loss is of type {value.dtype.name}",
+            "a real floating-point scalar",
+            "take a real part or norm, or cast to float32",
+        )
+    if value.shape.rank != 0:
+        raise InvalidLossError(
+            f"the loss has shape {value.shape}", "a scalar", "take its mean: tf.reduce_mean(...)"
+        )
+    return value

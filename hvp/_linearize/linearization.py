@@ -1,0 +1,196 @@
+"""The public face of layer 1: a function's value and its derivative as a linear map."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import tensorflow as tf
+
+from hvp._errors import ClosedOperatorError, InvalidLossError, InvalidVectorError
+from hvp._linearize.flatten import Flattener, check_numeric
+from hvp._linearize.program import Program
+from hvp._linearize.tape import TapeEngine
+
+
+class Linearization:
+    """The derivative of a function at one point, applied as often as wanted.
+
+    Made by `hvp.linearize`. Uses some memory, the *residuals*, so that an application need not
+    evaluate the function again. A context manager: leaving it releases the residuals.
+
+    Attributes
+    ----------
+    value : nest of tf.Tensor
+        What the function returned.
+    engine : str
+        What holds the derivative.
+    nbytes : int or None
+        An upper bound of the residuals' size, None where it cannot be told.
+    """
+
+    def __init__(self, program: Program, engine: TapeEngine, value: Any) -> None:
+        self.value = value
+        self.engine = engine.name
+        self.nbytes = program.nbytes
+        self._engine: TapeEngine | None = engine
+        self._primal = Flattener(program.nest)
+        self._dtypes = [output.dtype for output in engine.outputs if output is not None]
+
+    def jvp(self, v: Any) -> Any:
+        """Multiply the derivative by a tangent: `J v`, the directional derivative.
+
+        Parameters
+        ----------
+        v : nest of tensors or arrays
+            Shaped like the variables; cast to their dtypes.
+
+        Returns
+        -------
+        nest of tf.Tensor
+            Like `value`.
+
+        Raises
+        ------
+        InvalidVectorError
+            If `v` does not fit the variables.
+        ClosedOperatorError
+            After `close`.
+
+        Notes
+        -----
+        Costs one backward pass over the residuals. The first call also records the transposed
+        derivative, and keeps it.
+        """
+        parts = self._primal.parts_of_nest(v)
+        tangents = [tf.cast(part, dtype) for part, dtype in zip(parts, self._primal.dtypes)]
+        return tf.nest.pack_sequence_as(self.value, self._open().jvp(tangents))
+
+    def vjp(self, u: Any) -> Any:
+        """Multiply the transposed derivative by a cotangent: `J^T u`.
+
+        Parameters
+        ----------
+        u : nest of tensors or arrays
+            Shaped like `value`; cast to its dtypes.
+
+        Returns
+        -------
+        nest of tf.Tensor
+            Like the variables.
+
+        Raises
+        ------
+        InvalidVectorError
+            If `u` does not fit the value.
+        ClosedOperatorError
+            After `close`.
+
+        Notes
+        -----
+        Costs one backward pass over the residuals.
+        """
+        engine = self._open()
+        parts = tf.nest.flatten(u)
+        shapes = [tuple(output.shape) for output in engine.outputs]
+        for part in parts:
+            check_numeric(part, "u")
+        if [tuple(part.shape) for part in parts] != shapes:
+            raise InvalidVectorError(
+                f"u has parts of shapes {[tuple(part.shape) for part in parts]}",
+                f"the shapes of the value, {shapes}",
+            )
+        cotangents = [tf.cast(part, dtype) for part, dtype in zip(parts, self._dtypes)]
+        return self._primal.nest_of_parts(engine.vjp(cotangents))
+
+    def close(self) -> None:
+        """Release the residuals; `value` stays. Closing twice does nothing."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+    def __enter__(self) -> Linearization:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        """Release the residuals."""
+        self.close()
+
+    def _open(self) -> TapeEngine:
+        if self._engine is None:
+            raise ClosedOperatorError(
+                "this linearization is closed", "", "call hvp.linearize again"
+            )
+        return self._engine
+
+
+def linearize(f: Callable[[], Any], variables: Any) -> Linearization:
+    """Evaluate a function, and keep its derivative as a linear map.
+
+    Uses some memory to make each application of the derivative cheaper: the function is
+    evaluated once, however many vectors its derivative is then applied to.
+
+    Parameters
+    ----------
+    f : callable
+        Takes nothing, returns a nest of floating-point tensors; reads the variables.
+    variables : nest
+        Of `tf.Variable`, `keras.Variable`, modules, Keras layers or models (which stand for their
+        trainable variables).
+
+    Returns
+    -------
+    Linearization
+        With `value`, `jvp`, `vjp`, `nbytes`, `close`. It belongs to the values the variables have
+        now: changing them later does not change it.
+
+    Raises
+    ------
+    InvalidVariablesError
+        If `variables` hold something else.
+    InvalidLossError
+        If `f` does not return floating-point tensors.
+    SecondDerivativeError
+        If TensorFlow lacks the derivative of an operation in `f`.
+
+    Notes
+    -----
+    `f` runs once, and is traced once without running, so its Python code runs twice. State that
+    it updates (moving averages, seeds) is put back.
+
+    Examples
+    --------
+    >>> import tensorflow as tf
+    >>> import hvp
+    >>> w = tf.Variable([1.0, 2.0])
+    >>> with hvp.linearize(lambda: w**3, w) as derivative:
+    ...     derivative.value.numpy(), derivative.jvp(tf.constant([1.0, 1.0])).numpy()
+    (array([1., 8.], dtype=float32), array([ 3., 12.], dtype=float32))
+    """
+    structure: list[Any] = []
+
+    def outputs(_: Any) -> tuple[None, list[tf.Tensor | None]]:
+        value = f()
+        structure[:] = [value]
+        return None, [_check_output(leaf) for leaf in tf.nest.flatten(value)]
+
+    program = Program(outputs, variables)
+    _, engine = program.linearize()
+    value = tf.nest.pack_sequence_as(structure[0], engine.outputs)
+    return Linearization(program, engine, value)
+
+
+def _check_output(leaf: Any) -> tf.Tensor:
+    if not tf.is_tensor(leaf) or not leaf.dtype.is_floating:
+        given = leaf.dtype.name if tf.is_tensor(leaf) else type(leaf).__name__
+        raise InvalidLossError(
+            f"the function to linearize returned a {given}", "floating-point tensors"
+        )
+    return tf.convert_to_tensor(leaf)

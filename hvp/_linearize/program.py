@@ -1,0 +1,133 @@
+"""A function made ready once, to be linearized at as many points as wanted."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvp._errors import GraphModeError, HvpError
+from hvp._linearize.moments import exact_moments
+from hvp._linearize.second_derivatives import refuse_missing_derivatives
+from hvp._linearize.tape import TapeEngine
+from hvp._linearize.trace import Resource, Trace, trace
+from hvp._linearize.variables import VariableNest, all_variables, collect_variables
+
+_log = logging.getLogger("hvp")
+
+
+class Program:
+    """A function of variables, and what was found out about it before it runs.
+
+    The function is traced once, here, without running it. From its graph come the variables it
+    reads and writes, and the operations whose derivative TensorFlow lacks. A function that
+    cannot be traced is run all the same, with less known about it.
+
+    Parameters
+    ----------
+    function : callable
+        Takes the sequence of variables; returns `(auxiliary, outputs)`: any tensor or None, and a
+        list of tensors to differentiate, None for those identically zero.
+    variables : nest
+        What to differentiate with respect to.
+
+    Attributes
+    ----------
+    nest : VariableNest
+        The variables.
+    reads : tuple of Resource
+        What the results depend on: when one of these changes, a linearization is out of date.
+    traces : int
+        How often the function was traced.
+    note : str
+        Why something is not as good as it could be; empty if nothing is.
+
+    Raises
+    ------
+    GraphModeError
+        If called while TensorFlow traces a graph.
+    InvalidVariablesError
+        If `variables` are not.
+    SecondDerivativeError
+        If an operation between variables and results has no derivative in TensorFlow.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[Sequence[tf.Variable]], tuple[Any, list[tf.Tensor | None]]],
+        variables: Any,
+    ) -> None:
+        if not tf.executing_eagerly():
+            raise GraphModeError(
+                "a function is to be linearized while TensorFlow traces a graph",
+                "eager execution",
+                "build the operator outside the tf.function and use its product inside",
+            )
+        self.nest: VariableNest = collect_variables(variables)
+        self._function = lambda: function(self.nest.variables)
+        self.traces = 0
+        self.note = ""
+        self._trace = self._try_to_trace()
+        if self._trace is None:
+            everything = tuple(Resource.of(v) for v in all_variables(variables))
+            self.reads, self._preserved = everything, everything
+        else:
+            refuse_missing_derivatives(self._trace.missing_derivatives)
+            self.reads, self._preserved = self._trace.reads, self._trace.writes
+
+    @property
+    def nbytes(self) -> int | None:
+        """Bytes a linearization keeps, at most; None if it cannot be told."""
+        return None if self._trace is None else self._trace.nbytes
+
+    def linearize(self) -> tuple[Any, TapeEngine]:
+        """Run the function at the variables' values now.
+
+        Returns
+        -------
+        auxiliary : object
+            What the function returned first.
+        engine : TapeEngine
+            Its outputs, and their derivative as a linear map.
+        """
+        kept: list[Any] = []
+
+        def outputs() -> Sequence[tf.Tensor | None]:
+            auxiliary, results = self._function()
+            kept.append(auxiliary)
+            return results
+
+        with exact_moments(), _preserved(self._preserved):
+            engine = TapeEngine(outputs, self.nest.variables, certain=self._trace is not None)
+        return kept.pop(), engine
+
+    def _try_to_trace(self) -> Trace | None:
+        try:
+            with exact_moments():
+                found = trace(self._function, self.nest.variables)
+        except HvpError:
+            raise
+        except Exception as error:  # user code may raise anything when it meets a symbolic tensor
+            reason = (str(error).strip().splitlines() or [""])[-1].strip()
+            self.note = (
+                f"could not be traced ({type(error).__name__}: {reason}); missing second "
+                "derivatives and changed frozen variables cannot all be detected"
+            )
+            _log.warning("the function %s", self.note)
+            return None
+        self.traces += 1
+        return found
+
+
+@contextlib.contextmanager
+def _preserved(resources: Sequence[Resource]) -> Iterator[None]:
+    """Put variables back to what they were, whatever happens in between."""
+    values = [resource.read() for resource in resources]
+    try:
+        yield
+    finally:
+        for resource, value in zip(resources, values):
+            resource.write(value)

@@ -1,0 +1,174 @@
+"""Tracing a function without running it: what it reads, what it writes, what lies between."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from hvp._linearize.dataflow import Dataflow, Vertex
+from hvp._linearize.second_derivatives import find_missing_derivatives
+
+_WRITES = re.compile(r"Assign\w*VariableOp|Resource\w*(Scatter|Apply|Assign)\w*|Rng\w+|Stateful\w+")
+_READS = re.compile(r"ReadVariableOp|ResourceGather\w*|ResourceStridedSlice\w*")
+
+
+@dataclass(frozen=True)
+class Resource:
+    """A variable's buffer that a traced function touches.
+
+    Attributes
+    ----------
+    handle : tf.Tensor
+        Of dtype resource.
+    dtype : tf.DType
+        Of the values in the buffer.
+    name : str
+        What to call it in messages.
+    """
+
+    handle: tf.Tensor
+    dtype: tf.DType
+    name: str
+
+    @classmethod
+    def of(cls, variable: tf.Variable, name: str | None = None) -> Resource:
+        """Return the buffer of a variable."""
+        return cls(variable.handle, variable.dtype, name or variable.name.partition(":")[0])
+
+    def read(self) -> tf.Tensor:
+        """Return the value now; later writes do not reach it."""
+        return tf.raw_ops.ReadVariableOp(resource=self.handle, dtype=self.dtype)
+
+    def write(self, value: tf.Tensor) -> None:
+        """Replace the value."""
+        tf.raw_ops.AssignVariableOp(resource=self.handle, value=value)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What is known of a function of no arguments from its graph.
+
+    Attributes
+    ----------
+    reads : tuple of Resource
+        Variables, trainable or not, whose values reach the function's results, except those the
+        function itself updates (moving averages, seeds, counters).
+    writes : tuple of Resource
+        Variables the function updates when it runs.
+    missing_derivatives : list of (str, str)
+        Names and types of the operations between the differentiated variables and the results
+        whose derivative TensorFlow lacks.
+    nbytes : int
+        Bytes of the values on the way from the variables to the results, an upper bound of
+        what a tape must keep; the body of a loop counts once, a partly unknown shape not at all.
+    """
+
+    reads: tuple[Resource, ...]
+    writes: tuple[Resource, ...]
+    missing_derivatives: list[tuple[str, str]]
+    nbytes: int
+
+
+def trace(function: Callable[[], Any], variables: Sequence[tf.Variable]) -> Trace:
+    """Trace a function, without running it.
+
+    Parameters
+    ----------
+    function : callable
+        Takes nothing and returns a nest of tensors, Nones allowed.
+    variables : sequence of tf.Variable
+        Those it is to be differentiated with respect to.
+
+    Returns
+    -------
+    Trace
+
+    Raises
+    ------
+    Exception
+        Whatever the function raises when it is traced.
+    """
+    concrete = _concrete_function(function)
+    flow = Dataflow(concrete.graph.as_graph_def())
+    targets = [flow.vertex(output.name) for output in concrete.outputs]
+    reaching = flow.reachable(targets, backward=True)
+    captures = _captured_resources(concrete, flow, variables)
+    reads, writes, sources = [], [], []
+    differentiated = {id(variable.handle) for variable in variables}
+    for resource, vertex in captures:
+        users = flow.users(vertex)
+        written = any(_WRITES.fullmatch(flow.types[user]) for user in users)
+        read = any(_READS.fullmatch(flow.types[user]) for user in users & reaching)
+        if written:
+            writes.append(resource)
+        elif read:
+            reads.append(resource)
+        if id(resource.handle) in differentiated:
+            sources.append(vertex)
+    return Trace(
+        reads=tuple(reads),
+        writes=tuple(writes),
+        missing_derivatives=find_missing_derivatives(flow, sources, targets),
+        nbytes=_bytes_between(concrete.graph, flow, sources, reaching),
+    )
+
+
+def _concrete_function(function: Callable[[], Any]) -> Any:
+    """Trace as plain Python; with AutoGraph only where there is control flow on tensors.
+
+    AutoGraph warns about every function whose source it cannot find (a lambda, a prompt).
+    """
+    try:
+        return tf.function(function, autograph=False).get_concrete_function()
+    except tf.errors.OperatorNotAllowedInGraphError:
+        return tf.function(function, autograph=True).get_concrete_function()
+
+
+def _captured_resources(
+    concrete: Any, flow: Dataflow, variables: Sequence[tf.Variable]
+) -> list[tuple[Resource, Vertex]]:
+    """Pair each variable the function captured with its vertex in the graph."""
+    known = {id(v.handle): Resource.of(v) for v in (*concrete.variables, *variables)}
+    captured = concrete.captured_inputs
+    inner = concrete.inputs[len(concrete.inputs) - len(captured) :]
+    found = []
+    for outside, inside in zip(captured, inner):
+        if outside.dtype != tf.resource:
+            continue
+        vertex = flow.vertex(inside.name)
+        resource = known.get(id(outside)) or _unnamed_resource(outside, flow, vertex)
+        if resource is not None:
+            found.append((resource, vertex))
+    return found
+
+
+def _unnamed_resource(handle: tf.Tensor, flow: Dataflow, vertex: Vertex) -> Resource | None:
+    """Make out a variable known by its handle only; None for what is none, such as a table."""
+    for user in flow.users(vertex):
+        kind = flow.types[user]
+        if kind.startswith("Rng"):
+            return Resource(handle, tf.int64, "random generator state")
+        if _WRITES.fullmatch(kind) or _READS.fullmatch(kind):
+            dtype = flow.dtypes.get(user)
+            if dtype is not None:
+                return Resource(handle, dtype, "unnamed variable")
+    return None
+
+
+def _bytes_between(
+    graph: tf.Graph, flow: Dataflow, sources: list[Vertex], reaching: set[Vertex]
+) -> int:
+    depends = flow.reachable(sources) & reaching
+    shared = {"Identity", "Reshape", "ReadVariableOp", "ExpandDims", "Squeeze", "StopGradient"}
+    total = 0
+    for operation in graph.get_operations():
+        if operation.type in shared or flow.vertex(operation.name) not in depends:
+            continue
+        for output in operation.outputs:
+            if output.dtype.size and output.shape.is_fully_defined():
+                total += output.dtype.size * output.shape.num_elements()
+    return total

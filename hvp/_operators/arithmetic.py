@@ -1,0 +1,118 @@
+"""Arithmetic of scipy operators that keeps their dtype.
+
+`scipy.sparse.linalg.LinearOperator` takes the type of a Python scalar for an array's: `2 * H` of a
+float32 operator answers float64. NumPy's arrays do not do that, and neither do these operators.
+"""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+import numpy as np
+from scipy.sparse.linalg import LinearOperator, aslinearoperator
+
+
+class DtypePreserving(LinearOperator):
+    """A `LinearOperator` whose dtype survives sums, products and Python scalars."""
+
+    def __add__(self, other: Any) -> LinearOperator:
+        """Add another operator or matrix of the same shape."""
+        return _compose(super().__add__(_operator(other)))
+
+    def __radd__(self, other: Any) -> LinearOperator:
+        """Add to a matrix."""
+        return self + other
+
+    def __sub__(self, other: Any) -> LinearOperator:
+        """Subtract another operator or matrix of the same shape."""
+        other = _operator(other)
+        return self + other * other.dtype.type(-1)
+
+    def __rsub__(self, other: Any) -> LinearOperator:
+        """Subtract from a matrix."""
+        return -self + other
+
+    def __neg__(self) -> LinearOperator:
+        """Return the operator times -1."""
+        return self * -1
+
+    def __mul__(self, other: Any) -> Any:
+        """Multiply by a scalar, an operator, or an array."""
+        return self.dot(other)
+
+    def __rmul__(self, other: Any) -> Any:
+        """Multiply a scalar or an array by the operator."""
+        if np.isscalar(other):
+            return self.dot(other)
+        return _compose(super().__rmul__(other))
+
+    def __truediv__(self, other: Any) -> LinearOperator:
+        """Divide by a scalar."""
+        if not isinstance(other, numbers.Number):
+            raise TypeError("an operator can be divided by a scalar only")
+        reciprocal: Any = 1 / other
+        return self.dot(reciprocal)
+
+    def __pow__(self, power: int) -> LinearOperator:
+        """Apply the operator `power` times."""
+        return _compose(super().__pow__(power))
+
+    def dot(self, x: Any) -> Any:
+        """Multiply by a scalar, an operator, or an array of one or two axes.
+
+        Parameters
+        ----------
+        x : scalar, LinearOperator or array
+            A Python scalar takes the operator's dtype; a NumPy scalar or array keeps its own.
+
+        Returns
+        -------
+        LinearOperator or ndarray
+            An array for an array, an operator for the rest.
+        """
+        if type(x) in (bool, int, float):
+            x = self.dtype.type(x)
+        return _compose(super().dot(x))
+
+
+class Composite(DtypePreserving):
+    """An operator that scipy built out of others, its arithmetic made to keep the dtype.
+
+    Parameters
+    ----------
+    operator : LinearOperator
+        What does the work.
+    """
+
+    def __init__(self, operator: LinearOperator) -> None:
+        self._operator = operator
+        super().__init__(np.dtype(operator.dtype), operator.shape)
+
+    def _matvec(self, x: np.ndarray) -> np.ndarray:
+        return self._operator.matvec(x)
+
+    def _matmat(self, X: np.ndarray) -> np.ndarray:
+        return self._operator.matmat(X)
+
+    def _rmatvec(self, x: np.ndarray) -> np.ndarray:
+        return self._operator.rmatvec(x)
+
+    def _rmatmat(self, X: np.ndarray) -> np.ndarray:
+        return self._operator.rmatmat(X)
+
+    def _adjoint(self) -> LinearOperator:
+        return Composite(self._operator.adjoint())
+
+    def _transpose(self) -> LinearOperator:
+        return Composite(self._operator.transpose())
+
+
+def _compose(result: Any) -> Any:
+    if isinstance(result, LinearOperator) and not isinstance(result, DtypePreserving):
+        return Composite(result)
+    return result
+
+
+def _operator(other: Any) -> LinearOperator:
+    return other if isinstance(other, LinearOperator) else aslinearoperator(other)

@@ -1,0 +1,144 @@
+"""The Hessian of a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from hvp._operators.data import bind_batch
+from hvp._operators.evaluation import Evaluation, OnStale
+from hvp._operators.operator import SymmetricOperator
+
+
+class HessianOperator(SymmetricOperator):
+    """The Hessian of a loss, as a scipy `LinearOperator`.
+
+    Evaluates the loss's gradient once, at the values the variables have now, and keeps what the
+    gradient's derivative needs; every product `H @ v` reuses it (Pearlmutter 1994 [1]_).
+
+    Parameters
+    ----------
+    loss : callable
+        With `data=None` takes nothing; else takes the elements of `data` and returns the mean
+        over the examples. Returns a real scalar tensor. May be a `tf.function`.
+    variables : nest
+        What the second derivatives are with respect to: any nest of `tf.Variable` and
+        `keras.Variable`; a `tf.Module`, Keras layer or model stands for its trainable variables.
+        float16 and bfloat16 variables make a float32 operator.
+    data : tuple or dict of arrays, optional
+        The batch: elements become positional arguments of the loss, entries keyword arguments.
+    damping : float, optional
+        Adds `damping * v` to every product.
+    on_stale : {"raise", "refresh", "ignore"}, optional
+        What happens on use after a variable that the loss reads, trained or frozen, has changed:
+        raise `StaleOperatorError`, evaluate again, or answer for the old values. Variables that
+        the loss itself updates (moving averages in training mode, dropout seeds) do not count.
+
+    Attributes
+    ----------
+    shape : tuple of int
+        `(n, n)`, with `n` the number of entries of all variables.
+    dtype : numpy.dtype
+        The widest of the variables', at least float32.
+
+    Raises
+    ------
+    InvalidLossError
+        If the loss is not a function that returns a real scalar tensor.
+    InvalidVariablesError
+        If `variables` are not, or the loss depends on none of them.
+    InvalidDataError
+        If `data` are empty or their first axes differ.
+    NonFiniteError
+        If the loss or its gradient is not finite.
+    SecondDerivativeError
+        If an operation in the loss has no second derivative in TensorFlow.
+
+    Notes
+    -----
+    The constructor evaluates the gradient once, and traces the loss once without running it, to
+    learn what it reads and whether its second derivatives exist: the loss's Python code runs
+    twice. State that the loss updates is put back afterwards. Each use compares the variables the
+    loss reads with the values they had: one read of each.
+
+    A context manager: leaving it releases what is kept.
+
+    References
+    ----------
+    .. [1] B. A. Pearlmutter, "Fast exact multiplication by the Hessian", Neural Computation 6(1),
+       147-160, 1994. https://doi.org/10.1162/neco.1994.6.1.147
+
+    Examples
+    --------
+    The Hessian of `sum(w**4) / 12` is diagonal, with entries `w**2`:
+
+    >>> import numpy as np
+    >>> import tensorflow as tf
+    >>> import hvp
+    >>> w = tf.Variable([1.0, 2.0, 3.0])
+    >>> H = hvp.HessianOperator(lambda: tf.reduce_sum(w**4) / 12, w)
+    >>> H @ np.ones(3)
+    array([1., 4., 9.], dtype=float32)
+    >>> H.stats.gradient_evaluations, H.stats.products
+    (1, 1)
+
+    Any solver of scipy's takes it:
+
+    >>> from scipy.sparse.linalg import cg
+    >>> x, info = cg(H, H.gradient)
+    >>> np.allclose(x, H.gradient / [1, 4, 9], rtol=1e-4), info
+    (True, 0)
+    """
+
+    def __init__(
+        self,
+        loss: Callable[..., Any],
+        variables: Any,
+        data: Any = None,
+        *,
+        damping: float = 0.0,
+        on_stale: OnStale = "raise",
+    ) -> None:
+        evaluation = Evaluation(bind_batch(loss, data), variables, on_stale)
+        super().__init__(evaluation, damping)
+
+
+def hessian_vector_product(
+    loss: Callable[..., Any], variables: Any, v: Any, data: Any = None
+) -> Any:
+    """Multiply the Hessian of a loss by one vector.
+
+    For more than one vector make a `HessianOperator`: it evaluates the gradient once for all.
+
+    Parameters
+    ----------
+    loss, variables, data
+        As for `HessianOperator`.
+    v : nest of tensors, tf.Tensor or ndarray
+        Shaped like the variables, or flat of shape `(n,)`.
+
+    Returns
+    -------
+    nest of tf.Tensor, tf.Tensor or ndarray
+        In the form of `v`.
+
+    Raises
+    ------
+    HvpError
+        As `HessianOperator` and its `product`.
+
+    Examples
+    --------
+    >>> import tensorflow as tf
+    >>> import hvp
+    >>> w = tf.Variable([1.0, 2.0, 3.0])
+    >>> loss = lambda: tf.reduce_sum(w**4) / 12
+    >>> hvp.hessian_vector_product(loss, w, tf.ones(3)).numpy()
+    array([1., 4., 9.], dtype=float32)
+    """
+    with HessianOperator(loss, variables, data) as operator:
+        if isinstance(v, np.ndarray) and v.shape == operator.shape[:1]:
+            return operator.matvec(v)
+        return operator.product(v)

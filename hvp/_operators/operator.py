@@ -1,0 +1,412 @@
+"""A symmetric linear map of layer 1 as a scipy and as a TensorFlow operator."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import numbers
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+import numpy as np
+import scipy.sparse
+import tensorflow as tf
+from scipy.sparse.linalg import LinearOperator
+
+from hvp._errors import HvpError, InvalidVectorError, TooLargeError
+from hvp._linearize.flatten import Flattener, check_numeric
+from hvp._operators.arithmetic import DtypePreserving
+from hvp._operators.evaluation import Evaluation
+from hvp._operators.statistics import Statistics
+from hvp._operators.vectors import check_array, check_product
+
+Self = TypeVar("Self", bound="SymmetricOperator")
+
+# Columns in one block when a dense matrix is put together.
+_DENSE_BLOCK = 64
+
+
+class SymmetricOperator(DtypePreserving):
+    """What the operators of this package have in common.
+
+    Parameters
+    ----------
+    evaluation : Evaluation
+        What is linearized, and when.
+    damping : float
+        Multiple of the identity to add.
+    """
+
+    def __init__(self, evaluation: Evaluation, damping: float) -> None:
+        self._evaluation = evaluation
+        self._damping = _check_damping(damping)
+        self._flattener = Flattener(evaluation.program.nest)
+        size = self._flattener.size
+        super().__init__(np.dtype(self._flattener.dtype.as_numpy_dtype), (size, size))
+
+    @property
+    def damping(self) -> float:
+        """The multiple of the identity that is added."""
+        return self._damping
+
+    @property
+    def value(self) -> float:
+        """The loss where it was evaluated, from that evaluation."""
+        return float(self._evaluation.value())
+
+    @property
+    def gradient(self) -> np.ndarray:
+        """The loss's gradient, of shape `(n,)` in the operator's dtype, from that evaluation.
+
+        A fresh array each time. Damping does not enter.
+        """
+        return self._flattener.join(self._evaluation.gradient()).numpy()
+
+    @property
+    def stats(self) -> Statistics:
+        """Counts of the work done so far, as they are now."""
+        return dataclasses.replace(self._evaluation.statistics)
+
+    def product(self, v: Any) -> Any:
+        """Multiply by one vector of tensors; nothing is copied to the host.
+
+        Parameters
+        ----------
+        v : nest of tensors, or tf.Tensor
+            Shaped like the variables, or one flat tensor of shape `(n,)`. Real; cast to the
+            variables' dtypes.
+
+        Returns
+        -------
+        nest of tf.Tensor, or tf.Tensor
+            In the form of `v`: a nest in the variables' dtypes, a flat tensor in the operator's.
+
+        Raises
+        ------
+        InvalidVectorError
+            If `v` does not fit the variables.
+        StaleOperatorError, ClosedOperatorError
+            As for every use of the operator.
+
+        Notes
+        -----
+        Usable inside a `tf.function`, where it runs through `tf.py_function`: each call asks the
+        operator as it then is, also after `refresh()`. It does not compile with
+        `jit_compile=True`, and errors arrive as TensorFlow's, with the original's text.
+
+        Entries that are not finite go in and come out as they are: to look at them would mean to
+        wait for the device. `H @ v` does look.
+        """
+        damping = self._damping
+        if self._is_flat(v):
+            flat = tf.cast(v, self._flattener.dtype)
+            result = self._flattener.join(self._apply(self._flattener.split(flat)))
+            return result + damping * flat if damping else result
+        parts = self._flattener.parts_of_nest(v)
+        dtypes = self._flattener.dtypes
+        result = self._apply([tf.cast(part, dtype) for part, dtype in zip(parts, dtypes)])
+        if damping:
+            wide = self._flattener.dtype
+            result = [
+                tf.cast(tf.cast(r, wide) + damping * tf.cast(part, wide), r.dtype)
+                for r, part in zip(result, parts)
+            ]
+        return self._flattener.nest_of_parts(result)
+
+    def matvec(self, x: Any) -> np.ndarray:
+        """Multiply by one vector.
+
+        Parameters
+        ----------
+        x : array_like
+            Of shape `(n,)` or `(n, 1)`; real and finite, cast to the operator's dtype.
+
+        Returns
+        -------
+        ndarray
+            Of the shape of `x`, in the operator's dtype.
+
+        Raises
+        ------
+        InvalidVectorError
+            If `x` has another shape or kind, or entries that are not finite.
+        NonFiniteError
+            If the product is not finite.
+        StaleOperatorError, ClosedOperatorError
+            As for every use of the operator.
+        """
+        return super().matvec(check_array(x, self.shape[0], self.dtype, ndims=(1, 2)))
+
+    def matmat(self, X: Any) -> np.ndarray:
+        """Multiply by a block of columns.
+
+        Parameters
+        ----------
+        X : array_like
+            Of shape `(n, k)`; real and finite, cast to the operator's dtype.
+
+        Returns
+        -------
+        ndarray
+            Of the shape of `X`, in the operator's dtype.
+
+        Raises
+        ------
+        InvalidVectorError, NonFiniteError, StaleOperatorError, ClosedOperatorError
+            As `matvec`.
+        """
+        if scipy.sparse.issparse(X):
+            X = X.toarray()
+        return super().matmat(check_array(X, self.shape[0], self.dtype, ndims=(2,)))
+
+    def rmatvec(self, x: Any) -> np.ndarray:
+        """Multiply the transpose by one vector: the same as `matvec`, the operator is symmetric."""
+        return self.matvec(x)
+
+    def rmatmat(self, X: Any) -> np.ndarray:
+        """Multiply the transpose by a block of columns: the same as `matmat`."""
+        return self.matmat(X)
+
+    def dot(self, x: Any) -> Any:
+        """Multiply by a scalar, an operator, or an array of one or two axes."""
+        if np.isscalar(x) or isinstance(x, LinearOperator):
+            return super().dot(x)
+        if scipy.sparse.issparse(x):
+            return self.matmat(x)
+        x = np.asarray(x)
+        return self.matvec(x) if x.ndim == 1 else self.matmat(x)
+
+    def damped(self: Self, lam: float) -> Self:
+        """Return this operator plus `lam` times the identity, over the same evaluation.
+
+        Parameters
+        ----------
+        lam : float
+            Finite; added to the operator's own damping.
+
+        Returns
+        -------
+        operator of the same kind
+            Shares what was evaluated, `stats`, `refresh` and `close` with this one.
+        """
+        twin = copy.copy(self)
+        twin._damping = self._damping + _check_damping(lam)
+        return twin
+
+    def to_dense(self, *, max_size: int = 4096) -> np.ndarray:
+        """Put the whole matrix together, by one product per column.
+
+        Parameters
+        ----------
+        max_size : int, optional
+            Refuse if `n` is larger: memory grows as its square, time as `n` products.
+
+        Returns
+        -------
+        ndarray
+            Of shape `(n, n)`, damping included, in the operator's dtype.
+
+        Raises
+        ------
+        TooLargeError
+            If `n` is larger than `max_size`.
+        """
+        size = self.shape[0]
+        if size > max_size:
+            raise TooLargeError(
+                f"a dense matrix of {size} x {size} numbers was asked for",
+                f"at most {max_size} x {max_size}",
+                f"pass max_size={size} if {size} products and "
+                f"{size**2 * self.dtype.itemsize / 2**30:.2g} GiB are what you want",
+            )
+        dense = np.empty((size, size), self.dtype)
+        for start in range(0, size, _DENSE_BLOCK):
+            columns = np.arange(start, min(start + _DENSE_BLOCK, size))
+            block = np.zeros((size, len(columns)), self.dtype)
+            block[columns, columns - start] = 1
+            dense[:, columns] = self.matmat(block)
+        return dense
+
+    def flatten(self, nest: Any) -> Any:
+        """Concatenate a nest shaped like the variables, in `tf.nest` order.
+
+        Parameters
+        ----------
+        nest : nest of tensors, arrays or variables
+            Shaped like the variables.
+
+        Returns
+        -------
+        ndarray or tf.Tensor
+            Of shape `(n,)` in the operator's dtype; an ndarray if all of `nest` are.
+        """
+        parts = self._flattener.parts_of_nest(nest, "the nest")
+        flat = self._flattener.join([tf.convert_to_tensor(part) for part in parts])
+        return flat.numpy() if all(isinstance(part, np.ndarray) for part in parts) else flat
+
+    def unflatten(self, vector: Any) -> Any:
+        """Cut a flat vector into a nest shaped and typed like the variables.
+
+        Parameters
+        ----------
+        vector : array_like or tf.Tensor
+            Of shape `(n,)`.
+
+        Returns
+        -------
+        nest of tf.Tensor or of ndarray
+            Of tensors if `vector` is one.
+        """
+        is_tensor = tf.is_tensor(vector)
+        vector = vector if is_tensor else np.asarray(vector)
+        check_numeric(vector, "the vector")
+        self._check_flat(vector)
+        parts = self._flattener.split(tf.cast(vector, self._flattener.dtype))
+        return self._flattener.nest_of_parts(parts if is_tensor else [p.numpy() for p in parts])
+
+    def as_tf_operator(
+        self, *, is_positive_definite: bool | None = None, name: str = "HessianOperator"
+    ) -> tf.linalg.LinearOperator:
+        """Return a `tf.linalg.LinearOperator` over the same map.
+
+        Parameters
+        ----------
+        is_positive_definite : bool, optional
+            Your word that the matrix, damping included, is positive definite;
+            `tf.linalg.experimental.conjugate_gradient` asks for it.
+        name : str, optional
+            TensorFlow's name for the operator.
+
+        Returns
+        -------
+        tf.linalg.LinearOperator
+            Self-adjoint and square. Shares everything with this operator.
+
+        Examples
+        --------
+        >>> import tensorflow as tf
+        >>> import hvp
+        >>> w = tf.Variable([1.0, 2.0])
+        >>> H = hvp.HessianOperator(lambda: tf.reduce_sum(w**4) / 12, w)
+        >>> operator = H.as_tf_operator(is_positive_definite=True)
+        >>> tf.linalg.experimental.conjugate_gradient(operator, tf.constant([1.0, 4.0])).x.numpy()
+        array([1., 1.], dtype=float32)
+        """
+        from hvp._operators.tf_operator import TensorFlowOperator
+
+        return TensorFlowOperator(
+            self._columns,
+            self.shape[0],
+            self._flattener.dtype,
+            is_positive_definite=is_positive_definite,
+            name=name,
+        )
+
+    def refresh(self) -> None:
+        """Evaluate again, at the values the variables have now.
+
+        Raises
+        ------
+        NonFiniteError
+            If the loss or its gradient is not finite there. The operator then holds nothing until
+            a `refresh` succeeds.
+
+        Notes
+        -----
+        Costs one evaluation of the gradient, as the constructor does. What was kept of the old
+        point is released first, so the two never have to fit in memory together.
+        """
+        self._evaluation.refresh()
+
+    def close(self) -> None:
+        """Release what is kept for products. Closing twice does nothing."""
+        self._evaluation.close()
+
+    def __enter__(self: Self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        """Release what is kept for products."""
+        self.close()
+
+    def _matvec(self, x: np.ndarray) -> np.ndarray:
+        return check_product(self.product(tf.constant(x.reshape(-1))).numpy())
+
+    def _matmat(self, X: np.ndarray) -> np.ndarray:
+        if X.shape[1] == 0:
+            return np.zeros(X.shape, self.dtype)
+        return check_product(self._columns(tf.constant(X)).numpy())
+
+    def _adjoint(self: Self) -> Self:
+        return self
+
+    def _transpose(self: Self) -> Self:
+        return self
+
+    def _columns(self, block: tf.Tensor) -> tf.Tensor:
+        """Multiply a tensor of shape `(n, k)`."""
+        parts = self._flattener.split(tf.transpose(block))
+        count = tf.shape(block)[1]
+
+        def multiply(*parts: tf.Tensor) -> list[tf.Tensor]:
+            return self._evaluation.product_columns(parts, int(parts[0].shape[0]))
+
+        result = self._flattener.join(self._run(multiply, parts, lead=[block.shape[1]]))
+        result = tf.transpose(tf.reshape(result, [count, self._flattener.size]))
+        return result + self._damping * block if self._damping else result
+
+    def _apply(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        return self._run(lambda *parts: self._evaluation.product(parts), parts)
+
+    def _run(
+        self,
+        multiply: Callable[..., list[tf.Tensor]],
+        parts: Sequence[tf.Tensor],
+        lead: Sequence[int | None] = (),
+    ) -> list[tf.Tensor]:
+        """Run now, or from a graph whenever that runs.
+
+        The tape engine's residuals are eager tensors: a graph that used them directly would hold
+        those of today as constants and answer for an old point after `refresh()`.
+        """
+        if tf.executing_eagerly():
+            return multiply(*parts)
+        results = tf.py_function(multiply, parts, [part.dtype for part in parts])
+        for result, shape in zip(results, self._flattener.shapes):
+            result.set_shape([*lead, *shape])
+        return results
+
+    def _is_flat(self, v: Any) -> bool:
+        """Whether `v` is a flat vector (checked to be a right one), not a nest."""
+        if not (tf.is_tensor(v) or isinstance(v, (np.ndarray, tf.Variable))):
+            return False
+        check_numeric(v, "v")
+        if not tf.nest.is_nested(
+            self._flattener.structure
+        ):  # one variable: v may be shaped like it
+            shape, dtype = self._flattener.shapes[0], self._flattener.dtypes[0]
+            if v.shape == shape and (len(shape) != 1 or tf.as_dtype(v.dtype) == dtype):
+                return False
+        self._check_flat(v)
+        return True
+
+    def _check_flat(self, v: Any) -> None:
+        size = self._flattener.size
+        if not tf.TensorShape(v.shape).is_compatible_with([size]):
+            raise InvalidVectorError(
+                f"a flat vector of shape {tuple(v.shape)} was given",
+                f"shape ({size},), or a nest like the variables",
+            )
+
+
+def _check_damping(damping: float) -> float:
+    if not isinstance(damping, numbers.Real) or not np.isfinite(damping):
+        raise HvpError(f"the damping is {damping!r}", "a finite real number")
+    return float(damping)

@@ -1,0 +1,63 @@
+"""NumPy vectors at the boundary: checked and cast before any work is done."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from hvp._errors import InvalidVectorError, NonFiniteError
+
+
+def check_array(array: Any, rows: int, dtype: np.dtype, *, ndims: tuple[int, ...]) -> np.ndarray:
+    """Return `array` as an ndarray of real, finite numbers in the operator's dtype.
+
+    Parameters
+    ----------
+    array : array_like
+        A vector or a block of columns.
+    rows : int
+        Its first axis must be this long.
+    dtype : numpy.dtype
+        To cast to; integers and booleans are cast too (scipy sends int8 zeros).
+    ndims : tuple of int
+        The numbers of axes allowed.
+
+    Returns
+    -------
+    ndarray
+
+    Raises
+    ------
+    InvalidVectorError
+        If it is complex, text or objects, has another shape, or entries that are not finite, also
+        after the cast.
+    """
+    array = np.asarray(array)
+    if array.dtype.kind not in "fiub" and array.dtype.name not in ("bfloat16",):
+        mend = "multiply its real and imaginary parts separately" if array.dtype.kind == "c" else ""
+        raise InvalidVectorError(f"v is of type {array.dtype}", "real numbers", mend)
+    wrong_columns = array.ndim == 2 and ndims == (1, 2) and array.shape[1] != 1
+    if array.ndim not in ndims or array.shape[0] != rows or wrong_columns:
+        expected = f"({rows},) or ({rows}, 1)" if 1 in ndims else f"({rows}, k)"
+        raise InvalidVectorError(f"v has shape {array.shape}", f"shape {expected}")
+    with np.errstate(over="ignore"):
+        cast = array.astype(dtype, copy=False)
+    if not np.isfinite(cast).all():
+        raise InvalidVectorError(
+            f"v has {int(np.sum(~np.isfinite(cast)))} entries that are not finite in {dtype}",
+            "finite numbers",
+            "look for the division or overflow that made them",
+        )
+    return cast
+
+
+def check_product(product: np.ndarray) -> np.ndarray:
+    """Return a product that is finite; raise `NonFiniteError` for one that is not."""
+    if not np.isfinite(product).all():
+        raise NonFiniteError(
+            f"the product has {int(np.sum(~np.isfinite(product)))} entries that are not finite",
+            "a loss that is twice differentiable at this point, and no overflow",
+            "look for norms and square roots near zero, or scale v down",
+        )
+    return product

@@ -1,0 +1,5 @@
+"""Everything is declared in setup.cfg."""
+
+from setuptools import setup
+
+setup()
