@@ -55,8 +55,9 @@ class Flattener:
             Of shape `(n,)`, or `(k, n)` for parts with a further axis.
         """
         columns = len(parts[0].shape) > len(self.shapes[0])
+        lead = [tf.shape(parts[0])[0]] if columns else []
         flat = [
-            tf.reshape(tf.cast(part, self.dtype), [-1, size] if columns else [-1])
+            tf.reshape(tf.cast(part, self.dtype), [*lead, size])
             for part, size in zip(parts, self.sizes)
         ]
         return flat[0] if len(flat) == 1 else tf.concat(flat, axis=-1)
@@ -74,7 +75,7 @@ class Flattener:
         list of tf.Tensor
             In `tf.nest` order, with a further first axis `k` where `flat` has two.
         """
-        lead = [-1] if len(flat.shape) == 2 else []
+        lead = [tf.shape(flat)[0]] if len(flat.shape) == 2 else []
         pieces = [flat] if len(self.sizes) == 1 else tf.split(flat, self.sizes, axis=-1)
         return [
             tf.cast(tf.reshape(piece, [*lead, *shape]), dtype)

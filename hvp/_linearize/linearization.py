@@ -93,7 +93,7 @@ class Linearization:
         """
         engine = self._open()
         parts = tf.nest.flatten(u)
-        shapes = [tuple(output.shape) for output in engine.outputs]
+        shapes = [tuple(output.shape) for output in engine.outputs if output is not None]
         for part in parts:
             check_numeric(part, "u")
         if [tuple(part.shape) for part in parts] != shapes:

@@ -14,6 +14,7 @@ an older trace of a `tf.function`) escapes, and is found by `second_derivatives`
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -58,14 +59,9 @@ def _moments_of_version_1(
     return moments(x, axes, shift, bool(keep_dims or keepdims), name)
 
 
-_REPLACED = (
-    (tf.nn, moments),
-    (tf.compat.v2.nn, moments),
-    (tf.compat.v1.nn, _moments_of_version_1),
-)
 _lock = threading.Lock()
 _users = 0
-_originals: list[Any] = []
+_replaced: list[tuple[Any, Any]] = []
 
 
 @contextlib.contextmanager
@@ -73,16 +69,23 @@ def exact_moments() -> Iterator[None]:
     """Replace TensorFlow's `moments` in its public namespaces, in this context."""
     global _users
     with _lock:
-        if _users == 0:
-            _originals[:] = [namespace.moments for namespace, _ in _REPLACED]
-            for namespace, replacement in _REPLACED:
-                namespace.moments = replacement
         _users += 1
+        if _users == 1:
+            _replaced[:] = [(namespace, namespace.moments) for namespace in _namespaces()]
+            for namespace, _ in _replaced:
+                version_1 = namespace is tf.compat.v1.nn
+                namespace.moments = _moments_of_version_1 if version_1 else moments
     try:
         yield
     finally:
         with _lock:
             _users -= 1
             if _users == 0:
-                for (namespace, _), original in zip(_REPLACED, _originals):
+                for namespace, original in _replaced:
                     namespace.moments = original
+
+
+def _namespaces() -> list[Any]:
+    """Return the modules that have the name; an `import tensorflow.nn` makes a further one."""
+    modules = [tf.nn, sys.modules.get("tensorflow.nn", tf.nn), tf.compat.v2.nn, tf.compat.v1.nn]
+    return list({id(module): module for module in modules}.values())

@@ -35,6 +35,7 @@ _RESIZE = (
     "resize with products by fixed interpolation matrices (tf.einsum), which has derivatives "
     "of every order"
 )
+_PYTHON = "write it with TensorFlow operations, or give it a tf.custom_gradient made of them"
 _CUDNN = "build the layer with use_cudnn=False"
 
 MISSING_DERIVATIVES = {
@@ -49,12 +50,13 @@ MISSING_DERIVATIVES = {
         (0,), "leave fake quantization out"
     ),
     "RandomShuffle": MissingDerivative((0,), "shuffle indices and use tf.gather"),
-    "StatelessRandomShuffle": MissingDerivative((0,), "shuffle indices and use tf.gather"),
     "RandomCrop": MissingDerivative((0,), "use slicing at random offsets"),
     "LinSpace": MissingDerivative((0, 1), "start + (stop - start) * a constant tf.linspace(0, 1)"),
     "OneHot": MissingDerivative((2, 3), "off + (on - off) * tf.one_hot(indices, depth)"),
-    "PyFunc": MissingDerivative((), "use tf.py_function, or give it a tf.custom_gradient"),
-    "PyFuncStateless": MissingDerivative((), "use tf.py_function, or a tf.custom_gradient"),
+    "PyFunc": MissingDerivative((), _PYTHON),
+    "PyFuncStateless": MissingDerivative((), _PYTHON),
+    # Registered, but good for one first derivative: the second is None, in silence.
+    "EagerPyFunc": MissingDerivative((), _PYTHON),
     # Not registered: a tape raises LookupError when it gets there, without naming the layer.
     "ResizeNearestNeighborGrad": MissingDerivative((0,), "use tf.repeat along both axes"),
     "ResizeBicubicGrad": MissingDerivative((0,), _RESIZE),

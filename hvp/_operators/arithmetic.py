@@ -51,8 +51,8 @@ class DtypePreserving(LinearOperator):
         """Divide by a scalar."""
         if not isinstance(other, numbers.Number):
             raise TypeError("an operator can be divided by a scalar only")
-        reciprocal: Any = 1 / other
-        return self.dot(reciprocal)
+        number: Any = other
+        return self.dot(1 / number)
 
     def __pow__(self, power: int) -> LinearOperator:
         """Apply the operator `power` times."""

@@ -45,7 +45,9 @@ class Evaluation:
 
     def __init__(self, loss: Callable[[], Any], variables: Any, on_stale: OnStale) -> None:
         if on_stale not in ("raise", "refresh", "ignore"):
-            raise HvpError(f"on_stale is {on_stale!r}", "'raise', 'refresh' or 'ignore'")
+            raise HvpError(
+                f"the argument on_stale is {on_stale!r}", "'raise', 'refresh' or 'ignore'"
+            )
         self.on_stale = on_stale
         self.statistics = Statistics(engine=TapeEngine.name)
         self._engine: TapeEngine | None = None
@@ -110,7 +112,7 @@ class Evaluation:
             changed = self._watch.changed()
             if changed and self.on_stale == "raise":
                 raise StaleOperatorError(
-                    f"the loss has changed since it was evaluated: {_list(changed)}",
+                    f"variables the loss reads have changed since it was evaluated: {_list(changed)}",
                     "the values at which the operator was evaluated",
                     "call refresh(), or pass on_stale='refresh'",
                 )

@@ -1,0 +1,351 @@
+"""When the loss is evaluated, what is kept, when it is out of date, what is left as it was."""
+
+import gc
+import logging
+import weakref
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvp
+from tests.cases import cnn, mlp, random, relative_error
+
+
+def counted(loss, runs):
+    """A loss that notes each *execution* of its operations, traced or not."""
+
+    def counting(*data):
+        tick = tf.numpy_function(lambda: np.float64(runs.append(1) or 0), [], tf.float64)
+        value = loss(*data)
+        return value + tf.cast(tf.ensure_shape(tick, []), value.dtype)
+
+    return counting
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, tf.function])
+def test_fifty_products_evaluate_the_gradient_once(wrap):
+    runs = []
+    problem = mlp("float64")
+    loss = wrap(counted(problem.loss, runs))
+    with hvp.HessianOperator(loss, problem.variables, problem.data) as H:
+        for seed in range(45):
+            H @ random(seed, H.shape[0], dtype="float64")
+        H @ random(0, H.shape[0], 5, dtype="float64")
+        H.gradient, H.value  # noqa: B018
+        H.damped(1.0) @ np.ones(H.shape[0])
+        assert H.stats.gradient_evaluations == 1
+        assert H.stats.products == 51
+        assert H.stats.traces == 1
+        assert len(runs) == 1
+        H.refresh()
+        assert H.stats.gradient_evaluations == 2
+        assert H.stats.traces == 1
+        assert len(runs) == 2
+
+
+def test_value_and_gradient_are_those_of_the_loss():
+    problem = mlp("float64")
+    with tf.GradientTape() as tape:
+        value = problem.bound()
+    gradient = tape.gradient(value, problem.tensorflow_variables())
+    with hvp.HessianOperator(problem.loss, problem.variables, problem.data) as H:
+        assert isinstance(H.value, float)
+        assert H.value == float(value)
+        assert isinstance(H.gradient, np.ndarray)
+        np.testing.assert_array_equal(H.gradient, H.flatten(gradient))
+        H.gradient[:] = 0  # a copy
+        assert H.gradient.any()
+
+
+def test_refresh_moves_to_the_new_point():
+    w = tf.Variable([1.0, 2.0])
+    with hvp.HessianOperator(lambda: tf.reduce_sum(w**4) / 12, w) as H:
+        twice = H.damped(1.0)
+        w.assign([3.0, 1.0])
+        H.refresh()
+        np.testing.assert_allclose(H @ np.ones(2), [9, 1], rtol=1e-6)
+        np.testing.assert_allclose(twice @ np.ones(2), [10, 2], rtol=1e-6)
+        np.testing.assert_allclose(H.value, 82 / 12, rtol=1e-6)
+
+
+CHANGES = {
+    "assign": lambda w: w.assign([[1.0, 2.0], [3.0, 5.0]]),
+    "assign_add": lambda w: w.assign_add(tf.fill((2, 2), 1e-6)),
+    "one bit of one entry": lambda w: w[1, 1].assign(np.nextafter(np.float32(4), np.float32(5))),
+    "sign of zero": lambda w: w[0, 0].assign(np.float32(-0.0)),
+    "swapped": lambda w: w.assign(tf.reverse(w, [0])),
+    "negated": lambda w: w.assign(-w),
+    "scatter": lambda w: w.scatter_nd_update([[1, 0]], [7.0]),
+    "in a graph": lambda w: tf.function(lambda: w.assign_sub(tf.ones((2, 2))))(),
+    "optimizer": lambda w: keras.optimizers.SGD(0.1).apply([tf.ones((2, 2))], [w]),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("trainable", [True, False])
+def test_a_changed_variable_is_noticed_and_named(name, trainable):
+    """Also of a frozen variable, which no tape watches."""
+    if name == "optimizer" and not trainable:
+        pytest.skip("optimizers update trainable variables")
+    w = tf.Variable(random(0, 2, 2), name="ours")
+    other = tf.Variable([[0.0, 2.0], [3.0, 4.0]], name="changed", trainable=trainable)
+
+    with hvp.HessianOperator(lambda: tf.reduce_sum(w**2 * other), [w]) as H:
+        v = np.ones(4)
+        before = H @ v
+        CHANGES[name](other)
+        for use in (lambda: H @ v, lambda: H.value, lambda: H.gradient, H.to_dense):
+            with pytest.raises(hvp.StaleOperatorError, match=r"'changed'.*refresh\(\)"):
+                use()
+        H.refresh()
+        after = H @ v
+        assert (name == "sign of zero") == np.array_equal(before, after)
+        np.testing.assert_allclose(after, 2 * other.numpy().reshape(-1), rtol=1e-6)
+        # Not for ever: a variable that was scattered into copies on every read from then on.
+        H @ v
+
+
+def test_load_weights_is_noticed(tmp_path):
+    problem = cnn("float32")
+    model = problem.variables
+    model.save_weights(tmp_path / "old.weights.h5")
+    statistics = next(v for v in model.variables if "moving_mean" in v.path)
+    statistics.assign(statistics + 1.0)
+    with hvp.HessianOperator(problem.loss, model, problem.data) as H:
+        before = H @ np.ones(H.shape[0])
+        model.load_weights(tmp_path / "old.weights.h5")
+        with pytest.raises(hvp.StaleOperatorError, match="moving_mean"):
+            H @ np.ones(H.shape[0])
+        H.refresh()
+        assert relative_error(H @ np.ones(H.shape[0]), before) > 1e-3
+
+
+def test_unchanged_values_are_not_stale():
+    w, unread = tf.Variable([1.0, np.float32(2)]), tf.Variable(1.0)
+    with hvp.HessianOperator(lambda: tf.reduce_sum(w**3), w) as H:
+        w.assign(tf.identity(w))
+        unread.assign(2.0)
+        H @ np.ones(2)
+
+
+@pytest.mark.parametrize("on_stale", ["refresh", "ignore"])
+def test_other_answers_to_staleness(on_stale):
+    w = tf.Variable([1.0, 2.0])
+    with hvp.HessianOperator(lambda: tf.reduce_sum(w**4) / 12, w, on_stale=on_stale) as H:
+        w.assign([3.0, 1.0])
+        want = {"refresh": [9, 1], "ignore": [1, 4]}[on_stale]
+        np.testing.assert_allclose(H @ np.ones(2), want, rtol=1e-6)
+        assert H.stats.gradient_evaluations == {"refresh": 2, "ignore": 1}[on_stale]
+
+
+def test_on_stale_is_checked():
+    w = tf.Variable([1.0])
+    with pytest.raises(hvp.HvpError, match="on_stale is 'explode'"):
+        hvp.HessianOperator(lambda: tf.reduce_sum(w**2), w, on_stale="explode")
+
+
+def test_no_state_of_the_model_changes():
+    """Moving averages and dropout seeds are as before; so is a random generator's state."""
+    layers = keras.layers
+    model = keras.Sequential(
+        [
+            layers.Input((4,)),
+            layers.Dense(6, "tanh"),
+            layers.BatchNormalization(),
+            layers.Dropout(0.5, seed=1),
+            layers.Dense(2),
+        ]
+    )
+    generator = tf.random.Generator.from_seed(3)
+    x = random(0, 8, 4)
+
+    def loss(x):
+        noise = generator.normal([8, 2])
+        return tf.reduce_mean((model(x, training=True) + noise) ** 2)
+
+    before = [v.numpy() for v in (*model.variables, generator.state)]
+    with hvp.HessianOperator(loss, model, (x,)) as H:
+        first = H @ np.ones(H.shape[0])
+        H.refresh()
+        # The same seeds, so the same mask and the same numbers.
+        np.testing.assert_array_equal(H @ np.ones(H.shape[0]), first)
+        np.testing.assert_allclose(H.to_dense(), H.to_dense().T, atol=1e-5)
+    for old, variable in zip(before, (*model.variables, generator.state)):
+        np.testing.assert_array_equal(old, variable.numpy())
+
+
+def test_state_is_restored_when_the_loss_raises():
+    w, counter = tf.Variable([1.0]), tf.Variable(0)
+
+    def loss():
+        counter.assign_add(1)
+        return tf.reduce_sum(tf.sqrt(w - 2))
+
+    with pytest.raises(hvp.NonFiniteError, match="loss is nan"):
+        hvp.HessianOperator(loss, w)
+    assert counter == 0
+    assert w == 1
+
+
+def test_a_counter_in_the_loss_does_not_make_it_stale():
+    w, counter = tf.Variable([1.0]), tf.Variable(0.0)
+
+    def loss():
+        return tf.reduce_sum(w**2) * (1 + 0 * counter.assign_add(1))
+
+    with hvp.HessianOperator(loss, w) as H:
+        loss()
+        np.testing.assert_array_equal(H @ np.ones(1), [2])
+
+
+def test_close_and_use_after_it():
+    w = tf.Variable([1.0, 2.0])
+    with hvp.HessianOperator(lambda: tf.reduce_sum(w**2), w) as H:
+        damped = H.damped(1.0)
+        assert H.stats.residual_bytes > 0
+    assert H.stats.residual_bytes == 0
+    assert H.shape == (2, 2)
+    uses = (
+        lambda: H @ np.ones(2),
+        lambda: damped @ np.ones(2),
+        lambda: H.product(tf.ones(2)),
+        lambda: H.value,
+        lambda: H.gradient,
+    )
+    for use in uses:
+        with pytest.raises(hvp.ClosedOperatorError, match="closed"):
+            use()
+    H.close()
+    H.refresh()
+    np.testing.assert_array_equal(H @ np.ones(2), [2, 2])
+
+
+def test_a_failed_refresh_leaves_nothing_half_made():
+    w = tf.Variable([4.0])
+    with hvp.HessianOperator(lambda: tf.reduce_sum(tf.sqrt(w)), w) as H:
+        w.assign([-1.0])
+        with pytest.raises(hvp.NonFiniteError):
+            H.refresh()
+        with pytest.raises(hvp.ClosedOperatorError, match="last refresh failed"):
+            H @ np.ones(1)
+        w.assign([4.0])
+        H.refresh()
+        np.testing.assert_allclose(H @ np.ones(1), [-1 / 32])
+
+
+def test_dropping_the_operator_frees_it_without_the_garbage_collector():
+    w = tf.Variable([1.0])
+    H = hvp.HessianOperator(lambda: tf.reduce_sum(w**2), w)
+    H @ np.ones(1)
+    engine = weakref.ref(H._evaluation._engine)
+    gc.collect()
+    gc.disable()
+    try:
+        del H
+        assert engine() is None
+    finally:
+        gc.enable()
+
+
+def scalar_of(w):
+    return tf.reduce_sum(w**2)
+
+
+@pytest.mark.parametrize(
+    ("loss", "error", "message"),
+    [
+        (lambda w: w**2, hvp.InvalidLossError, r"shape \(2,\).*reduce_mean"),
+        (lambda w: tf.cast(scalar_of(w), tf.int32), hvp.InvalidLossError, "int32"),
+        (lambda w: tf.cast(scalar_of(w), tf.complex64), hvp.InvalidLossError, "complex64"),
+        (lambda w: 1.0, hvp.InvalidLossError, "float"),
+        (lambda w: None, hvp.InvalidLossError, "NoneType"),
+        (lambda w: scalar_of(w).numpy(), hvp.InvalidLossError, "float"),
+        (lambda w: scalar_of(w) / 0, hvp.NonFiniteError, "loss is inf"),
+        (lambda w: scalar_of(w) * np.nan, hvp.NonFiniteError, "loss is nan"),
+        (lambda w: tf.norm(w - w), hvp.NonFiniteError, "gradient is not finite"),
+        (lambda w: tf.constant(1.0), hvp.InvalidVariablesError, "none of the variables"),
+        (lambda w: tf.reduce_sum(w.read_value()) * 0 + 1, None, None),
+    ],
+)
+def test_losses_that_are_refused(loss, error, message):
+    w = tf.Variable([1.0, 2.0])
+    if error is None:
+        hvp.HessianOperator(lambda: loss(w), w).close()
+        return
+    with pytest.raises(error, match=message):
+        hvp.HessianOperator(lambda: loss(w), w)
+
+
+def test_the_losss_own_errors_come_through():
+    w = tf.Variable([1.0])
+
+    def loss():
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        hvp.HessianOperator(loss, w)
+    with pytest.raises(hvp.InvalidLossError, match="cannot be called"):
+        hvp.HessianOperator(tf.constant(1.0), w)
+
+
+def test_an_operator_is_not_built_in_a_graph():
+    w = tf.Variable([1.0])
+
+    def build():
+        hvp.HessianOperator(lambda: tf.reduce_sum(w**2), w)
+
+    with pytest.raises(hvp.GraphModeError, match=r"outside the tf\.function"):
+        tf.function(build, autograph=False)()
+    with pytest.raises(Exception, match=r"GraphModeError.*outside the tf\.function"):
+        tf.function(build)()  # AutoGraph makes an error of its own out of it
+
+
+def test_an_untraceable_loss_is_served_and_said(caplog):
+    w = tf.Variable([1.0, 2.0])
+    with caplog.at_level(logging.WARNING, "hvp"):
+        H = hvp.HessianOperator(lambda: tf.reduce_sum(w**3) * float(w.numpy()[0]), w)
+    np.testing.assert_allclose(H @ np.ones(2), [6, 12])
+    assert "could not be traced" in H.stats.note
+    assert H.stats.note in caplog.text
+    assert len(caplog.records) == 1
+    assert H.stats.residual_bytes is None
+    w.assign([2.0, 2.0])
+    with pytest.raises(hvp.StaleOperatorError):
+        H @ np.ones(2)
+
+
+def test_control_flow_in_python_on_tensors():
+    w = tf.Variable([1.0, 2.0])
+
+    def loss():
+        total = tf.reduce_sum(w**3)
+        if total > 3:
+            total = total * 2
+        return total
+
+    with hvp.HessianOperator(loss, w) as H:
+        np.testing.assert_allclose(H @ np.ones(2), [12, 24])
+        assert H.stats.note == ""
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (np.ones((3, 2)), r"ndarray.*\(x,\)"),
+        ([np.ones((3, 2))], "list"),
+        (tf.data.Dataset.from_tensors(1.0), "Dataset"),
+        ((), "no elements"),
+        ({}, "no elements"),
+        ((np.ones((3, 2)), np.ones(4)), r"first axes of \[3, 4\]"),
+        ((np.ones((0, 2)),), "no examples"),
+        ((np.float32(3),), "scalar"),
+        ((object(),), "object, which is no tensor"),
+        (3, "int"),
+    ],
+)
+def test_data_that_are_refused(data, message):
+    w = tf.Variable([1.0, 2.0])
+    with pytest.raises(hvp.InvalidDataError, match=message):
+        hvp.HessianOperator(lambda *x: tf.reduce_sum(w**2), w, data)

@@ -1,0 +1,181 @@
+"""Products of tensors, eager and in graphs, and the TensorFlow operator."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvp
+from tests.cases import random
+
+
+@pytest.fixture
+def nested():
+    w = {"a": tf.Variable(random(0, 2, 3)), "b": [tf.Variable(random(1, 4))]}
+
+    def loss():
+        return tf.reduce_sum(w["a"] ** 4) / 12 + tf.reduce_sum(w["b"][0] ** 3) * w["a"][0, 0] / 6
+
+    with hvp.HessianOperator(loss, w, damping=0.5) as H:
+        yield H, w
+
+
+def test_a_product_answers_in_the_form_it_is_asked(nested):
+    H, w = nested
+    dense = H.to_dense()
+    v = random(2, 10)
+    flat = H.product(tf.constant(v))
+    assert tf.is_tensor(flat)
+    np.testing.assert_allclose(flat, dense @ v, rtol=1e-5, atol=1e-6)
+    nest = H.product(H.unflatten(v))  # arrays in, tensors out
+    tf.nest.assert_same_structure(nest, tf.nest.map_structure(lambda x: 0, w))
+    assert all(tf.is_tensor(part) for part in tf.nest.flatten(nest))
+    np.testing.assert_allclose(H.flatten(nest), flat, rtol=1e-6)
+    np.testing.assert_allclose(H.flatten(H.product(w)), dense @ H.flatten(w).numpy(), rtol=1e-5)
+
+
+def test_one_variable_takes_its_shape_or_a_flat_vector():
+    w = tf.Variable(random(0, 2, 3))
+    with hvp.HessianOperator(lambda: tf.reduce_sum(w**4) / 12, w) as H:
+        v = random(1, 2, 3)
+        assert H.product(tf.constant(v)).shape == (2, 3)
+        assert H.product(tf.constant(v.reshape(-1))).shape == (6,)
+        np.testing.assert_allclose(H.product(v), w.numpy() ** 2 * v, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "v",
+    [
+        tf.ones(9),
+        tf.ones((10, 1)),
+        tf.ones(10, tf.complex64),
+        tf.constant(["a"] * 10),
+        {"a": tf.ones((2, 3))},
+        {"a": tf.ones((3, 2)), "b": [tf.ones(4)]},
+        {"a": tf.ones((2, 3)), "b": [None]},
+        {"a": tf.ones((2, 3)), "b": [tf.ones(4, tf.complex64)]},
+        [tf.ones((2, 3)), tf.ones(4)],
+        "text",
+        None,
+    ],
+)
+def test_vectors_that_are_refused(nested, v):
+    H, _ = nested
+    before = H.stats.products
+    with pytest.raises(hvp.InvalidVectorError):
+        H.product(v)
+    assert H.stats.products == before
+
+
+def test_a_graph_that_uses_a_product_follows_refresh(nested):
+    H, w = nested
+    traces = []
+
+    @tf.function
+    def doubled(v):
+        traces.append(1)
+        return 2 * H.product(v)
+
+    v = tf.constant(random(3, 10))
+    np.testing.assert_allclose(doubled(v), 2 * H.product(v), rtol=1e-6)
+    old = doubled(v)
+    w["a"].assign_add(tf.ones((2, 3)))
+    with pytest.raises(tf.errors.OpError, match="StaleOperatorError"):
+        doubled(v)
+    H.refresh()
+    new = doubled(v)
+    np.testing.assert_allclose(new, 2 * H.product(v), rtol=1e-6)
+    assert not np.allclose(new, old, rtol=1e-2)
+    assert len(traces) == 1
+    H.close()
+    with pytest.raises(tf.errors.OpError, match="ClosedOperatorError"):
+        doubled(v)
+
+
+def test_a_product_in_a_graph_loop_of_a_nest(nested):
+    H, w = nested
+
+    @tf.function
+    def power_iteration(v):
+        for _ in tf.range(3):
+            v = H.product(v)
+        return v
+
+    v = tf.nest.map_structure(lambda x: tf.ones(x.shape), w)
+    got = H.flatten(power_iteration(v))
+    want = np.linalg.matrix_power(H.to_dense(), 3) @ np.ones(10)
+    np.testing.assert_allclose(got, want, rtol=1e-4)
+
+
+def test_unknown_shapes_in_a_graph_are_checked_when_they_run(nested):
+    H, _ = nested
+
+    @tf.function(input_signature=[tf.TensorSpec([None])])
+    def product(v):
+        return H.product(v)
+
+    np.testing.assert_allclose(product(tf.ones(10)), H.product(tf.ones(10)), rtol=1e-6)
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        product(tf.ones(9))
+
+
+def test_the_tensorflow_operator_is_the_same_matrix(nested):
+    H, _ = nested
+    operator = H.as_tf_operator()
+    dense = H.to_dense()
+    assert operator.shape == (10, 10)
+    assert operator.dtype == tf.float32
+    np.testing.assert_allclose(operator.to_dense(), dense, rtol=1e-5, atol=1e-5)
+    x = random(4, 3, 2, 10, 4)
+    np.testing.assert_allclose(operator.matmul(x), dense @ x, rtol=1e-4, atol=1e-4)
+    transposed = np.swapaxes(x, -1, -2)
+    np.testing.assert_allclose(
+        operator.matmul(transposed, adjoint_arg=True), dense @ x, rtol=1e-4, atol=1e-4
+    )
+    np.testing.assert_allclose(
+        operator.matvec(transposed), (dense @ x).swapaxes(-1, -2), rtol=1e-4, atol=1e-4
+    )
+    in_graph = tf.function(lambda x: operator.matmul(x))(x[0, 0])
+    np.testing.assert_allclose(in_graph, dense @ x[0, 0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_tensorflows_conjugate_gradient(compiled):
+    root = random(0, 9, 6)
+    A = root.T @ root + np.eye(6, dtype="float32")
+    w = tf.Variable(random(1, 6))
+    b = tf.constant(random(2, 6))
+    with hvp.HessianOperator(lambda: tf.tensordot(w, tf.linalg.matvec(A, w), 1) / 2, w) as H:
+        operator = H.as_tf_operator(is_positive_definite=True)
+
+        def solve():
+            return tf.linalg.experimental.conjugate_gradient(operator, b, max_iter=50).x
+
+        x = (tf.function(solve) if compiled else solve)()
+        np.testing.assert_allclose(A @ x.numpy(), b, rtol=1e-3, atol=1e-3)
+        assert H.stats.products >= 6
+        with pytest.raises(ValueError, match="positive definite"):
+            tf.linalg.experimental.conjugate_gradient(H.as_tf_operator(), b)
+
+
+def test_products_are_not_recorded_on_the_operators_tape(nested):
+    """A recorded product would keep every vector alive."""
+    import gc
+    import weakref
+
+    H, _ = nested
+    v = tf.constant(random(5, 10))
+    gone = weakref.ref(v)
+    H.product(v)
+    del v
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_product_is_differentiable_by_its_vector(nested):
+    """`grad of <u, H v>` by v is `H u`."""
+    H, _ = nested
+    u, v = tf.constant(random(6, 10)), tf.constant(random(7, 10))
+    with tf.GradientTape() as tape:
+        tape.watch(v)
+        inner = tf.tensordot(u, H.product(v), 1)
+    np.testing.assert_allclose(tape.gradient(inner, v), H.product(u), rtol=1e-5, atol=1e-5)
