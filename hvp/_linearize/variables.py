@@ -94,13 +94,12 @@ def _expand_module(leaf: Any) -> Any:
 def _tensorflow_variable(leaf: Any) -> tf.Variable:
     if isinstance(leaf, tf.Variable):
         return leaf
-    # A keras.Variable can only exist once keras is imported; importing it here would cost
-    # seconds to those who do not use it.
+    # By its attributes, because keras.Variable is not a base of all of them in every Keras.
+    value = getattr(leaf, "value", None)
+    if isinstance(value, tf.Variable):
+        return value
     keras = sys.modules.get("keras")
-    if keras is not None and isinstance(leaf, keras.Variable):
-        value = leaf.value
-        if isinstance(value, tf.Variable):
-            return value
+    if keras is not None and hasattr(leaf, "path") and value is not None:
         raise InvalidVariablesError(
             f"the Keras variable {leaf.path!r} holds a {type(value).__module__} value: Keras runs "
             f"on the {keras.config.backend()!r} backend",

@@ -112,7 +112,7 @@ class Evaluation:
             changed = self._watch.changed()
             if changed and self.on_stale == "raise":
                 raise StaleOperatorError(
-                    f"variables the loss reads have changed since it was evaluated: {_list(changed)}",
+                    f"variables that the loss reads have changed: {_list(changed)}",
                     "the values at which the operator was evaluated",
                     "call refresh(), or pass on_stale='refresh'",
                 )

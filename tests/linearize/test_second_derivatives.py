@@ -3,10 +3,37 @@
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python.framework import ops
 
 import hvp
 from hvp._linearize.second_derivatives import CONSTANT_OPERATIONS, MISSING_DERIVATIVES
 from tests.cases import random
+
+
+def registered_derivative(kind):
+    """TensorFlow's gradient function of an operation; KeyError if it has no entry at all.
+
+    The registry has no public name, and is used in tests only.
+    """
+    registry = getattr(ops, "gradient_registry", None) or ops._gradient_registry
+    try:
+        return registry.lookup(kind)
+    except LookupError:
+        raise KeyError(kind) from None
+
+
+def is_registered(kind):
+    try:
+        registered_derivative(kind)
+    except KeyError:
+        return False
+    return True
+
+
+# TensorFlow 2.16 has no entry for it, and its own tapes raise where later ones answer None.
+needs_silent_resize = pytest.mark.skipif(
+    not is_registered("ResizeBilinearGrad"), reason="this TensorFlow raises by itself"
+)
 
 
 def image_variable():
@@ -62,6 +89,7 @@ def test_it_is_found_inside_functions_loops_and_branches(kind):
             hvp.HessianOperator(lambda f=within: tf.reduce_mean(f() ** 3), z)
 
 
+@needs_silent_resize
 def test_the_same_operations_off_the_way_are_no_obstacle():
     z, w = image_variable(), tf.Variable(2.0)
 
@@ -83,6 +111,7 @@ def test_the_same_operations_off_the_way_are_no_obstacle():
             np.testing.assert_allclose(H @ np.ones(1), [12.0])
 
 
+@needs_silent_resize
 def test_a_resize_that_enters_linearly_has_a_true_zero():
     z = image_variable()
     with hvp.HessianOperator(lambda: tf.reduce_sum(tf.image.resize(z, (8, 8))), z) as H:
@@ -144,6 +173,7 @@ def test_moments_bound_or_traced_earlier_are_refused_not_wrong():
         np.testing.assert_allclose(dense, H.to_dense(), rtol=1e-4, atol=1e-5)
 
 
+@needs_silent_resize
 def test_an_untraceable_loss_does_not_take_none_for_zero():
     z = image_variable()
     with (
@@ -157,17 +187,8 @@ def test_an_untraceable_loss_does_not_take_none_for_zero():
 
 def test_the_tables_agree_with_tensorflows_registry():
     """Fails first when TensorFlow learns a derivative, so that the table can lose a row."""
-    from tensorflow.python.framework import ops  # the registry has no public name
-
-    registry = getattr(ops, "gradient_registry", None) or ops._gradient_registry
-
-    def derivative(kind):
-        try:
-            return registry.lookup(kind)
-        except LookupError:
-            return None
-
-    learned = {kind for kind in MISSING_DERIVATIVES if derivative(kind) is not None}
+    registered = filter(is_registered, MISSING_DERIVATIVES)
+    learned = {kind for kind in registered if registered_derivative(kind) is not None}
     assert learned == {"EagerPyFunc"}
     known = {*dir(tf.raw_ops), "PyFunc", "PyFuncStateless", "EagerPyFunc"}
     assert {*MISSING_DERIVATIVES, *CONSTANT_OPERATIONS} - known == set()
