@@ -6,7 +6,7 @@ BIN = $(VENV)/bin
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 METADATA = setup.cfg setup.py pyproject.toml
 
-.PHONY: demo test test-oldest lint format docs clean
+.PHONY: demo test test-oldest test-with lint format docs clean
 
 demo: $(VENV)/.examples
 	$(BIN)/python examples/cg_solve.py
@@ -16,6 +16,10 @@ test: $(VENV)/.test
 
 test-oldest: $(OLDEST)/.test
 	$(OLDEST)/bin/python -m pytest
+
+# Any other pair: make test-with PYTHON=python3.13 TENSORFLOW=2.21
+test-with:
+	$(MAKE) test VENV=.venv-$(notdir $(PYTHON))-$(TENSORFLOW) PIN="tensorflow==$(TENSORFLOW).*"
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
@@ -32,7 +36,7 @@ docs: $(VENV)/.docs
 	@echo "Read docs/_build/html/index.html"
 
 clean:
-	rm -rf $(VENV) $(OLDEST) docs/_build docs/gallery build *.egg-info
+	rm -rf .venv .venv-* docs/_build docs/gallery build *.egg-info
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -42,11 +46,11 @@ $(OLDEST)/bin/python:
 
 $(VENV)/.examples: $(METADATA) | $(VENV)/bin/python
 	@echo "Installing hvp and TensorFlow into $(VENV); this takes a few minutes, once."
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[examples]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[examples]' $(PIN)
 	touch $@
 
 $(VENV)/.test: $(METADATA) $(VENV)/.examples
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[examples,test]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[examples,test]' $(PIN)
 	touch $@
 
 $(VENV)/.lint: $(METADATA) $(VENV)/.examples

@@ -40,6 +40,11 @@ class Flattener:
         self.size = sum(self.sizes)
         widened = {_WIDENED.get(dtype, dtype) for dtype in self.dtypes}
         self.dtype = max(widened, key=lambda dtype: dtype.size)
+        # As tensors once: converting a list anew for each product costs time, and in
+        # TensorFlow 2.16 a few hundred bytes for ever.
+        self._eager_shapes = [tf.constant(shape, tf.int32, [len(shape)]) for shape in self.shapes]
+        self._eager_sizes = tf.constant(self.sizes)
+        self._flat = tf.constant([-1])
 
     def join(self, parts: Sequence[tf.Tensor]) -> tf.Tensor:
         """Concatenate parts, cast to the vector's dtype.
@@ -55,11 +60,10 @@ class Flattener:
             Of shape `(n,)`, or `(k, n)` for parts with a further axis.
         """
         columns = len(parts[0].shape) > len(self.shapes[0])
-        lead = [tf.shape(parts[0])[0]] if columns else []
-        flat = [
-            tf.reshape(tf.cast(part, self.dtype), [*lead, size])
-            for part, size in zip(parts, self.sizes)
-        ]
+        flat = []
+        for part, size in zip(parts, self.sizes):
+            shape = [tf.shape(part)[0], size] if columns else self._flat
+            flat.append(tf.reshape(tf.cast(part, self.dtype), shape))
         return flat[0] if len(flat) == 1 else tf.concat(flat, axis=-1)
 
     def split(self, flat: tf.Tensor) -> list[tf.Tensor]:
@@ -75,11 +79,16 @@ class Flattener:
         list of tf.Tensor
             In `tf.nest` order, with a further first axis `k` where `flat` has two.
         """
-        lead = [tf.shape(flat)[0]] if len(flat.shape) == 2 else []
-        pieces = [flat] if len(self.sizes) == 1 else tf.split(flat, self.sizes, axis=-1)
+        eager, count = tf.executing_eagerly(), len(self.sizes)
+        sizes = self._eager_sizes if eager else self.sizes
+        pieces = [flat] if count == 1 else tf.split(flat, sizes, axis=-1, num=count)
+        if len(flat.shape) == 2:
+            shapes: Any = [[tf.shape(flat)[0], *shape] for shape in self.shapes]
+        else:
+            shapes = self._eager_shapes if eager else self.shapes
         return [
-            tf.cast(tf.reshape(piece, [*lead, *shape]), dtype)
-            for piece, shape, dtype in zip(pieces, self.shapes, self.dtypes)
+            tf.cast(tf.reshape(piece, shape), dtype)
+            for piece, shape, dtype in zip(pieces, shapes, self.dtypes)
         ]
 
     def parts_of_nest(self, nest: Any, what: str = "v") -> list[Any]:

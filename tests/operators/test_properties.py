@@ -37,7 +37,7 @@ def operators(draw):
     layers = [
         (
             tf.Variable(random(seed + i, rows, columns, dtype=dtype)),
-            tf.Variable(random(seed - i, columns, dtype=dtype)),
+            tf.Variable(random(seed + 500 + i, columns, dtype=dtype)),
         )
         for i, (rows, columns) in enumerate(zip(widths, widths[1:]))
     ]
