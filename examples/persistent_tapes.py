@@ -1,8 +1,8 @@
-"""
+r"""
 Reusing the inner gradient in nested tapes
 ==========================================
 
-A common question: nested ``GradientTape``\\ s give a Hessian-vector product, but they evaluate the
+A common question: nested ``GradientTape``\ s give a Hessian-vector product, but they evaluate the
 gradient anew for every vector. How is it evaluated once?
 """
 

@@ -1,0 +1,46 @@
+"""Sphinx configuration; `make docs` builds with warnings as errors."""
+
+import os
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import hvp
+
+project = "hvp"
+author = "The hvp developers"
+copyright = author
+release = version = hvp.__version__
+
+extensions = [
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.mathjax",
+    "sphinx.ext.napoleon",
+    "sphinx_gallery.gen_gallery",
+]
+exclude_patterns = ["_build", "**/GALLERY_HEADER.rst", "sg_execution_times.rst"]
+templates_path = []
+
+autodoc_typehints = "none"  # the docstrings say it, with shapes
+autodoc_default_options = {"members": True, "inherited-members": "LinearOperator"}
+autodoc_member_order = "bysource"
+autosummary_generate = True
+napoleon_google_docstring = False
+napoleon_use_rtype = False
+default_role = "code"
+
+sphinx_gallery_conf = {
+    "examples_dirs": "../examples",
+    "gallery_dirs": "gallery",
+    "filename_pattern": r"\.py$",
+    "download_all_examples": False,
+    "show_memory": False,
+    "copyfile_regex": r"$^",
+    "write_computation_times": False,
+}
+suppress_warnings = ["config.cache"]  # sphinx-gallery's settings hold functions
+
+html_theme = "pydata_sphinx_theme"
+html_title = "hvp"
+html_theme_options = {"show_prev_next": False, "navigation_with_keys": False}
+html_show_sourcelink = False
