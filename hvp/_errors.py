@@ -10,7 +10,6 @@ __all__ = [
     "InvalidLossError",
     "InvalidVariablesError",
     "InvalidVectorError",
-    "MissingExtraError",
     "NonFiniteError",
     "SecondDerivativeError",
     "StaleOperatorError",
@@ -94,10 +93,6 @@ class GraphModeError(HvpError, RuntimeError):
 
 class TooLargeError(HvpError, ValueError):
     """A dense matrix was asked for that is larger than the stated limit."""
-
-
-class MissingExtraError(HvpError, ImportError):
-    """An optional package is not installed; the message names the extra that brings it."""
 
 
 def _sentence(text: str, *, capital: bool = True) -> str:

@@ -136,7 +136,8 @@ class SymmetricOperator(DtypePreserving):
         StaleOperatorError, ClosedOperatorError
             As for every use of the operator.
         """
-        return super().matvec(check_array(x, self.shape[0], self.dtype, ndims=(1, 2)))
+        x = check_array(x, self.shape[0], self.dtype, ndims=(1, 2))
+        return self._matvec(x).reshape(x.shape)
 
     def matmat(self, X: Any) -> np.ndarray:
         """Multiply by a block of columns.
@@ -158,7 +159,7 @@ class SymmetricOperator(DtypePreserving):
         """
         if scipy.sparse.issparse(X):
             X = X.toarray()
-        return super().matmat(check_array(X, self.shape[0], self.dtype, ndims=(2,)))
+        return self._matmat(check_array(X, self.shape[0], self.dtype, ndims=(2,)))
 
     def rmatvec(self, x: Any) -> np.ndarray:
         """Multiply the transpose by one vector: the same as `matvec`, the operator is symmetric."""

@@ -63,7 +63,8 @@ class Watch:
 
 def _address(value: tf.Tensor) -> int | None:
     """Where the numbers are, if that can be seen without copying them: on the CPU."""
-    if "CPU" not in value.device or value.dtype.name not in np.sctypeDict:
+    plain = value.dtype != tf.string and np.dtype(value.dtype.as_numpy_dtype).isbuiltin == 1
+    if not plain or "CPU" not in value.device:
         return None
     address: int = np.asarray(memoryview(value)).__array_interface__["data"][0]
     return address

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import hvp
-from tests.cases import cnn, mlp, random, relative_error
+from tests.cases import cnn, mlp, needs_autograph, random, relative_error
 
 
 def counted(loss, runs):
@@ -305,7 +305,7 @@ def test_an_operator_is_not_built_in_a_graph():
 
     with pytest.raises(hvp.GraphModeError, match=r"outside the tf\.function"):
         tf.function(build, autograph=False)()
-    with pytest.raises(Exception, match=r"GraphModeError.*outside the tf\.function"):
+    with pytest.raises(Exception, match=r"outside the tf\.function"):
         tf.function(build)()  # AutoGraph makes an error of its own out of it
 
 
@@ -323,6 +323,7 @@ def test_an_untraceable_loss_is_served_and_said(caplog):
         H @ np.ones(2)
 
 
+@needs_autograph
 def test_control_flow_in_python_on_tensors():
     w = tf.Variable([1.0, 2.0])
 
