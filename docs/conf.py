@@ -3,6 +3,7 @@
 import os
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+os.environ["TQDM_DISABLE"] = "1"  # progress bars do not look well in print
 
 import hvp
 
@@ -14,7 +15,6 @@ release = version = hvp.__version__
 extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
-    "sphinx.ext.mathjax",
     "sphinx.ext.napoleon",
     "sphinx_gallery.gen_gallery",
 ]
@@ -44,3 +44,4 @@ html_theme = "pydata_sphinx_theme"
 html_title = "hvp"
 html_theme_options = {"show_prev_next": False, "navigation_with_keys": False}
 html_show_sourcelink = False
+html_sidebars = {"*": []}  # a page that has no others below it needs no list of them

@@ -1,9 +1,9 @@
-r"""
+"""
 Solving with the Hessian of a Keras model
 =========================================
 
 Trains a small classifier on scikit-learn's handwritten digits, takes the Hessian of its loss over
-the whole training set, and solves :math:`(H + \lambda I) x = g` with scipy's conjugate gradients:
+the whole training set, and solves (*H* + *λI*) *x* = *g* with scipy's conjugate gradients:
 one damped Newton step. The gradient is evaluated once, however many products the solver asks for.
 """
 
@@ -75,7 +75,7 @@ damping = 2 * max(-smallest, 1e-3)
 # The solve
 # ---------
 #
-# ``H.damped(...)`` is :math:`H + \lambda I` over the same evaluation. scipy's callback gets the
+# ``H.damped(...)`` is *H* + *λI* over the same evaluation. scipy's callback gets the
 # iterates; their true residuals are one block product afterwards.
 
 g = H.gradient

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import numbers
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -37,6 +38,14 @@ class SymmetricOperator(DtypePreserving):
     damping : float
         Multiple of the identity to add.
     """
+
+    __signature__: inspect.Signature
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Show the signature of `__init__`; scipy's `__new__` would show `(*args, **kwargs)`."""
+        super().__init_subclass__(**options)
+        signature = inspect.signature(cls.__init__)
+        cls.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])
 
     def __init__(self, evaluation: Evaluation, damping: float) -> None:
         self._evaluation = evaluation

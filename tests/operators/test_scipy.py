@@ -1,5 +1,7 @@
 """The operator as scipy's solvers and operator arithmetic see it."""
 
+import inspect
+
 import numpy as np
 import pytest
 import scipy.sparse
@@ -110,6 +112,11 @@ def test_the_transpose_is_the_operator_itself(quadratic):
     v = random(6, 16, dtype=H.dtype)
     np.testing.assert_array_equal(H.rmatvec(v), H @ v)
     np.testing.assert_array_equal(v @ H, H @ v)
+
+
+def test_the_signature_is_shown():
+    parameters = inspect.signature(hvp.HessianOperator).parameters
+    assert list(parameters) == ["loss", "variables", "data", "damping", "on_stale"]
 
 
 def test_shapes_in_are_shapes_out(quadratic):
