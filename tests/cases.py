@@ -6,20 +6,13 @@ so that a float64 Hessian is the truth for the float32 operator at the very same
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import keras
 import numpy as np
-import pytest
 import tensorflow as tf
-
-# TensorFlow 2.21's AutoGraph converts nothing there, in anybody's tf.function.
-needs_autograph = pytest.mark.skipif(
-    sys.version_info >= (3, 13), reason="AutoGraph does not know Python 3.13"
-)
 
 
 @dataclass

@@ -77,6 +77,7 @@ class SymmetricOperator(DtypePreserving):
         """Counts of the work done so far, as they are now."""
         return dataclasses.replace(self._evaluation.statistics)
 
+    @tf.autograph.experimental.do_not_convert
     def product(self, v: Any) -> Any:
         """Multiply by one vector of tensors; nothing is copied to the host.
 

@@ -58,6 +58,7 @@ class TensorFlowOperator(tf.linalg.LinearOperator):
     def _shape_tensor(self) -> tf.Tensor:
         return tf.constant([self._size, self._size], tf.int32)
 
+    @tf.autograph.experimental.do_not_convert
     def _matmul(self, x: tf.Tensor, adjoint: bool = False, adjoint_arg: bool = False) -> tf.Tensor:
         del adjoint  # self-adjoint
         x = tf.convert_to_tensor(x)

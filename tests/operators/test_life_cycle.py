@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import hvp
-from tests.cases import cnn, mlp, needs_autograph, random, relative_error
+from tests.cases import cnn, mlp, random, relative_error
 
 
 def counted(loss, runs):
@@ -323,7 +323,6 @@ def test_an_untraceable_loss_is_served_and_said(caplog):
         H @ np.ones(2)
 
 
-@needs_autograph
 def test_control_flow_in_python_on_tensors():
     w = tf.Variable([1.0, 2.0])
 

@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 import hvp
-from tests.cases import needs_autograph, random
+from tests.cases import random
 
 
 @pytest.fixture
@@ -91,7 +91,6 @@ def test_a_graph_that_uses_a_product_follows_refresh(nested):
         doubled(v)
 
 
-@needs_autograph
 def test_a_product_in_a_graph_loop_of_a_nest(nested):
     H, w = nested
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import tensorflow as tf
-from hypothesis import given, settings
+from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 import hvp
@@ -30,7 +30,8 @@ def operators(draw):
     """A network with a random shape, and its operator."""
     widths = draw(st.lists(st.integers(1, 5), min_size=2, max_size=4))
     dtype = draw(st.sampled_from(["float32", "float64"]))
-    activations = [ACTIVATIONS[draw(st.sampled_from(sorted(ACTIVATIONS)))] for _ in widths]
+    names = [draw(st.sampled_from(sorted(ACTIVATIONS))) for _ in widths]
+    activations = [ACTIVATIONS[name] for name in names]
     nest = NESTS[draw(st.sampled_from(sorted(NESTS)))]
     seed = draw(st.integers(0, 1000))
     batch = draw(st.integers(1, 6))
@@ -49,6 +50,7 @@ def operators(draw):
             x = activation(x @ w + b)
         return tf.reduce_mean((x - y) ** 2)
 
+    note(f"{widths=} {names=} {dtype=} {seed=} {batch=}")
     damping = draw(st.sampled_from([0.0, 0.5]))
     return hvp.HessianOperator(loss, nest(layers), (x, y), damping=damping)
 
@@ -64,8 +66,11 @@ def test_symmetric_and_linear(H, seed, factor):
         Hu, Hv, combined = H @ u, H @ v, H @ (u + factor * v)
         columns = H @ np.stack([u, v], axis=1)
         matrix_norm = np.linalg.norm(H.to_dense())
-    scale = matrix_norm * np.linalg.norm(u) * np.linalg.norm(v) + 1e-6
-    assert abs(u @ Hv - v @ Hu) <= 200 * epsilon * scale
-    scale = matrix_norm * (np.linalg.norm(u) + abs(factor) * np.linalg.norm(v)) + 1e-6
-    assert np.linalg.norm(combined - (Hu + factor * Hv)) <= 200 * epsilon * scale
-    assert np.linalg.norm(columns - np.stack([Hu, Hv], axis=1)) <= 200 * epsilon * scale
+    # A saturated network has a small Hessian out of intermediate values near one, whose rounding
+    # errors stay: they are relative to those, not to what is left of them.
+    matrix_norm = max(matrix_norm, 1.0)
+    scale = matrix_norm * np.linalg.norm(u) * np.linalg.norm(v)
+    assert abs(u @ Hv - v @ Hu) <= 100 * epsilon * scale
+    scale = matrix_norm * (np.linalg.norm(u) + abs(factor) * np.linalg.norm(v))
+    assert np.linalg.norm(combined - (Hu + factor * Hv)) <= 100 * epsilon * scale
+    assert np.linalg.norm(columns - np.stack([Hu, Hv], axis=1)) <= 100 * epsilon * scale
