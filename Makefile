@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 OLDEST ?= .venv-oldest
 BIN = $(VENV)/bin
-export TF_CPP_MIN_LOG_LEVEL ?= 2
+export TF_CPP_MIN_LOG_LEVEL ?= 3
 METADATA = setup.cfg setup.py pyproject.toml
 
 .PHONY: demo test test-oldest test-with lint format docs clean

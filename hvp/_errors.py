@@ -97,4 +97,7 @@ class TooLargeError(HvpError, ValueError):
 
 def _sentence(text: str, *, capital: bool = True) -> str:
     text = text.strip().rstrip(".")
-    return (text[:1].upper() + text[1:] if capital else text) + "."
+    first_word = text.partition(" ")[0]
+    if capital and len(first_word) > 1 and first_word.isalpha():  # not v, not data[0]
+        text = text[:1].upper() + text[1:]
+    return text + "."

@@ -97,10 +97,11 @@ class Flattener:
             tf.nest.assert_same_structure(self.structure, nest)
         except (ValueError, TypeError) as error:
             raise InvalidVectorError(
-                f"{what} has another structure than the variables: {error}",
-                f"a nest like the variables, or one flat vector of {self.size} numbers",
+                f"{what} has the structure {_outline(nest)}",
+                f"that of the variables, {_outline(self.structure)}",
             ) from error
-        parts = tf.nest.flatten(nest)
+        # A Python number does for a scalar variable.
+        parts = [np.asarray(x) if isinstance(x, float) else x for x in tf.nest.flatten(nest)]
         for part, shape, name in zip(parts, self.shapes, self.names):
             check_numeric(part, what)
             if tuple(part.shape) != shape:
@@ -113,6 +114,20 @@ class Flattener:
     def nest_of_parts(self, parts: Sequence[Any]) -> Any:
         """Pack parts, in order, into the structure of the variables."""
         return tf.nest.pack_sequence_as(self.structure, parts)
+
+
+def _outline(nest: Any) -> str:
+    """Show a nest's structure, its leaves as dots."""
+    text = str(tf.nest.map_structure(lambda _: _DOT, nest))
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
+class _Dot:
+    def __repr__(self) -> str:
+        return "."
+
+
+_DOT = _Dot()
 
 
 def check_numeric(array: Any, what: str) -> None:

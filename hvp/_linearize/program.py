@@ -69,7 +69,7 @@ class Program:
         self.nest: VariableNest = collect_variables(variables)
         self._function = lambda: function(self.nest.variables)
         self.traces = 0
-        self.note = ""
+        self.note = self._unsaid = ""
         self._trace = self._try_to_trace()
         if self._trace is None:
             everything = tuple(Resource.of(v) for v in all_variables(variables))
@@ -102,6 +102,9 @@ class Program:
 
         with exact_moments(), _preserved(self._preserved):
             engine = TapeEngine(outputs, self.nest.variables, certain=self._trace is not None)
+        if self._unsaid:
+            _log.warning("the function %s", self._unsaid)
+            self._unsaid = ""
         return kept.pop(), engine
 
     def _try_to_trace(self) -> Trace | None:
@@ -116,9 +119,13 @@ class Program:
                 f"could not be traced ({type(error).__name__}: {reason}); missing second "
                 "derivatives and changed frozen variables cannot all be detected"
             )
-            _log.warning("the function %s", self.note)
+            self._unsaid = self.note  # until it runs, which it may not do either
             return None
         self.traces += 1
+        if found.random:
+            self.note = (
+                "draws random numbers: each evaluation, and so each refresh, is of another function"
+            )
         return found
 
 

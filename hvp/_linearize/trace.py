@@ -13,6 +13,7 @@ from hvp._linearize.dataflow import Dataflow, Vertex
 from hvp._linearize.second_derivatives import find_missing_derivatives
 
 _WRITES = re.compile(r"Assign\w*VariableOp|Resource\w*(Scatter|Apply|Assign)\w*|Rng\w+|Stateful\w+")
+_RANDOM = re.compile(r"(Random|Truncated|ParameterizedTruncated|Multinomial)\w*")
 _READS = re.compile(r"ReadVariableOp|ResourceGather\w*|ResourceStridedSlice\w*")
 
 
@@ -65,12 +66,15 @@ class Trace:
     nbytes : int
         Bytes of the values on the way from the variables to the results, an upper bound of
         what a tape must keep; the body of a loop counts once, a partly unknown shape not at all.
+    random : bool
+        Whether the results depend on random draws whose state is not a variable.
     """
 
     reads: tuple[Resource, ...]
     writes: tuple[Resource, ...]
     missing_derivatives: list[tuple[str, str]]
     nbytes: int
+    random: bool
 
 
 def trace(function: Callable[[], Any], variables: Sequence[tf.Variable]) -> Trace:
@@ -114,6 +118,7 @@ def trace(function: Callable[[], Any], variables: Sequence[tf.Variable]) -> Trac
         writes=tuple(writes),
         missing_derivatives=find_missing_derivatives(flow, sources, targets),
         nbytes=_bytes_between(concrete.graph, flow, sources, reaching),
+        random=any(_RANDOM.fullmatch(flow.types.get(vertex, "")) for vertex in reaching),
     )
 
 

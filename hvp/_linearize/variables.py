@@ -62,10 +62,17 @@ def collect_variables(variables: Any) -> VariableNest:
     structure = tf.nest.map_structure(_expand_module, variables)
     leaves = tf.nest.flatten(structure)
     if not leaves:
+        modules = [leaf for leaf in tf.nest.flatten(variables) if _is_module(leaf)]
+        if any(module.variables for module in modules):
+            raise InvalidVariablesError(
+                f"{_describe(variables)} has no trainable variables",
+                "at least one variable",
+                "set trainable=True, or pass the variables themselves",
+            )
         raise InvalidVariablesError(
             f"the nest of variables is empty: {_describe(variables)}",
             "at least one variable",
-            "pass model.trainable_variables, or build the model first by calling it on a batch",
+            "build the model first, by calling it on a batch" if modules else "",
         )
     found = tuple(_tensorflow_variable(leaf) for leaf in leaves)
     names = tuple(_name(leaf, index) for index, leaf in enumerate(leaves))

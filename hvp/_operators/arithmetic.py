@@ -21,8 +21,8 @@ class DtypePreserving(LinearOperator):
         return _compose(super().__add__(_operator(other)))
 
     def __radd__(self, other: Any) -> LinearOperator:
-        """Add to a matrix."""
-        return self + other
+        """Add to a matrix, or to the 0 that `sum` starts from."""
+        return self if np.isscalar(other) and other == 0 else self + other
 
     def __sub__(self, other: Any) -> LinearOperator:
         """Subtract another operator or matrix of the same shape."""
@@ -38,13 +38,15 @@ class DtypePreserving(LinearOperator):
         return self * -1
 
     def __mul__(self, other: Any) -> Any:
-        """Multiply by a scalar, an operator, or an array."""
+        """Multiply by a scalar (a tensor of no axes is one), an operator, or an array."""
+        if hasattr(other, "shape") and len(other.shape) == 0:
+            other = np.asarray(other)[()]
         return self.dot(other)
 
     def __rmul__(self, other: Any) -> Any:
         """Multiply a scalar or an array by the operator."""
-        if np.isscalar(other):
-            return self.dot(other)
+        if np.ndim(other) == 0:
+            return self * other
         return _compose(super().__rmul__(other))
 
     def __truediv__(self, other: Any) -> LinearOperator:
@@ -90,16 +92,20 @@ class Composite(DtypePreserving):
         super().__init__(np.dtype(operator.dtype), operator.shape)
 
     def _matvec(self, x: np.ndarray) -> np.ndarray:
-        return self._operator.matvec(x)
+        return self._operator.matvec(self._narrow(x))
 
     def _matmat(self, X: np.ndarray) -> np.ndarray:
-        return self._operator.matmat(X)
+        return self._operator.matmat(self._narrow(X))
 
     def _rmatvec(self, x: np.ndarray) -> np.ndarray:
-        return self._operator.rmatvec(x)
+        return self._operator.rmatvec(self._narrow(x))
 
     def _rmatmat(self, X: np.ndarray) -> np.ndarray:
-        return self._operator.rmatmat(X)
+        return self._operator.rmatmat(self._narrow(X))
+
+    def _narrow(self, x: np.ndarray) -> np.ndarray:
+        """Cast real numbers to the operator's dtype, as its parts from this package do."""
+        return x.astype(self.dtype, copy=False) if x.dtype.kind in "fiub" else x
 
     def _adjoint(self) -> LinearOperator:
         return Composite(self._operator.adjoint())

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
-from hvp._operators.data import bind_batch
+from hvp._linearize.variables import collect_variables
+from hvp._operators.data import bind_batch, explain_mixed_precision
 from hvp._operators.evaluation import Evaluation, OnStale
 from hvp._operators.operator import SymmetricOperator
 
@@ -75,6 +77,7 @@ class HessianOperator(SymmetricOperator):
     The Hessian of `sum(w**4) / 12` is diagonal, with entries `w**2`:
 
     >>> import numpy as np
+    import tensorflow as tf
     >>> import tensorflow as tf
     >>> import hvp
     >>> w = tf.Variable([1.0, 2.0, 3.0])
@@ -101,7 +104,12 @@ class HessianOperator(SymmetricOperator):
         damping: float = 0.0,
         on_stale: OnStale = "raise",
     ) -> None:
-        evaluation = Evaluation(bind_batch(loss, data), variables, on_stale)
+        bound = bind_batch(loss, data)
+        try:
+            evaluation = Evaluation(bound, variables, on_stale)
+        except (tf.errors.InvalidArgumentError, TypeError, ValueError) as error:
+            explain_mixed_precision(error, data, lambda: collect_variables(variables).dtypes)
+            raise
         super().__init__(evaluation, damping)
 
 

@@ -20,7 +20,7 @@ from hvp._linearize.flatten import Flattener, check_numeric
 from hvp._operators.arithmetic import DtypePreserving
 from hvp._operators.evaluation import Evaluation
 from hvp._operators.statistics import Statistics
-from hvp._operators.vectors import check_array, check_product
+from hvp._operators.vectors import check_array, check_product, make_array
 
 Self = TypeVar("Self", bound="SymmetricOperator")
 
@@ -105,6 +105,9 @@ class SymmetricOperator(DtypePreserving):
         operator as it then is, also after `refresh()`. It does not compile with
         `jit_compile=True`, and errors arrive as TensorFlow's, with the original's text.
 
+        The operator belongs to one point: a tape around the product sees it depend on `v`, not on
+        the variables.
+
         Entries that are not finite go in and come out as they are: to look at them would mean to
         wait for the device. `H @ v` does look.
         """
@@ -185,7 +188,7 @@ class SymmetricOperator(DtypePreserving):
             return super().dot(x)
         if scipy.sparse.issparse(x):
             return self.matmat(x)
-        x = np.asarray(x)
+        x = make_array(x)
         return self.matvec(x) if x.ndim == 1 else self.matmat(x)
 
     def damped(self: Self, lam: float) -> Self:
@@ -418,7 +421,11 @@ class SymmetricOperator(DtypePreserving):
             )
 
 
-def _check_damping(damping: float) -> float:
-    if not isinstance(damping, numbers.Real) or not np.isfinite(damping):
-        raise HvpError(f"the damping is {damping!r}", "a finite real number")
-    return float(damping)
+def _check_damping(damping: Any) -> float:
+    """Return a number, NumPy scalar or tensor of no axes as a float."""
+    is_number = isinstance(damping, numbers.Real) or getattr(damping, "shape", None) == ()
+    value = np.asarray(damping) if is_number else None
+    if value is None or value.dtype.kind not in "fiu" or not np.isfinite(value):
+        shown = damping if is_number or damping is None else f"of type {type(damping).__name__}"
+        raise HvpError(f"the damping is {shown}", "a finite real number")
+    return float(value)

@@ -9,6 +9,18 @@ import numpy as np
 from hvp._errors import InvalidVectorError, NonFiniteError
 
 
+def make_array(array: Any) -> np.ndarray:
+    """Return `array` as an ndarray; raise `InvalidVectorError` for what none can be made of."""
+    try:
+        return np.asarray(array)
+    except (TypeError, ValueError) as error:
+        raise InvalidVectorError(
+            f"no array can be made of v, a {type(array).__name__}",
+            "a vector of real numbers",
+            "for a nest like the variables call product(v), or flatten(v) first",
+        ) from error
+
+
 def check_array(array: Any, rows: int, dtype: np.dtype, *, ndims: tuple[int, ...]) -> np.ndarray:
     """Return `array` as an ndarray of real, finite numbers in the operator's dtype.
 
@@ -33,7 +45,7 @@ def check_array(array: Any, rows: int, dtype: np.dtype, *, ndims: tuple[int, ...
         If it is complex, text or objects, has another shape, or entries that are not finite, also
         after the cast.
     """
-    array = np.asarray(array)
+    array = make_array(array)
     if array.dtype.kind not in "fiub" and array.dtype.name not in ("bfloat16",):
         mend = "multiply its real and imaginary parts separately" if array.dtype.kind == "c" else ""
         raise InvalidVectorError(f"v is of type {array.dtype}", "real numbers", mend)

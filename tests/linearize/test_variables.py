@@ -23,8 +23,10 @@ def test_keras_variables_and_models():
     assert len(nest.variables) == 2
     assert "head" in nest.names[0]
     model.layers[0].trainable = False
-    with pytest.raises(hvp.InvalidVariablesError, match="empty"):
+    with pytest.raises(hvp.InvalidVariablesError, match="trainable=True"):
         collect_variables(model)
+    with pytest.raises(hvp.InvalidVariablesError, match="calling it on a batch"):
+        collect_variables(keras.Sequential([keras.layers.Dense(1)]))
 
 
 def test_all_variables_counts_frozen_ones():

@@ -337,6 +337,39 @@ def test_control_flow_in_python_on_tensors():
         assert H.stats.note == ""
 
 
+def test_models_and_keras_losses_are_not_losses():
+    problem = mlp("float32")
+    for loss, message in (
+        (problem.variables, "model Sequential itself"),
+        (keras.losses.MeanSquaredError(), "never calls the model"),
+        ("mse", "cannot be called"),
+    ):
+        with pytest.raises(hvp.InvalidLossError, match=message):
+            hvp.HessianOperator(loss, problem.variables, problem.data)
+
+
+def test_data_of_another_precision_are_named_when_the_loss_fails():
+    problem = mlp("float32")
+    x, y = problem.data
+
+    def loss(x, y):
+        return tf.reduce_mean((problem.variables(x) - y) ** 2)
+
+    target = np.ones((7, 3))
+    with pytest.raises(hvp.InvalidDataError, match=r"data\[1\] is float64.*astype\('float32'\)"):
+        hvp.HessianOperator(loss, problem.variables, (x, target))
+    hvp.HessianOperator(loss, problem.variables, (x.astype("float64"), target.astype("f4"))).close()
+    with pytest.raises(TypeError, match="positional"):
+        hvp.HessianOperator(lambda: loss(x, y), problem.variables, (x, y))
+
+
+def test_random_draws_are_noted():
+    w = tf.Variable([1.0, 2.0])
+    noisy = hvp.HessianOperator(lambda: tf.reduce_sum(tf.nn.dropout(w, 0.5) ** 2), w)
+    assert "random" in noisy.stats.note
+    assert hvp.HessianOperator(lambda: tf.reduce_sum(w**2), w).stats.note == ""
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -345,10 +378,13 @@ def test_control_flow_in_python_on_tensors():
         (tf.data.Dataset.from_tensors(1.0), "Dataset"),
         ((), "no elements"),
         ({}, "no elements"),
-        ((np.ones((3, 2)), np.ones(4)), r"first axes of \[3, 4\]"),
+        ((np.ones((3, 2)), np.ones(4)), r"data\[0\] has 3, data\[1\] has 4"),
+        ({"x": np.ones((3, 2)), "y": np.ones(4)}, r"data\['y'\] has 4"),
         ((np.ones((0, 2)),), "no examples"),
         ((np.float32(3),), "scalar"),
-        ((object(),), "object, which is no tensor"),
+        ((object(),), r"data\[0\] is object"),
+        ((np.ones(3), [0, 1, 2]), r"data\[1\] is a list of int.*np\.asarray"),
+        ((np.ones(2), [[0, 1], [2]]), r"data\[1\] is a list of list"),
         (3, "int"),
     ],
 )

@@ -66,6 +66,27 @@ def test_vectors_that_are_refused(nested, v):
     assert H.stats.products == before
 
 
+def test_python_numbers_do_for_scalar_variables():
+    w = [tf.Variable(2.0), tf.Variable(3.0)]
+    with hvp.HessianOperator(lambda: w[0] ** 2 * w[1], w) as H:
+        np.testing.assert_allclose(H.product([1.0, 1.0]), [10, 4])
+
+
+def test_the_message_shows_both_structures(nested):
+    H, _ = nested
+    with pytest.raises(
+        hvp.InvalidVectorError, match=r"\[\., \.\]\. Expected.*\{'a': \., 'b': \[\.\]\}"
+    ):
+        H.product([tf.ones((2, 3)), tf.ones(4)])
+
+
+def test_autograph_is_not_asked_to_convert_products(nested, caplog):
+    H, _ = nested
+    tf.function(lambda v: H.product(v))(tf.ones(10))
+    tf.function(lambda v: H.as_tf_operator().matvec(v))(tf.ones(10))
+    assert "AutoGraph" not in caplog.text
+
+
 def test_a_graph_that_uses_a_product_follows_refresh(nested):
     H, w = nested
     traces = []

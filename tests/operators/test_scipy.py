@@ -105,6 +105,19 @@ def test_numpy_scalars_and_wider_operators_widen_as_numpy_does():
             H / H
 
 
+def test_tensors_without_axes_are_scalars_and_sum_adds_up(quadratic):
+    H, A = quadratic
+    v = random(5, 16, dtype=H.dtype)
+    two = tf.constant(2, H.dtype)
+    for operator in (H * two, two.numpy() * H, sum([H, H])):
+        assert operator.dtype == H.dtype
+        np.testing.assert_allclose(operator @ v, 2 * A @ v, rtol=1e-4, atol=1e-4)
+    assert H.damped(two).damping == 2
+    # A wider vector is narrowed by all parts of a sum alike.
+    narrow = (2 * H + aslinearoperator(A)) @ v.astype("float64")
+    assert narrow.dtype == H.dtype
+
+
 def test_the_transpose_is_the_operator_itself(quadratic):
     H, _ = quadratic
     assert H.T is H
@@ -146,6 +159,7 @@ def test_integers_and_booleans_are_cast(quadratic):
         (np.ones(16) * 1j, "complex128"),
         (np.array(["a"] * 16), "type <U1"),
         (np.array([None] * 16), "object"),
+        ([np.ones(8), np.ones((4, 2))], "[Nn]o array can be made of v, a list.*flatten"),
         (np.full(16, np.nan), "16 entries that are not finite"),
         (np.array([np.inf] + [0] * 15), "1 entries that are not finite"),
     ],
@@ -190,7 +204,7 @@ def test_to_dense_refuses_what_is_large():
         np.testing.assert_array_equal(H.to_dense(max_size=70), 2 * np.eye(70))
 
 
-@pytest.mark.parametrize("damping", [np.nan, np.inf, 1j, "1", None])
+@pytest.mark.parametrize("damping", [np.nan, np.inf, 1j, "1", None, np.ones(2), [1.0]])
 def test_dampings_that_are_refused(damping):
     w = tf.Variable([1.0])
     with pytest.raises(hvp.HvpError, match="damping"):
