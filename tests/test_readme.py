@@ -15,3 +15,4 @@ def test_the_readmes_code_runs(capsys):
     assert capsys.readouterr().out.startswith("1 gradient for")
     assert namespace["info"] == 0
     assert namespace["largest"] > 0
+    assert namespace["dense"].shape == (161, 161)
