@@ -10,21 +10,40 @@ from typing import Any
 
 import tensorflow as tf
 
+# TensorFlow's definitions of its operations have no public name. They tell how many outputs of
+# which types an operation of a function has, which a FunctionDef leaves out.
+from tensorflow.python.framework import op_def_registry
+
 # (scope, name), or a port: (scope, name, "arg" or "ret", index) of a called function.
 Vertex = tuple[Any, ...]
 
-# Functions among the attributes of these take all inputs but the leading ones (a predicate or
-# branch index); the others take all of them.
 _LOOPS = {"While", "StatelessWhile"}
+# Others that have functions among their attributes (datasets) are operations like any.
+_CALLS = _LOOPS | {"PartitionedCall", "StatefulPartitionedCall", "If", "StatelessIf"}
+_CALLS |= {"Case", "StatelessCase"}
 
 
 @dataclass(frozen=True)
 class Edge:
-    """One input of one operation: from the vertex that makes it to the vertex that takes it."""
+    """One input of one operation: from the vertex that makes it to the vertex that takes it.
+
+    Attributes
+    ----------
+    source, target : Vertex
+        Maker and taker.
+    input_index : int
+        Which of the taker's inputs.
+    dtype : tf.DType or None
+        Of the tensor; None where it passes a function's boundary.
+    decides : bool
+        Whether it only decides which branch runs or how often: a predicate or loop condition.
+    """
 
     source: Vertex
     target: Vertex
     input_index: int
+    dtype: tf.DType | None = None
+    decides: bool = False
 
 
 class Dataflow:
@@ -32,7 +51,7 @@ class Dataflow:
 
     Calls (`PartitionedCall`, `If`, `While`, ...) are dissolved: the body's operations stand in
     place of the call, once for each call, so that one input of a call is never mistaken for
-    another. Conditions of loops are left out: they decide how often, not what.
+    another.
 
     Parameters
     ----------
@@ -109,29 +128,34 @@ class Dataflow:
     def differentiable(self, edge: Edge) -> bool:
         """Whether a derivative may flow along an edge at all.
 
-        A `tf.custom_gradient` ends in an `IdentityN` over its results and its arguments, whose
+        Not along integers, booleans and text, nor along what only decides. And a
+        `tf.custom_gradient` ends in an `IdentityN` over its results and its arguments, whose
         gradient goes from the results straight to the arguments: what the function did inside to
         get the results does not matter. Its arguments are those whose outputs nobody takes.
         """
+        if edge.decides or (edge.dtype is not None and not _carries_derivatives(edge.dtype)):
+            return False
         if edge.target in self._overridden:
             return edge.input_index not in self._used_outputs[edge.target]
         return True
 
     def _add_nodes(
         self, scope: tuple[str, ...], nodes: Iterable[Any], arguments: dict[str, Vertex]
-    ) -> Callable[[str], Vertex]:
-        """Add a graph's or function's nodes; return what finds the vertex that makes a tensor."""
+    ) -> Callable[[str], tuple[Vertex, tf.DType | None]]:
+        """Add a graph's or function's nodes; return what finds a tensor's maker and dtype."""
         by_name = {node.name: node for node in nodes}
 
-        def producer(tensor: str) -> Vertex:
+        def producer(tensor: str) -> tuple[Vertex, tf.DType | None]:
             name, _, rest = tensor.partition(":")
             if name in arguments:
-                return arguments[name]
-            index = int(rest.rpartition(":")[2] or 0)
+                return arguments[name], None
+            output, _, index = rest.rpartition(":")
+            number = _output_offset(by_name[name], output) + int(index or 0)
             if self._called(by_name[name]):
-                return (scope, name, "ret", index)
-            self._used_outputs[(scope, name)].add(index)
-            return (scope, name)
+                return (scope, name, "ret", number), None
+            self._used_outputs[(scope, name)].add(number)
+            dtypes = [dtype for _, dtype in _outputs(by_name[name])]
+            return (scope, name), dtypes[number] if number < len(dtypes) else None
 
         for node in by_name.values():
             inputs = [producer(name) for name in node.input if not name.startswith("^")]
@@ -147,44 +171,87 @@ class Dataflow:
             gradient = node.attr["_gradient_op_type"].s if "_gradient_op_type" in node.attr else b""
             if gradient.startswith(b"CustomGradient"):
                 self._overridden.add(vertex)
-            for index, source in enumerate(inputs):
-                self._connect(source, vertex, index)
+            for index, (source, dtype) in enumerate(inputs):
+                self._connect(Edge(source, vertex, index, dtype))
         return producer
 
     def _add_call(
-        self, scope: tuple[str, ...], node: Any, called: list[str], inputs: list[Vertex]
+        self,
+        scope: tuple[str, ...],
+        node: Any,
+        called: list[str],
+        inputs: list[tuple[Vertex, tf.DType | None]],
     ) -> None:
         loop = node.op in _LOOPS
+        results = [(scope, node.name, "ret", index) for index in range(self._result_count(called))]
         for name in called:
             function = self._functions[name]
             inner = (*scope, f"{node.name}/{name}")
             names = [argument.name for argument in function.signature.input_arg]
-            ports = {arg: (inner, "", "arg", i) for i, arg in enumerate(names)}
+            ports: dict[str, Vertex] = {arg: (inner, "", "arg", i) for i, arg in enumerate(names)}
+            # What comes before the function's arguments is a predicate or branch index.
             skipped = len(inputs) - len(names)
-            for index, port in enumerate(ports.values()):
-                self._connect(inputs[skipped + index], port, 0)
+            for source, dtype in inputs[:skipped]:
+                for result in results:
+                    self._connect(Edge(source, result, 0, dtype, decides=True))
+            for (source, dtype), port in zip(inputs[skipped:], ports.values()):
+                self._connect(Edge(source, port, 0, dtype))
+            if loop:
+                for result, port in zip(results, ports.values()):
+                    self._connect(Edge(result, port, 0))
             producer = self._add_nodes(inner, function.node_def, ports)
-            for index, output in enumerate(function.signature.output_arg):
-                result = (scope, node.name, "ret", index)
-                self._connect(producer(function.ret[output.name]), result, 0)
-                if loop:
-                    self._connect(result, (inner, "", "arg", index), 0)
-                    self._connect(inputs[index], result, 0)
+            makers = [producer(function.ret[out.name]) for out in function.signature.output_arg]
+            if loop and name == node.attr["cond"].func.name:
+                for result in results:
+                    self._connect(Edge(makers[0][0], result, 0, decides=True))
+                continue
+            for (source, dtype), result in zip(makers, results):
+                self._connect(Edge(source, result, 0, dtype))
+        if loop:  # which may also not run at all
+            for (source, dtype), result in zip(inputs, results):
+                self._connect(Edge(source, result, 0, dtype))
 
     def _called(self, node: Any) -> list[str]:
         """Names of the functions a node calls with its inputs as arguments."""
-        found = []
-        for key, value in node.attr.items():
-            if key == "cond" and node.op in _LOOPS:
-                continue
+        found: list[str] = []
+        if node.op not in _CALLS:
+            return found
+        for value in node.attr.values():
             functions = [value.func] if value.HasField("func") else value.list.func
             found += [f.name for f in functions if f.name in self._functions]
         return found
 
-    def _connect(self, source: Vertex, target: Vertex, index: int) -> None:
-        edge = Edge(source, target, index)
-        self.outgoing[source].append(edge)
-        self.incoming[target].append(edge)
+    def _result_count(self, called: list[str]) -> int:
+        return max(len(self._functions[name].signature.output_arg) for name in called)
+
+    def _connect(self, edge: Edge) -> None:
+        self.outgoing[edge.source].append(edge)
+        self.incoming[edge.target].append(edge)
+
+
+def _carries_derivatives(dtype: tf.DType) -> bool:
+    # A variable is reached through its resource, a list of tensors through a variant.
+    return dtype.is_floating or dtype.is_complex or dtype in (tf.resource, tf.variant)
+
+
+def _outputs(node: Any) -> list[tuple[str, tf.DType]]:
+    """Name of the output argument, and dtype, of each output of a node."""
+    definition = op_def_registry.get(node.op)
+    found: list[tuple[str, tf.DType]] = []
+    for argument in definition.output_arg if definition is not None else ():
+        if argument.type_list_attr:
+            types = list(node.attr[argument.type_list_attr].list.type)
+        else:
+            count = node.attr[argument.number_attr].i if argument.number_attr else 1
+            types = [argument.type or node.attr[argument.type_attr].type] * count
+        found += [(argument.name, tf.as_dtype(type_)) for type_ in types]
+    return found
+
+
+def _output_offset(node: Any, output: str) -> int:
+    """Where an output argument begins: in a function, tensors are named `node:argument:index`."""
+    names = [name for name, _ in _outputs(node)]
+    return names.index(output) if output in names else 0
 
 
 def layer_of(operation_name: str) -> str:

@@ -97,8 +97,8 @@ class Flattener:
             tf.nest.assert_same_structure(self.structure, nest)
         except (ValueError, TypeError) as error:
             raise InvalidVectorError(
-                f"{what} has the structure {_outline(nest)}",
-                f"that of the variables, {_outline(self.structure)}",
+                f"{what} has the structure {outline(nest)}",
+                f"that of the variables, {outline(self.structure)}",
             ) from error
         # A Python number does for a scalar variable.
         parts = [np.asarray(x) if isinstance(x, float) else x for x in tf.nest.flatten(nest)]
@@ -116,7 +116,7 @@ class Flattener:
         return tf.nest.pack_sequence_as(self.structure, parts)
 
 
-def _outline(nest: Any) -> str:
+def outline(nest: Any) -> str:
     """Show a nest's structure, its leaves as dots."""
     text = str(tf.nest.map_structure(lambda _: _DOT, nest))
     return text if len(text) <= 200 else text[:197] + "..."
@@ -146,6 +146,8 @@ def check_numeric(array: Any, what: str) -> None:
         If it is complex, text, an object, or has no dtype.
     """
     try:
+        if isinstance(array, (tf.SparseTensor, tf.RaggedTensor, tf.IndexedSlices)):
+            raise TypeError(type(array))
         dtype = tf.as_dtype(array.dtype)
     except (AttributeError, TypeError) as error:
         given = getattr(array, "dtype", type(array).__name__)

@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvp._errors import InvalidLossError
+from hvp._linearize.second_derivatives import derivative_errors
 
 
 def value_and_gradient(
@@ -34,7 +35,8 @@ def value_and_gradient(
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(variables)
             value = check_scalar(loss())
-        gradient = tape.gradient(value, variables)
+        with derivative_errors():
+            gradient = tape.gradient(value, variables)
         return value, [densify(g, v.shape) for g, v in zip(gradient, variables)]
 
     return evaluate
@@ -53,7 +55,7 @@ def densify(gradient: Any, shape: Sequence[int]) -> tf.Tensor | None:
 
 def check_scalar(value: Any) -> tf.Tensor:
     """Refuse what is not a real floating-point scalar tensor."""
-    if not tf.is_tensor(value):
+    if not isinstance(value, (tf.Tensor, tf.Variable)):
         raise InvalidLossError(
             f"the loss returned {type(value).__name__}",
             "a scalar tensor",
@@ -66,7 +68,7 @@ def check_scalar(value: Any) -> tf.Tensor:
             "a real floating-point scalar",
             "take a real part or norm, or cast to float32",
         )
-    if value.shape.rank != 0:
+    if value.shape.rank not in (0, None):  # None only while tracing: it is seen when it runs
         raise InvalidLossError(
             f"the loss has shape {value.shape}", "a scalar", "take its mean: tf.reduce_mean(...)"
         )

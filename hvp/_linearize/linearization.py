@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvp._errors import ClosedOperatorError, InvalidLossError, InvalidVectorError
-from hvp._linearize.flatten import Flattener, check_numeric
+from hvp._linearize.flatten import Flattener, check_numeric, outline
 from hvp._linearize.program import Program
 from hvp._linearize.tape import TapeEngine
 
@@ -92,6 +92,12 @@ class Linearization:
         Costs one backward pass over the residuals.
         """
         engine = self._open()
+        try:
+            tf.nest.assert_same_structure(self.value, u)
+        except (TypeError, ValueError) as error:
+            raise InvalidVectorError(
+                f"u has the structure {outline(u)}", f"that of the value, {outline(self.value)}"
+            ) from error
         parts = tf.nest.flatten(u)
         shapes = [tuple(output.shape) for output in engine.outputs if output is not None]
         for part in parts:
@@ -174,6 +180,12 @@ def linearize(f: Callable[[], Any], variables: Any) -> Linearization:
     ...     derivative.value.numpy(), derivative.jvp(tf.constant([1.0, 1.0])).numpy()
     (array([1., 8.], dtype=float32), array([ 3., 12.], dtype=float32))
     """
+    if not callable(f):
+        raise InvalidLossError(
+            f"the function to linearize is {type(f).__name__}, which cannot be called",
+            "a function of no arguments",
+            "pass lambda: ...",
+        )
     structure: list[Any] = []
 
     def outputs(_: Any) -> tuple[None, list[tf.Tensor | None]]:
@@ -188,8 +200,9 @@ def linearize(f: Callable[[], Any], variables: Any) -> Linearization:
 
 
 def _check_output(leaf: Any) -> tf.Tensor:
-    if not tf.is_tensor(leaf) or not leaf.dtype.is_floating:
-        given = leaf.dtype.name if tf.is_tensor(leaf) else type(leaf).__name__
+    is_tensor = isinstance(leaf, (tf.Tensor, tf.Variable))
+    if not is_tensor or not leaf.dtype.is_floating:
+        given = leaf.dtype.name if is_tensor else type(leaf).__name__
         raise InvalidLossError(
             f"the function to linearize returned a {given}", "floating-point tensors"
         )

@@ -122,10 +122,12 @@ class Program:
             self._unsaid = self.note  # until it runs, which it may not do either
             return None
         self.traces += 1
+        notes = []
         if found.random:
-            self.note = (
-                "draws random numbers: each evaluation, and so each refresh, is of another function"
-            )
+            notes.append("draws random numbers, so that each refresh is of another function")
+        if found.python:
+            notes.append("runs Python code, where no variable is watched")
+        self.note = "; ".join(notes)
         return found
 
 

@@ -16,6 +16,7 @@ from hvp._errors import SecondDerivativeError
 from hvp._linearize.dataflow import Dataflow
 from hvp._linearize.gradient import densify
 from hvp._linearize.second_derivatives import (
+    derivative_errors,
     find_missing_derivatives,
     refuse_missing_derivatives,
 )
@@ -170,11 +171,5 @@ def _differentiate(
     pairs = [(t, w) for t, w in zip(targets, weights) if t is not None]
     if not pairs:
         return [None] * len(sources)
-    try:
+    with derivative_errors():
         return tape.gradient([t for t, _ in pairs], sources, [w for _, w in pairs])
-    except LookupError as error:
-        raise SecondDerivativeError(
-            f"TensorFlow cannot differentiate an operation of the function: {error}",
-            "operations that can be differentiated",
-            "replace that operation in the loss",
-        ) from error

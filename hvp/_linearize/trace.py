@@ -56,8 +56,8 @@ class Trace:
     Attributes
     ----------
     reads : tuple of Resource
-        Variables, trainable or not, whose values reach the function's results, except those the
-        function itself updates (moving averages, seeds, counters).
+        Variables, trainable or not, whose values reach the function's results, except integers
+        that the function itself updates (seeds of random draws, counters).
     writes : tuple of Resource
         Variables the function updates when it runs.
     missing_derivatives : list of (str, str)
@@ -68,6 +68,8 @@ class Trace:
         what a tape must keep; the body of a loop counts once, a partly unknown shape not at all.
     random : bool
         Whether the results depend on random draws whose state is not a variable.
+    python : bool
+        Whether the results depend on Python code that runs with the graph.
     """
 
     reads: tuple[Resource, ...]
@@ -75,6 +77,7 @@ class Trace:
     missing_derivatives: list[tuple[str, str]]
     nbytes: int
     random: bool
+    python: bool
 
 
 def trace(function: Callable[[], Any], variables: Sequence[tf.Variable]) -> Trace:
@@ -109,7 +112,7 @@ def trace(function: Callable[[], Any], variables: Sequence[tf.Variable]) -> Trac
         read = any(_READS.fullmatch(flow.types[user]) for user in users & reaching)
         if written:
             writes.append(resource)
-        elif read:
+        if read and not (written and resource.dtype.is_integer):
             reads.append(resource)
         if id(resource.handle) in differentiated:
             sources.append(vertex)
@@ -118,6 +121,7 @@ def trace(function: Callable[[], Any], variables: Sequence[tf.Variable]) -> Trac
         writes=tuple(writes),
         missing_derivatives=find_missing_derivatives(flow, sources, targets),
         nbytes=_bytes_between(concrete.graph, flow, sources, reaching),
+        python=any("PyFunc" in flow.types.get(vertex, "") for vertex in reaching),
         random=any(_RANDOM.fullmatch(flow.types.get(vertex, "")) for vertex in reaching),
     )
 

@@ -91,7 +91,7 @@ def all_variables(variables: Any) -> tuple[tf.Variable, ...]:
 
 
 def _is_module(leaf: Any) -> bool:
-    return hasattr(leaf, "trainable_variables") and not isinstance(leaf, tf.Variable)
+    return hasattr(leaf, "trainable_variables") and not isinstance(leaf, (tf.Variable, type))
 
 
 def _expand_module(leaf: Any) -> Any:

@@ -123,6 +123,12 @@ def _convert(element: Any, name: str) -> Any:
         )
 
     def convert(leaf: Any) -> Any:
+        if isinstance(leaf, tf.Variable) or isinstance(getattr(leaf, "value", None), tf.Variable):
+            raise InvalidDataError(
+                f"{name} is a variable, whose changes and derivatives a copy would not see",
+                _EXPECTED,
+                "let the loss read the variable itself",
+            )
         if isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)):
             return leaf
         try:

@@ -35,8 +35,9 @@ class HessianOperator(SymmetricOperator):
         Adds `damping * v` to every product.
     on_stale : {"raise", "refresh", "ignore"}, optional
         What happens on use after a variable that the loss reads, trained or frozen, has changed:
-        raise `StaleOperatorError`, evaluate again, or answer for the old values. Variables that
-        the loss itself updates (moving averages in training mode, dropout seeds) do not count.
+        raise `StaleOperatorError`, evaluate again, or answer for the old values. Integers that the
+        loss itself updates (dropout seeds, counters) do not count, nor do variables that only
+        follow the loss (moving averages in training mode).
 
     Attributes
     ----------
@@ -77,7 +78,6 @@ class HessianOperator(SymmetricOperator):
     The Hessian of `sum(w**4) / 12` is diagonal, with entries `w**2`:
 
     >>> import numpy as np
-    import tensorflow as tf
     >>> import tensorflow as tf
     >>> import hvp
     >>> w = tf.Variable([1.0, 2.0, 3.0])

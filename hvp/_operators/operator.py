@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import inspect
 import numbers
+import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
@@ -15,7 +16,7 @@ import scipy.sparse
 import tensorflow as tf
 from scipy.sparse.linalg import LinearOperator
 
-from hvp._errors import HvpError, InvalidVectorError, TooLargeError
+from hvp._errors import ClosedOperatorError, HvpError, InvalidVectorError, TooLargeError
 from hvp._linearize.flatten import Flattener, check_numeric
 from hvp._operators.arithmetic import DtypePreserving
 from hvp._operators.evaluation import Evaluation
@@ -370,15 +371,12 @@ class SymmetricOperator(DtypePreserving):
         parts = self._flattener.split(tf.transpose(block))
         count = tf.shape(block)[1]
 
-        def multiply(*parts: tf.Tensor) -> list[tf.Tensor]:
-            return self._evaluation.product_columns(parts, int(parts[0].shape[0]))
-
-        result = self._flattener.join(self._run(multiply, parts, lead=[block.shape[1]]))
+        result = self._flattener.join(self._run(_product_columns, parts, lead=[block.shape[1]]))
         result = tf.transpose(tf.reshape(result, [count, self._flattener.size]))
         return result + self._damping * block if self._damping else result
 
     def _apply(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        return self._run(lambda *parts: self._evaluation.product(parts), parts)
+        return self._run(_product, parts)
 
     def _run(
         self,
@@ -392,8 +390,18 @@ class SymmetricOperator(DtypePreserving):
         those of today as constants and answer for an old point after `refresh()`.
         """
         if tf.executing_eagerly():
-            return multiply(*parts)
-        results = tf.py_function(multiply, parts, [part.dtype for part in parts])
+            return multiply(self._evaluation, *parts)
+        # TensorFlow keeps the function for as long as the process lives: it must not keep the
+        # residuals, so it has a weak reference.
+        weak = weakref.ref(self._evaluation)
+
+        def later(*parts: tf.Tensor) -> list[tf.Tensor]:
+            evaluation = weak()
+            if evaluation is None:
+                raise ClosedOperatorError("the operator no longer exists")
+            return multiply(evaluation, *parts)
+
+        results = tf.py_function(later, parts, [part.dtype for part in parts])
         for result, shape in zip(results, self._flattener.shapes):
             result.set_shape([*lead, *shape])
         return results
@@ -421,10 +429,18 @@ class SymmetricOperator(DtypePreserving):
             )
 
 
+def _product(evaluation: Evaluation, *parts: tf.Tensor) -> list[tf.Tensor]:
+    return evaluation.product(parts)
+
+
+def _product_columns(evaluation: Evaluation, *parts: tf.Tensor) -> list[tf.Tensor]:
+    return evaluation.product_columns(parts, int(parts[0].shape[0]))
+
+
 def _check_damping(damping: Any) -> float:
     """Return a number, NumPy scalar or tensor of no axes as a float."""
     is_number = isinstance(damping, numbers.Real) or getattr(damping, "shape", None) == ()
-    value = np.asarray(damping) if is_number else None
+    value = np.asarray(damping) if is_number else None  # an object, if too large for a float
     if value is None or value.dtype.kind not in "fiu" or not np.isfinite(value):
         shown = damping if is_number or damping is None else f"of type {type(damping).__name__}"
         raise HvpError(f"the damping is {shown}", "a finite real number")

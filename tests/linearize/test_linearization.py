@@ -114,6 +114,8 @@ def test_bad_input():
     w = tf.Variable([1.0, 2.0])
     with pytest.raises(hvp.InvalidLossError, match="int32"):
         hvp.linearize(lambda: tf.cast(w, tf.int32), w)
+    with pytest.raises(hvp.InvalidLossError, match="cannot be called"):
+        hvp.linearize(tf.constant(1.0), w)
     with pytest.raises(hvp.InvalidLossError, match="str"):
         hvp.linearize(lambda: "text", w)
     with hvp.linearize(lambda: w**2, w) as linear:
@@ -121,6 +123,8 @@ def test_bad_input():
             linear.jvp(tf.ones(3))
         with pytest.raises(hvp.InvalidVectorError, match="shape"):
             linear.vjp(tf.ones(3))
+        with pytest.raises(hvp.InvalidVectorError, match="structure"):
+            linear.vjp({"a": tf.ones(2)})
         with pytest.raises(hvp.InvalidVectorError, match="complex"):
             linear.vjp(tf.ones(2, tf.complex64))
         with pytest.raises(hvp.InvalidVectorError, match="structure"):

@@ -197,14 +197,65 @@ def test_state_is_restored_when_the_loss_raises():
 
 
 def test_a_counter_in_the_loss_does_not_make_it_stale():
-    w, counter = tf.Variable([1.0]), tf.Variable(0.0)
+    w, counter = tf.Variable([1.0]), tf.Variable(0)
 
     def loss():
-        return tf.reduce_sum(w**2) * (1 + 0 * counter.assign_add(1))
+        return tf.reduce_sum(w**2) * (1 + 0 * tf.cast(counter.assign_add(1), tf.float32))
 
     with hvp.HessianOperator(loss, w) as H:
         loss()
         np.testing.assert_array_equal(H @ np.ones(1), [2])
+
+
+def test_variables_that_the_loss_updates_are_watched_all_the_same():
+    w, scale = tf.Variable([1.0, 2.0]), tf.Variable(1.0)
+
+    def loss():
+        w.assign(tf.clip_by_value(w, -9, 9))
+        scale.assign(0.9 * scale + 0.1)
+        return tf.reduce_sum(w**3) * scale
+
+    with hvp.HessianOperator(loss, w) as H:
+        np.testing.assert_allclose(H @ np.ones(2), [6, 12], rtol=1e-6)
+        scale.assign(3.0)
+        with pytest.raises(hvp.StaleOperatorError):
+            H @ np.ones(2)
+        H.refresh()
+        w.assign([3.0, 4.0])
+        with pytest.raises(hvp.StaleOperatorError):
+            H @ np.ones(2)
+
+
+DECIDING = {
+    "cond": lambda w, u: tf.cond(u > 0, lambda: tf.reduce_sum(w**3), lambda: tf.reduce_sum(w**2)),
+    "while_loop": lambda w, u: tf.while_loop(
+        lambda i, a: i < u, lambda i, a: (i + 1, a + tf.reduce_sum(w**2)), (0.0, 0.0)
+    )[1],
+    "switch_case": lambda w, u: tf.switch_case(
+        tf.cast(u > 0, tf.int32), [lambda: tf.reduce_sum(w**3), lambda: tf.reduce_sum(w**2)]
+    ),
+    "in a function": lambda w, u: tf.function(lambda: DECIDING["cond"](w, u))(),
+}
+
+
+@pytest.mark.parametrize("name", DECIDING)
+def test_a_variable_that_only_decides_is_watched(name):
+    w, u = tf.Variable([1.0, 2.0]), tf.Variable(2.0, name="decides")
+    with hvp.HessianOperator(lambda: DECIDING[name](w, u), [w]) as H:
+        before = H @ np.ones(2)
+        u.assign(-1.0)
+        with pytest.raises(hvp.StaleOperatorError, match="decides"):
+            H @ np.ones(2)
+        if name != "while_loop":  # which then does not depend on w
+            H.refresh()
+            assert not np.allclose(H @ np.ones(2), before)
+
+
+def test_a_loss_whose_shape_is_known_only_when_it_runs():
+    w = tf.Variable([1.0, 2.0])
+    factor = lambda: tf.numpy_function(lambda: np.float32(2), [], tf.float32)  # noqa: E731
+    with hvp.HessianOperator(lambda: tf.reduce_sum(w**3) * factor(), w) as H:
+        np.testing.assert_allclose(H @ np.ones(2), [12, 24], rtol=1e-6)
 
 
 def test_close_and_use_after_it():
@@ -382,6 +433,7 @@ def test_random_draws_are_noted():
         ({"x": np.ones((3, 2)), "y": np.ones(4)}, r"data\['y'\] has 4"),
         ((np.ones((0, 2)),), "no examples"),
         ((np.float32(3),), "scalar"),
+        ((tf.Variable([1.0]),), r"data\[0\] is a variable"),
         ((object(),), r"data\[0\] is object"),
         ((np.ones(3), [0, 1, 2]), r"data\[1\] is a list of int.*np\.asarray"),
         ((np.ones(2), [[0, 1], [2]]), r"data\[1\] is a list of list"),

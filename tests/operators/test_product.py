@@ -192,6 +192,21 @@ def test_products_are_not_recorded_on_the_operators_tape(nested):
     assert gone() is None
 
 
+def test_a_graph_does_not_keep_the_operator_alive():
+    """TensorFlow keeps Python functions of a graph for as long as the process lives."""
+    import gc
+    import weakref
+
+    w = tf.Variable(random(0, 4))
+    H = hvp.HessianOperator(lambda: tf.reduce_sum(w**3), w)
+    evaluation = weakref.ref(H._evaluation)
+    in_graph = tf.function(H.product)
+    in_graph(tf.ones(4))
+    del H, in_graph
+    gc.collect()
+    assert evaluation() is None
+
+
 def test_a_product_is_differentiable_by_its_vector(nested):
     """`grad of <u, H v>` by v is `H u`."""
     H, _ = nested

@@ -204,7 +204,7 @@ def test_to_dense_refuses_what_is_large():
         np.testing.assert_array_equal(H.to_dense(max_size=70), 2 * np.eye(70))
 
 
-@pytest.mark.parametrize("damping", [np.nan, np.inf, 1j, "1", None, np.ones(2), [1.0]])
+@pytest.mark.parametrize("damping", [np.nan, np.inf, 1j, "1", None, np.ones(2), [1.0], 10**400])
 def test_dampings_that_are_refused(damping):
     w = tf.Variable([1.0])
     with pytest.raises(hvp.HvpError, match="damping"):

@@ -1,0 +1,122 @@
+"""The table of operations whose derivative TensorFlow drops, does not have, or has wrong.
+
+Most are themselves gradients of common operations, so they are met at the second derivative.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class MissingDerivative:
+    """An operation TensorFlow cannot differentiate although its derivative is not zero.
+
+    Attributes
+    ----------
+    inputs : tuple of int
+        The inputs whose derivative is missing; of the others it is there, or truly zero. All
+        inputs, if empty.
+    remedy : str
+        What to use in its place.
+    together : bool
+        Whether it is missing only where all of these inputs depend on the variables.
+    """
+
+    inputs: tuple[int, ...]
+    remedy: str
+    together: bool = False
+
+
+_RESIZE = (
+    "resize with products by fixed interpolation matrices (tf.einsum), which has derivatives "
+    "of every order"
+)
+_PYTHON = "write it with TensorFlow operations, or give it a tf.custom_gradient made of them"
+_QUANTIZE = "leave fake quantization out"
+_DENSE = "use dense tensors"
+_SEGMENTS = "use tf.gather and tf.math.unsorted_segment_sum"
+_DRAWS = "draw from a standard distribution, and shift and scale the draws"
+_PARAMETER = "leave the derivative by the parameter out, with tf.stop_gradient"
+_NORMALIZE = "write the normalization with tf.nn.batch_normalization"
+_POOL = "use tf.nn.max_pool2d"
+_CTC = "use tf.nn.ctc_loss with dense labels"
+_CUDNN = "build the layer with use_cudnn=False"
+
+MISSING_DERIVATIVES = {
+    # Registered as not differentiable: a tape answers None and says nothing.
+    "CTCBeamSearchDecoder": MissingDerivative((0,), _CTC),
+    "CTCGreedyDecoder": MissingDerivative((0,), _CTC),
+    "DrawBoundingBoxes": MissingDerivative((0,), "leave drawing out of the loss"),
+    "ExtractGlimpse": MissingDerivative((0,), "use slicing or tf.gather"),
+    "FakeQuantWithMinMaxArgsGradient": MissingDerivative((0,), _QUANTIZE),
+    "FakeQuantWithMinMaxVarsGradient": MissingDerivative((0,), _QUANTIZE),
+    "FakeQuantWithMinMaxVarsPerChannelGradient": MissingDerivative((0,), _QUANTIZE),
+    "HSVToRGB": MissingDerivative((0,), "write the conversion with TensorFlow arithmetic"),
+    "LinSpace": MissingDerivative((0, 1), "start + (stop - start) * a constant tf.linspace(0, 1)"),
+    "OneHot": MissingDerivative((2, 3), "off + (on - off) * tf.one_hot(indices, depth)"),
+    "ParameterizedTruncatedNormal": MissingDerivative((1, 2, 3, 4), _DRAWS),
+    "PyFunc": MissingDerivative((), _PYTHON),
+    "PyFuncStateless": MissingDerivative((), _PYTHON),
+    "RaggedRange": MissingDerivative((0, 1, 2), "start + delta * a range of integers, cast"),
+    "RandomCrop": MissingDerivative((0,), "use slicing at random offsets"),
+    "RandomShuffle": MissingDerivative((0,), "shuffle indices and use tf.gather"),
+    "Range": MissingDerivative((0, 1, 2), "start + delta * a tf.range of integers, cast"),
+    "ReduceDataset": MissingDerivative((), "iterate in Python, or pass the data as tensors"),
+    "ResizeBilinearGrad": MissingDerivative((0,), _RESIZE),
+    "SparseAddGrad": MissingDerivative((0,), _DENSE),
+    "SparseConcat": MissingDerivative((), _DENSE),
+    # Registered, but without the derivative by these inputs, or with an approximate one.
+    "Betainc": MissingDerivative((0, 1), _PARAMETER),
+    "FusedBatchNorm": MissingDerivative((3, 4), _NORMALIZE),
+    "FusedBatchNormV2": MissingDerivative((3, 4), _NORMALIZE),
+    "FusedBatchNormV3": MissingDerivative((3, 4), _NORMALIZE),
+    "ImageProjectiveTransformV2": MissingDerivative((0,), _RESIZE),
+    "ImageProjectiveTransformV3": MissingDerivative((0,), _RESIZE),
+    "PadV2": MissingDerivative((2,), "tf.pad with zeros, and add the constant by a mask"),
+    "StatelessParameterizedTruncatedNormal": MissingDerivative((), _DRAWS),
+    "Zeta": MissingDerivative((0,), _PARAMETER),
+    # Right by the logits and right by the labels, but the mixed part is left out.
+    "SoftmaxCrossEntropyWithLogits": MissingDerivative(
+        (0, 1), "-tf.reduce_sum(labels * tf.nn.log_softmax(logits), axis=-1)", together=True
+    ),
+    # Registered, but good for one first derivative: the second is None, in silence.
+    "EagerPyFunc": MissingDerivative((), _PYTHON),
+    # Not registered: a tape raises LookupError when it gets there, without naming the layer.
+    "CropAndResizeGradBoxes": MissingDerivative((0, 1), _RESIZE),
+    "CropAndResizeGradImage": MissingDerivative((0,), _RESIZE),
+    "CudnnRNNBackprop": MissingDerivative((), _CUDNN),
+    "CudnnRNNBackpropV2": MissingDerivative((), _CUDNN),
+    "CudnnRNNBackpropV3": MissingDerivative((), _CUDNN),
+    "Dilation2DBackpropFilter": MissingDerivative((2,), _POOL),
+    "Dilation2DBackpropInput": MissingDerivative((2,), _POOL),
+    "FractionalAvgPoolGrad": MissingDerivative((1,), "use tf.nn.avg_pool2d"),
+    "FractionalMaxPoolGrad": MissingDerivative((2,), _POOL),
+    "IgammaGradA": MissingDerivative((0, 1), _PARAMETER),
+    "LRNGrad": MissingDerivative((0, 1, 2), "write the normalization with tf.nn.avg_pool"),
+    "MaxPoolGradWithArgmax": MissingDerivative((1,), _POOL),
+    "PreventGradient": MissingDerivative((0,), _CTC),
+    "RaggedTensorToVariantGradient": MissingDerivative((0,), _DENSE),
+    "RandomGammaGrad": MissingDerivative((0, 1), _DRAWS),
+    "ResizeBicubicGrad": MissingDerivative((0,), _RESIZE),
+    "ResizeNearestNeighborGrad": MissingDerivative((0,), "use tf.repeat along both axes"),
+    "ScaleAndTranslateGrad": MissingDerivative((0,), _RESIZE),
+    "SoftsignGrad": MissingDerivative((0, 1), "write x / (1 + tf.abs(x))"),
+    "SparseFillEmptyRowsGrad": MissingDerivative((1,), _DENSE),
+    "SparseSegmentMeanGrad": MissingDerivative((0,), _SEGMENTS),
+    "SparseSegmentMeanGradV2": MissingDerivative((0,), _SEGMENTS),
+    "SparseSegmentSqrtNGrad": MissingDerivative((0,), _SEGMENTS),
+    "SparseSegmentSqrtNGradV2": MissingDerivative((0,), _SEGMENTS),
+    "SparseSegmentSumGrad": MissingDerivative((0,), _SEGMENTS),
+    "SparseSegmentSumGradV2": MissingDerivative((0,), _SEGMENTS),
+    "SparseSliceGrad": MissingDerivative((0,), _DENSE),
+}
+
+# Through these no derivative flows, and truly none: the outputs do not move with the inputs'
+# values, or only by jumps, or the caller asked for it to stop.
+CONSTANT_OPERATIONS = frozenset(
+    """
+    BroadcastGradientArgs Ceil Floor FloorDiv OnesLike Rint Round Sign StopGradient TruncateDiv
+    ZerosLike
+    """.split()
+)
