@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,13 @@ from hvp._errors import InvalidVectorError, NonFiniteError
 
 def make_array(array: Any) -> np.ndarray:
     """Return `array` as an ndarray; raise `InvalidVectorError` for what none can be made of."""
+    if isinstance(array, np.ndarray):
+        return array
     try:
-        return np.asarray(array)
-    except (TypeError, ValueError) as error:
+        with warnings.catch_warnings():  # older NumPys warn of a ragged list, newer ones raise
+            warnings.simplefilter("error")
+            return np.asarray(array)
+    except (TypeError, ValueError, Warning) as error:
         raise InvalidVectorError(
             f"no array can be made of v, a {type(array).__name__}",
             "a vector of real numbers",
