@@ -228,7 +228,9 @@ def cond(dtype: str) -> Problem:
 
     def loss() -> tf.Tensor:
         positive = tf.reduce_sum(w) > 0
-        return tf.cond(positive, lambda: tf.reduce_sum(w**3), lambda: tf.reduce_prod(w) + w[0] ** 4)
+        return tf.cond(
+            positive, lambda: tf.reduce_sum(w**3), lambda: w[0] * w[1] * w[2] * w[3] + w[0] ** 4
+        )
 
     return Problem(loss, w)
 

@@ -112,6 +112,10 @@ MISSING_DERIVATIVES = {
     "SparseSliceGrad": MissingDerivative((0,), _DENSE),
 }
 
+# Operations whose derivative by input 0 TensorFlow has wrong where an entry of it is exactly zero:
+# it divides by the entries. `tf.reduce_prod` has one in its first derivative.
+WRONG_AT_ZERO = {"Cumprod": "multiply the entries one by one, or add logarithms"}
+
 # Through these no derivative flows, and truly none: the outputs do not move with the inputs'
 # values, or only by jumps, or the caller asked for it to stop.
 CONSTANT_OPERATIONS = frozenset(

@@ -75,7 +75,7 @@ class Program:
             everything = tuple(Resource.of(v) for v in all_variables(variables))
             self.reads, self._preserved = everything, everything
         else:
-            refuse_missing_derivatives(self._trace.missing_derivatives)
+            refuse_missing_derivatives(self._trace.doubts.missing)
             self.reads, self._preserved = self._trace.reads, self._trace.writes
 
     @property
@@ -101,11 +101,20 @@ class Program:
             return results
 
         with exact_moments(), _preserved(self._preserved):
+            self._refuse_zeros()
             engine = TapeEngine(outputs, self.nest.variables, certain=self._trace is not None)
         if self._unsaid:
             _log.warning("the function %s", self._unsaid)
             self._unsaid = ""
         return kept.pop(), engine
+
+    def _refuse_zeros(self) -> None:
+        """Refuse a point where a derivative TensorFlow gives would be wrong."""
+        if self._trace is None or self._trace.zeros is None:
+            return
+        at_zero = self._trace.zeros().numpy()
+        doubtful = self._trace.doubts.wrong_at_zero
+        refuse_missing_derivatives([found for found, is_at in zip(doubtful, at_zero) if is_at])
 
     def _try_to_trace(self) -> Trace | None:
         try:

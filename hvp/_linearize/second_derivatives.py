@@ -8,24 +8,44 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from hvp._errors import SecondDerivativeError
 from hvp._linearize.dataflow import Dataflow, Edge, Vertex, layer_of
-from hvp._linearize.missing_derivatives import CONSTANT_OPERATIONS, MISSING_DERIVATIVES
+from hvp._linearize.missing_derivatives import (
+    CONSTANT_OPERATIONS,
+    MISSING_DERIVATIVES,
+    WRONG_AT_ZERO,
+)
 
 # Not an operation, but a pattern of several: see `_moments_differentiated_twice`.
 _MOMENTS = "tf.nn.moments"
 _REMEDIES = {kind: missing.remedy for kind, missing in MISSING_DERIVATIVES.items()}
+_REMEDIES.update(WRONG_AT_ZERO)
 _REMEDIES[_MOMENTS] = (
     "call tf.nn.moments by that name, and in a tf.function that has not been traced yet (pass "
     "its python_function)"
 )
 
 
-def find_missing_derivatives(
-    flow: Dataflow, sources: Iterable[Vertex], targets: Iterable[Vertex]
-) -> list[tuple[str, str]]:
-    """List the operations between sources and targets that TensorFlow cannot differentiate.
+@dataclass(frozen=True)
+class Doubts:
+    """Operations on the way from variables to results whose derivative is in doubt.
+
+    Attributes
+    ----------
+    missing : list of (str, str)
+        Names and types of those without a derivative that is not zero.
+    wrong_at_zero : list of (str, str)
+        Of those whose derivative is wrong if their first input has a zero.
+    """
+
+    missing: list[tuple[str, str]]
+    wrong_at_zero: list[tuple[str, str]]
+
+
+def find_doubts(flow: Dataflow, sources: Iterable[Vertex], targets: Iterable[Vertex]) -> Doubts:
+    """Look through the operations between sources and targets.
 
     Parameters
     ----------
@@ -38,8 +58,7 @@ def find_missing_derivatives(
 
     Returns
     -------
-    list of (str, str)
-        The operations' names and types.
+    Doubts
     """
 
     def passes(edge: Edge) -> bool:
@@ -48,10 +67,14 @@ def find_missing_derivatives(
 
     depends = flow.reachable(sources, passes=passes)
     matters = flow.reachable(targets, passes=passes, backward=True)
-    found = []
+    found: list[tuple[str, str]] = []
+    wrong_at_zero: list[tuple[str, str]] = []
     for vertex in depends & matters:
         kind = flow.types.get(vertex, "")
         missing = MISSING_DERIVATIVES.get(kind)
+        if kind in WRONG_AT_ZERO:
+            # Inside a function or loop its input cannot be looked at.
+            (wrong_at_zero if vertex[0] == () else found).append((flow.names[vertex], kind))
         if missing is None:
             continue
         entering = {
@@ -63,7 +86,7 @@ def find_missing_derivatives(
         if concerned and not (missing.together and concerned < set(missing.inputs)):
             found.append((flow.names[vertex], kind))
     found += _moments_differentiated_twice(flow, depends, matters)
-    return sorted(set(found))
+    return Doubts(sorted(set(found)), sorted(wrong_at_zero))
 
 
 def refuse_missing_derivatives(found: list[tuple[str, str]]) -> None:

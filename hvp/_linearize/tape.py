@@ -17,7 +17,7 @@ from hvp._linearize.dataflow import Dataflow
 from hvp._linearize.gradient import densify
 from hvp._linearize.second_derivatives import (
     derivative_errors,
-    find_missing_derivatives,
+    find_doubts,
     refuse_missing_derivatives,
 )
 
@@ -146,7 +146,8 @@ class TapeEngine:
         flow = Dataflow(concrete.graph.as_graph_def())
         sources = [flow.vertex(tensor.name) for tensor in concrete.inputs[: len(outputs)]]
         targets = [flow.vertex(tensor.name) for tensor in concrete.outputs]
-        refuse_missing_derivatives(find_missing_derivatives(flow, sources, targets))
+        doubts = find_doubts(flow, sources, targets)
+        refuse_missing_derivatives(doubts.missing + doubts.wrong_at_zero)
 
     def _dense(self, gradient: Sequence[Any], like: Sequence[Any]) -> list[tf.Tensor]:
         """Make slices dense and Nones zero, where a None is known to mean zero."""

@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvp._linearize.dataflow import Dataflow, Vertex
-from hvp._linearize.second_derivatives import find_missing_derivatives
+from hvp._linearize.second_derivatives import Doubts, find_doubts
 
 _WRITES = re.compile(r"Assign\w*VariableOp|Resource\w*(Scatter|Apply|Assign)\w*|Rng\w+|Stateful\w+")
 _RANDOM = re.compile(r"(Random|Truncated|ParameterizedTruncated|Multinomial)\w*")
@@ -60,9 +60,12 @@ class Trace:
         that the function itself updates (seeds of random draws, counters).
     writes : tuple of Resource
         Variables the function updates when it runs.
-    missing_derivatives : list of (str, str)
-        Names and types of the operations between the differentiated variables and the results
-        whose derivative TensorFlow lacks.
+    doubts : Doubts
+        Operations between the differentiated variables and the results whose derivative TensorFlow
+        lacks, or has wrong at some values.
+    zeros : callable or None
+        Tells, by running the part of the graph that is needed, which of `doubts.wrong_at_zero` are
+        at a zero now; None if there are none of them.
     nbytes : int
         Bytes of the values on the way from the variables to the results, an upper bound of
         what a tape must keep; the body of a loop counts once, a partly unknown shape not at all.
@@ -74,7 +77,8 @@ class Trace:
 
     reads: tuple[Resource, ...]
     writes: tuple[Resource, ...]
-    missing_derivatives: list[tuple[str, str]]
+    doubts: Doubts
+    zeros: Callable[[], tf.Tensor] | None
     nbytes: int
     random: bool
     python: bool
@@ -116,10 +120,12 @@ def trace(function: Callable[[], Any], variables: Sequence[tf.Variable]) -> Trac
             reads.append(resource)
         if id(resource.handle) in differentiated:
             sources.append(vertex)
+    doubts = find_doubts(flow, sources, targets)
     return Trace(
         reads=tuple(reads),
         writes=tuple(writes),
-        missing_derivatives=find_missing_derivatives(flow, sources, targets),
+        doubts=doubts,
+        zeros=_zeros(concrete, [name for name, _ in doubts.wrong_at_zero]),
         nbytes=_bytes_between(concrete.graph, flow, sources, reaching),
         python=any("PyFunc" in flow.types.get(vertex, "") for vertex in reaching),
         random=any(_RANDOM.fullmatch(flow.types.get(vertex, "")) for vertex in reaching),
@@ -135,6 +141,41 @@ def _concrete_function(function: Callable[[], Any]) -> Any:
         return tf.function(function, autograph=False).get_concrete_function()
     except tf.errors.OperatorNotAllowedInGraphError:
         return tf.function(function, autograph=True).get_concrete_function()
+
+
+def _zeros(concrete: Any, names: list[str]) -> Callable[[], tf.Tensor] | None:
+    """Make a function that tells which of the operations have a zero in their first input."""
+    if not names:
+        return None
+    graph = concrete.graph
+    tensors = [graph.get_operation_by_name(name).inputs[0] for name in names]
+    needed, queue = set(), [tensor.op for tensor in tensors]
+    while queue:
+        operation = queue.pop()
+        if operation.name not in needed:
+            needed.add(operation.name)
+            queue += [tensor.op for tensor in operation.inputs]
+    whole = graph.as_graph_def()
+    part = tf.compat.v1.GraphDef(versions=whole.versions, library=whole.library)
+    for node in whole.node:
+        if node.name in needed:
+            copy = part.node.add()
+            copy.CopyFrom(node)
+            # Without what runs only for its effect.
+            del copy.input[:]
+            copy.input.extend(name for name in node.input if not name.startswith("^"))
+    captured = concrete.captured_inputs
+    inner = concrete.inputs[len(concrete.inputs) - len(captured) :]
+    outside = {i.name: o for i, o in zip(inner, captured) if i.op.name in needed}
+
+    @tf.function(autograph=False)
+    def has_zeros() -> tf.Tensor:
+        inputs = {name: tf.identity(tensor) for name, tensor in outside.items()}
+        names = [tensor.name for tensor in tensors]
+        values = tf.graph_util.import_graph_def(part, input_map=inputs, return_elements=names)
+        return tf.stack([tf.reduce_any(tf.equal(value, 0)) for value in values])
+
+    return has_zeros
 
 
 def _captured_resources(

@@ -96,7 +96,7 @@ def _check_loss(loss: Any) -> None:
             expected,
             "pass the function, not its value: lambda: compute_loss()",
         )
-    if hasattr(loss, "trainable_variables"):
+    if hasattr(loss, "trainable_weights"):  # a Keras layer or model
         raise InvalidLossError(
             f"the loss is the model {type(loss).__name__} itself",
             expected,

@@ -7,7 +7,7 @@ from tensorflow.python.framework import ops
 
 import hvp
 from hvp._linearize.missing_derivatives import CONSTANT_OPERATIONS, MISSING_DERIVATIVES
-from tests.cases import random
+from tests.cases import Problem, dense_hessian, random, relative_error
 
 
 def registered_derivative(kind):
@@ -168,6 +168,28 @@ def test_a_resize_that_enters_linearly_has_a_true_zero():
     z = image_variable()
     with hvp.HessianOperator(lambda: tf.reduce_sum(tf.image.resize(z, (8, 8))), z) as H:
         np.testing.assert_array_equal(H @ np.ones(48), np.zeros(48))
+
+
+PRODUCTS = {
+    "reduce_prod": lambda w: tf.exp(tf.reduce_prod(w)),
+    "cumprod": lambda w: tf.reduce_sum(tf.math.cumprod(w) ** 2) + tf.reduce_sum(w**2),
+    "in a function": lambda w: tf.function(lambda: tf.exp(tf.reduce_prod(w)))(),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_of_entries_are_right_away_from_zero_and_refused_at_it(name):
+    w = tf.Variable(np.array([0.5, 2.0, -3.0]))
+    loss = PRODUCTS[name]
+    if name == "in a function":  # where the entries cannot be looked at
+        with pytest.raises(hvp.SecondDerivativeError, match="Cumprod"):
+            hvp.HessianOperator(lambda: loss(w), w)
+        return
+    with hvp.HessianOperator(lambda: loss(w), w) as H:
+        assert relative_error(H.to_dense(), dense_hessian(Problem(lambda: loss(w), w))) <= 1e-10
+        w.assign([0.0, 2.0, 3.0])
+        with pytest.raises(hvp.SecondDerivativeError, match="Cumprod"):
+            H.refresh()
 
 
 def test_integers_carry_no_derivatives():
