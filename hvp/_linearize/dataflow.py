@@ -150,7 +150,7 @@ class Dataflow:
             if name in arguments:
                 return arguments[name], None
             output, _, index = rest.rpartition(":")
-            number = _output_offset(by_name[name], output) + int(index or 0)
+            number = output_offset(by_name[name], output) + int(index or 0)
             if self._called(by_name[name]):
                 return (scope, name, "ret", number), None
             self._used_outputs[(scope, name)].add(number)
@@ -234,6 +234,12 @@ def _carries_derivatives(dtype: tf.DType) -> bool:
     return dtype.is_floating or dtype.is_complex or dtype in (tf.resource, tf.variant)
 
 
+def is_stateful(node: Any) -> bool:
+    """Whether running a node has an effect, or depends on more than its inputs."""
+    definition = op_def_registry.get(node.op)
+    return definition is not None and definition.is_stateful
+
+
 def _outputs(node: Any) -> list[tuple[str, tf.DType]]:
     """Name of the output argument, and dtype, of each output of a node."""
     definition = op_def_registry.get(node.op)
@@ -248,7 +254,7 @@ def _outputs(node: Any) -> list[tuple[str, tf.DType]]:
     return found
 
 
-def _output_offset(node: Any, output: str) -> int:
+def output_offset(node: Any, output: str) -> int:
     """Where an output argument begins: in a function, tensors are named `node:argument:index`."""
     names = [name for name, _ in _outputs(node)]
     return names.index(output) if output in names else 0

@@ -10,7 +10,8 @@ import tensorflow as tf
 
 from hvp._errors import ClosedOperatorError, InvalidLossError, InvalidVectorError
 from hvp._linearize.flatten import Flattener, check_numeric, outline
-from hvp._linearize.program import Program
+from hvp._linearize.graph import GraphEngine
+from hvp._linearize.program import Engine, Program
 from hvp._linearize.tape import TapeEngine
 
 
@@ -30,11 +31,11 @@ class Linearization:
         An upper bound of the residuals' size, None where it cannot be told.
     """
 
-    def __init__(self, program: Program, engine: TapeEngine, value: Any) -> None:
+    def __init__(self, program: Program, engine: TapeEngine | GraphEngine, value: Any) -> None:
         self.value = value
         self.engine = engine.name
-        self.nbytes = program.nbytes
-        self._engine: TapeEngine | None = engine
+        self.nbytes = program.nbytes(engine)
+        self._engine: TapeEngine | GraphEngine | None = engine
         self._primal = Flattener(program.nest)
         self._dtypes = [output.dtype for output in engine.outputs if output is not None]
 
@@ -129,7 +130,7 @@ class Linearization:
         """Release the residuals."""
         self.close()
 
-    def _open(self) -> TapeEngine:
+    def _open(self) -> TapeEngine | GraphEngine:
         if self._engine is None:
             raise ClosedOperatorError(
                 "this linearization is closed", "", "call hvp.linearize again"
@@ -137,7 +138,7 @@ class Linearization:
         return self._engine
 
 
-def linearize(f: Callable[[], Any], variables: Any) -> Linearization:
+def linearize(f: Callable[[], Any], variables: Any, *, engine: Engine = "graph") -> Linearization:
     """Evaluate a function, and keep its derivative as a linear map.
 
     Uses some memory to make each application of the derivative cheaper: the function is
@@ -150,6 +151,10 @@ def linearize(f: Callable[[], Any], variables: Any) -> Linearization:
     variables : nest
         Of `tf.Variable`, `keras.Variable`, modules, Keras layers or models (which stand for their
         trainable variables).
+    engine : {"graph", "tape"}, optional
+        What holds the derivative: compiled functions, or a persistent tape. Where a function cannot
+        be split into the former (loops, branches, effects) the tape serves, and a line in the log
+        says why.
 
     Returns
     -------
@@ -168,8 +173,8 @@ def linearize(f: Callable[[], Any], variables: Any) -> Linearization:
 
     Notes
     -----
-    `f` runs once, and is traced once without running, so its Python code runs twice. State that
-    it updates (moving averages, seeds) is put back.
+    `f` is traced once, and what was traced runs once; with the tape engine its Python code runs
+    instead, a second time. State that it updates (moving averages, seeds) is put back.
 
     Examples
     --------
@@ -190,13 +195,13 @@ def linearize(f: Callable[[], Any], variables: Any) -> Linearization:
 
     def outputs(_: Any) -> tuple[None, list[tf.Tensor | None]]:
         value = f()
-        structure[:] = [value]
+        structure[:] = [tf.nest.map_structure(lambda _: 0, value)]
         return None, [_check_output(leaf) for leaf in tf.nest.flatten(value)]
 
-    program = Program(outputs, variables)
-    _, engine = program.linearize()
-    value = tf.nest.pack_sequence_as(structure[0], engine.outputs)
-    return Linearization(program, engine, value)
+    program = Program(outputs, variables, engine)
+    _, made = program.linearize()
+    value = tf.nest.pack_sequence_as(structure[0], made.outputs)
+    return Linearization(program, made, value)
 
 
 def _check_output(leaf: Any) -> tf.Tensor:

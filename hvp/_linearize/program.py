@@ -5,16 +5,20 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import tensorflow as tf
 
 from hvp._errors import GraphModeError, HvpError
+from hvp._linearize.graph import GraphEngine, GraphProgram
 from hvp._linearize.moments import exact_moments
 from hvp._linearize.second_derivatives import refuse_missing_derivatives
+from hvp._linearize.split import UnsplittableError
 from hvp._linearize.tape import TapeEngine
 from hvp._linearize.trace import Resource, Trace, trace
 from hvp._linearize.variables import VariableNest, all_variables, collect_variables
+
+Engine = Literal["graph", "tape"]
 
 _log = logging.getLogger("hvp")
 
@@ -33,6 +37,8 @@ class Program:
         list of tensors to differentiate, None for those identically zero.
     variables : nest
         What to differentiate with respect to.
+    engine : {"graph", "tape"}
+        What is to hold a linearization; the tape serves where the graph cannot.
 
     Attributes
     ----------
@@ -42,6 +48,8 @@ class Program:
         What the results depend on: when one of these changes, a linearization is out of date.
     traces : int
         How often the function was traced.
+    engine : str
+        ``"graph"`` or ``"tape"``: what holds a linearization.
     note : str
         Why something is not as good as it could be; empty if nothing is.
 
@@ -59,7 +67,10 @@ class Program:
         self,
         function: Callable[[Sequence[tf.Variable]], tuple[Any, list[tf.Tensor | None]]],
         variables: Any,
+        engine: Engine = "graph",
     ) -> None:
+        if engine not in ("graph", "tape"):
+            raise HvpError(f"the argument engine is {engine!r}", "'graph' or 'tape'")
         if not tf.executing_eagerly():
             raise GraphModeError(
                 "a function is to be linearized while TensorFlow traces a graph",
@@ -77,13 +88,16 @@ class Program:
         else:
             refuse_missing_derivatives(self._trace.doubts.missing)
             self.reads, self._preserved = self._trace.reads, self._trace.writes
+        self._graph = self._try_to_split() if engine == "graph" else None
+        self.engine = "tape" if self._graph is None else "graph"
 
-    @property
-    def nbytes(self) -> int | None:
+    def nbytes(self, engine: TapeEngine | GraphEngine) -> int | None:
         """Bytes a linearization keeps, at most; None if it cannot be told."""
+        if isinstance(engine, GraphEngine):
+            return engine.nbytes
         return None if self._trace is None else self._trace.nbytes
 
-    def linearize(self) -> tuple[Any, TapeEngine]:
+    def linearize(self) -> tuple[Any, TapeEngine | GraphEngine]:
         """Run the function at the variables' values now.
 
         Returns
@@ -102,11 +116,28 @@ class Program:
 
         with exact_moments(), _preserved(self._preserved):
             self._refuse_zeros()
+            if self._graph is not None:
+                return self._graph.linearize()
             engine = TapeEngine(outputs, self.nest.variables, certain=self._trace is not None)
         if self._unsaid:
             _log.warning("the function %s", self._unsaid)
             self._unsaid = ""
         return kept.pop(), engine
+
+    def _try_to_split(self) -> GraphProgram | None:
+        """Make the graph engine's functions, or note why they cannot be made."""
+        if self._trace is None:
+            return None
+        try:
+            if self._trace.graph.error is not None:
+                raise UnsplittableError(f"{self._trace.graph.error}") from self._trace.graph.error
+            return GraphProgram(self._trace.graph, self.nest.variables)
+        except (UnsplittableError, tf.errors.OpError, ValueError) as error:
+            reason = (str(error).strip().splitlines() or [""])[-1].strip()
+            said = f"is computed operation by operation, by the tape engine ({reason})"
+            self.note = "; ".join(filter(None, [self.note, said]))
+            self._unsaid = self.note
+            return None
 
     def _refuse_zeros(self) -> None:
         """Refuse a point where a derivative TensorFlow gives would be wrong."""

@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvp._linearize.dataflow import Dataflow, Vertex
+from hvp._linearize.gradient import densify
 from hvp._linearize.second_derivatives import Doubts, find_doubts
 
 _WRITES = re.compile(r"Assign\w*VariableOp|Resource\w*(Scatter|Apply|Assign)\w*|Rng\w+|Stateful\w+")
@@ -50,11 +51,47 @@ class Resource:
 
 
 @dataclass(frozen=True)
+class TracedGraph:
+    """A function and its transposed derivative in one graph; tensors by their names in it.
+
+    Attributes
+    ----------
+    graph_def : GraphDef
+        The graph.
+    captures : dict
+        What is captured from outside: the tensor there, by its name inside.
+    auxiliary : str or None
+        What the function returned beside its outputs.
+    outputs : list of (str or None)
+        What is differentiated.
+    cotangents : list of str
+        Placeholders, one for each output that is not None.
+    vjp : list of (str or None)
+        The transposed derivative applied to the cotangents, for each variable.
+    error : Exception or None
+        Why there is no transposed derivative, if there is none.
+    transposed_doubts : callable
+        Finds the operations between cotangents and `vjp` whose derivative is in doubt.
+    """
+
+    graph_def: Any
+    captures: dict[str, tf.Tensor]
+    auxiliary: str | None
+    outputs: list[str | None]
+    cotangents: list[str]
+    vjp: list[str | None]
+    error: Exception | None
+    transposed_doubts: Callable[[], Doubts]
+
+
+@dataclass(frozen=True)
 class Trace:
     """What is known of a function of no arguments from its graph.
 
     Attributes
     ----------
+    graph : TracedGraph
+        The graph, transposed derivative included.
     reads : tuple of Resource
         Variables, trainable or not, whose values reach the function's results, except integers
         that the function itself updates (seeds of random draws, counters).
@@ -75,6 +112,7 @@ class Trace:
         Whether the results depend on Python code that runs with the graph.
     """
 
+    graph: TracedGraph
     reads: tuple[Resource, ...]
     writes: tuple[Resource, ...]
     doubts: Doubts
@@ -85,12 +123,13 @@ class Trace:
 
 
 def trace(function: Callable[[], Any], variables: Sequence[tf.Variable]) -> Trace:
-    """Trace a function, without running it.
+    """Trace a function and its transposed derivative, without running them.
 
     Parameters
     ----------
     function : callable
-        Takes nothing and returns a nest of tensors, Nones allowed.
+        Takes nothing; returns `(auxiliary, outputs)`: a tensor or None, and a list of tensors, None
+        where one is identically zero.
     variables : sequence of tf.Variable
         Those it is to be differentiated with respect to.
 
@@ -103,7 +142,8 @@ def trace(function: Callable[[], Any], variables: Sequence[tf.Variable]) -> Trac
     Exception
         Whatever the function raises when it is traced.
     """
-    concrete = _concrete_function(function)
+    whole = _Whole(function, variables)
+    concrete = _concrete_function(whole)
     flow = Dataflow(concrete.graph.as_graph_def())
     targets = [flow.vertex(output.name) for output in concrete.outputs]
     reaching = flow.reachable(targets, backward=True)
@@ -122,6 +162,7 @@ def trace(function: Callable[[], Any], variables: Sequence[tf.Variable]) -> Trac
             sources.append(vertex)
     doubts = find_doubts(flow, sources, targets)
     return Trace(
+        graph=whole.graph(concrete, flow),
         reads=tuple(reads),
         writes=tuple(writes),
         doubts=doubts,
@@ -130,6 +171,54 @@ def trace(function: Callable[[], Any], variables: Sequence[tf.Variable]) -> Trac
         python=any("PyFunc" in flow.types.get(vertex, "") for vertex in reaching),
         random=any(_RANDOM.fullmatch(flow.types.get(vertex, "")) for vertex in reaching),
     )
+
+
+class _Whole:
+    """A function to be traced, which notes the tensors of its transposed derivative."""
+
+    def __init__(self, function: Callable[[], Any], variables: Sequence[tf.Variable]) -> None:
+        self._function = function
+        self._variables = list(variables)
+
+    def __call__(self) -> Any:
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(self._variables)
+            self._auxiliary, outputs = self._function()
+            # As nodes of their own, so that each has a name of its own.
+            self._outputs = [None if o is None else tf.identity(o) for o in outputs]
+        present = [output for output in self._outputs if output is not None]
+        self._cotangents = [tf.compat.v1.placeholder(o.dtype, o.shape) for o in present]
+        self._vjp: list[Any] = [None] * len(self._variables)
+        self._error: Exception | None = None
+        try:
+            if present:
+                vjp = tape.gradient(present, self._variables, self._cotangents)
+                self._vjp = [densify(g, v.shape) for g, v in zip(vjp, self._variables)]
+        except Exception as error:  # a tape may still manage, or tell better what is wrong
+            self._error = error
+        return self._auxiliary, self._outputs
+
+    def graph(self, concrete: Any, flow: Dataflow) -> TracedGraph:
+        """Return the graph that was traced last."""
+        captured = concrete.captured_inputs
+        inner = concrete.inputs[len(concrete.inputs) - len(captured) :]
+        cotangents = [tensor.name for tensor in self._cotangents]
+        vjp = [None if tensor is None else tensor.name for tensor in self._vjp]
+
+        def transposed_doubts() -> Doubts:
+            sources = [flow.vertex(name) for name in cotangents]
+            return find_doubts(flow, sources, [flow.vertex(name) for name in vjp if name])
+
+        return TracedGraph(
+            graph_def=concrete.graph.as_graph_def(),
+            captures={i.name: o for i, o in zip(inner, captured)},
+            auxiliary=None if self._auxiliary is None else self._auxiliary.name,
+            outputs=[None if tensor is None else tensor.name for tensor in self._outputs],
+            cotangents=cotangents,
+            vjp=vjp,
+            error=self._error,
+            transposed_doubts=transposed_doubts,
+        )
 
 
 def _concrete_function(function: Callable[[], Any]) -> Any:

@@ -15,7 +15,8 @@ from hvp._errors import (
     StaleOperatorError,
 )
 from hvp._linearize.gradient import value_and_gradient
-from hvp._linearize.program import Program
+from hvp._linearize.graph import GraphEngine
+from hvp._linearize.program import Engine, Program
 from hvp._linearize.tape import TapeEngine
 from hvp._operators.staleness import Watch
 from hvp._operators.statistics import Statistics
@@ -34,6 +35,8 @@ class Evaluation:
         What to differentiate with respect to.
     on_stale : {"raise", "refresh", "ignore"}
         What to do when something is asked for after a variable the loss reads has changed.
+    engine : {"graph", "tape"}
+        What is to hold the linearization.
 
     Attributes
     ----------
@@ -43,18 +46,21 @@ class Evaluation:
         Counts.
     """
 
-    def __init__(self, loss: Callable[[], Any], variables: Any, on_stale: OnStale) -> None:
+    def __init__(
+        self, loss: Callable[[], Any], variables: Any, on_stale: OnStale, engine: Engine
+    ) -> None:
         if on_stale not in ("raise", "refresh", "ignore"):
             raise HvpError(
                 f"the argument on_stale is {on_stale!r}", "'raise', 'refresh' or 'ignore'"
             )
         self.on_stale = on_stale
-        self.statistics = Statistics(engine=TapeEngine.name)
-        self._engine: TapeEngine | None = None
+        self.statistics = Statistics()
+        self._engine: TapeEngine | GraphEngine | None = None
         self._value: tf.Tensor | None = None
         self._absent = "the operator is closed"
-        self.program = Program(value_and_gradient(loss), variables)
+        self.program = Program(value_and_gradient(loss), variables, engine)
         self.statistics.traces = self.program.traces
+        self.statistics.engine = self.program.engine
         self.statistics.note = self.program.note
         self._watch = Watch(self.program.reads)
         self.refresh()
@@ -71,7 +77,7 @@ class Evaluation:
         self._check(value, engine.outputs)
         self._watch.set()
         self._value, self._engine = value, engine
-        self.statistics.residual_bytes = self.program.nbytes
+        self.statistics.residual_bytes = self.program.nbytes(engine)
 
     def close(self) -> None:
         """Release what is kept."""
@@ -102,7 +108,7 @@ class Evaluation:
         self.statistics.products += count
         return result
 
-    def _current(self) -> TapeEngine:
+    def _current(self) -> TapeEngine | GraphEngine:
         """Return the engine, having made sure that it is there and true."""
         if self._engine is None:
             raise ClosedOperatorError(

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvp._linearize.program import Engine
 from hvp._linearize.variables import collect_variables
 from hvp._operators.data import bind_batch, explain_mixed_precision
 from hvp._operators.evaluation import Evaluation, OnStale
@@ -39,6 +40,12 @@ class HessianOperator(SymmetricOperator):
         loss itself updates (dropout seeds, counters) do not count, nor do variables that only
         follow the loss (moving averages in training mode).
 
+    engine : {"graph", "tape"}, optional
+        What computes products: two compiled functions, split from one trace of the loss, or a
+        persistent tape, operation by operation. Where a loss cannot be split (loops, branches,
+        effects that depend on `v`) or traced, the tape serves, and ``stats`` and a line in the log
+        say why.
+
     Attributes
     ----------
     shape : tuple of int
@@ -61,10 +68,11 @@ class HessianOperator(SymmetricOperator):
 
     Notes
     -----
-    The constructor evaluates the gradient once, and traces the loss once without running it, to
-    learn what it reads and whether its second derivatives exist: the loss's Python code runs
-    twice. State that the loss updates is put back afterwards. Each use compares the variables the
-    loss reads with the values they had: one read of each.
+    The constructor traces the loss once, together with its gradient and product, to learn what it
+    reads and whether its second derivatives exist, and evaluates the gradient once. With the graph
+    engine, the loss's Python code runs for the trace only: what it reads besides variables stays as
+    it was then, also after `refresh`. State that the loss updates is put back afterwards. Each use
+    looks whether the variables the loss reads have changed.
 
     A context manager: leaving it releases what is kept.
 
@@ -103,10 +111,11 @@ class HessianOperator(SymmetricOperator):
         *,
         damping: float = 0.0,
         on_stale: OnStale = "raise",
+        engine: Engine = "graph",
     ) -> None:
         bound = bind_batch(loss, data)
         try:
-            evaluation = Evaluation(bound, variables, on_stale)
+            evaluation = Evaluation(bound, variables, on_stale, engine)
         except (tf.errors.InvalidArgumentError, TypeError, ValueError) as error:
             explain_mixed_precision(error, data, lambda: collect_variables(variables).dtypes)
             raise

@@ -20,7 +20,7 @@ class Statistics:
     residual_bytes : int or None
         Size of what is kept for products, at most; 0 when closed, None where it cannot be told.
     engine : str
-        What computes products: ``"tape"``.
+        What computes products: ``"graph"`` or ``"tape"``.
     note : str
         Why something is not as good as it could be; empty if nothing is.
     """

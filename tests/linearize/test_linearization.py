@@ -27,9 +27,11 @@ def pieces():
     return f, {"w": w, "b": b}, jacobian
 
 
-def test_value_jvp_and_vjp_are_the_closed_form():
+@pytest.mark.parametrize("engine", ["graph", "tape"])
+def test_value_jvp_and_vjp_are_the_closed_form(engine):
     f, variables, jacobian = pieces()
-    with hvp.linearize(f, variables) as linear:
+    with hvp.linearize(f, variables, engine=engine) as linear:
+        assert linear.engine == engine
         np.testing.assert_array_equal(linear.value["z"], f()["z"])
         v = {"w": random(2, 4, dtype="float64"), "b": np.float64(1.5)}
         u = {"z": random(3, 3, dtype="float64"), "s": [np.float64(-2.0)]}
@@ -43,9 +45,10 @@ def test_value_jvp_and_vjp_are_the_closed_form():
         assert relative_error(transposed["b"][None], rows @ jacobian["b"]) <= 1e-14
 
 
-def test_the_linear_map_is_of_the_point_it_was_made_at():
+@pytest.mark.parametrize("engine", ["graph", "tape"])
+def test_the_linear_map_is_of_the_point_it_was_made_at(engine):
     w = tf.Variable([1.0, 2.0])
-    linear = hvp.linearize(lambda: w**3, w)
+    linear = hvp.linearize(lambda: w**3, w, engine=engine)
     w.assign([5.0, 5.0])
     np.testing.assert_array_equal(linear.jvp(tf.ones(2)), [3, 12])
     np.testing.assert_array_equal(linear.vjp(tf.ones(2)), [3, 12])
@@ -86,9 +89,10 @@ def test_first_derivatives_through_moments_are_not_refused():
         np.testing.assert_allclose(linear.vjp(np.float32(1)), want, rtol=1e-5, atol=1e-7)
 
 
-def test_the_forward_direction_refuses_what_only_the_backward_one_can():
+@pytest.mark.parametrize("engine", ["graph", "tape"])
+def test_the_forward_direction_refuses_what_only_the_backward_one_can(engine):
     image = tf.Variable(random(0, 1, 4, 4, 1))
-    with hvp.linearize(lambda: tf.image.resize(image, (8, 8)), image) as linear:
+    with hvp.linearize(lambda: tf.image.resize(image, (8, 8)), image, engine=engine) as linear:
         assert linear.vjp(np.ones((1, 8, 8, 1))).shape == (1, 4, 4, 1)
         with pytest.raises(hvp.SecondDerivativeError, match="ResizeBilinearGrad"):
             linear.jvp(image)

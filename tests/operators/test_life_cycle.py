@@ -24,12 +24,14 @@ def counted(loss, runs):
     return counting
 
 
+@pytest.mark.parametrize("engine", ["graph", "tape"])
 @pytest.mark.parametrize("wrap", [lambda f: f, tf.function])
-def test_fifty_products_evaluate_the_gradient_once(wrap):
+def test_fifty_products_evaluate_the_gradient_once(wrap, engine):
     runs = []
     problem = mlp("float64")
     loss = wrap(counted(problem.loss, runs))
-    with hvp.HessianOperator(loss, problem.variables, problem.data) as H:
+    with hvp.HessianOperator(loss, problem.variables, problem.data, engine=engine) as H:
+        assert H.stats.engine == engine
         for seed in range(45):
             H @ random(seed, H.shape[0], dtype="float64")
         H @ random(0, H.shape[0], 5, dtype="float64")
@@ -43,6 +45,67 @@ def test_fifty_products_evaluate_the_gradient_once(wrap):
         assert H.stats.gradient_evaluations == 2
         assert H.stats.traces == 1
         assert len(runs) == 2
+
+
+def test_the_graph_engine_runs_the_losss_python_once():
+    calls = []
+    problem = mlp("float32")
+
+    def loss(x, y):
+        calls.append(1)
+        return problem.loss(x, y)
+
+    with hvp.HessianOperator(loss, problem.variables, problem.data) as H:
+        v = np.ones(H.shape[0])
+        for scale in range(50):
+            problem.variables.trainable_variables[0].assign_add(tf.fill((6, 5), 0.01 * scale))
+            H.refresh()
+            H @ v
+            H @ np.stack([v, -v], axis=1)
+            H @ np.stack([v] * 3, axis=1)
+        assert H.stats.engine == "graph"
+        assert H.stats.traces == 1
+        assert H.stats.gradient_evaluations == 51
+    assert len(calls) == 1
+
+
+def test_a_loss_that_cannot_be_split_falls_to_the_tape_and_says_why(caplog):
+    w = tf.Variable([1.0, 2.0])
+
+    def loss():
+        return tf.while_loop(lambda i, a: i < 3, lambda i, a: (i + 1, a * w), (0, w**2))[1][0]
+
+    with caplog.at_level(logging.WARNING, "hvp"), hvp.HessianOperator(loss, w) as H:
+        np.testing.assert_allclose(H @ np.ones(2), [20, 0])
+        assert H.stats.engine == "tape"
+        assert "loop or branch" in H.stats.note
+        assert H.stats.note in caplog.text
+
+
+def test_engines_are_named():
+    w = tf.Variable([1.0])
+    with pytest.raises(hvp.HvpError, match="engine is 'magic'"):
+        hvp.HessianOperator(lambda: tf.reduce_sum(w**2), w, engine="magic")
+
+
+def test_one_dropout_mask_for_one_linearization():
+    model = keras.Sequential(
+        [
+            keras.layers.Input((6,), dtype="float64"),
+            keras.layers.Dense(20, "tanh", dtype="float64"),
+            keras.layers.Dropout(0.5, dtype="float64"),
+            keras.layers.Dense(1, dtype="float64"),
+        ]
+    )
+    x = random(0, 9, 6, dtype="float64")
+
+    def loss(x):
+        return tf.reduce_mean(tf.nn.dropout(model(x, training=True), 0.3) ** 2)
+
+    with hvp.HessianOperator(loss, model, (x,)) as H:
+        v = random(1, H.shape[0], dtype="float64")
+        np.testing.assert_array_equal(H @ v, H @ v)
+        assert relative_error(H.to_dense() @ v, H @ v) <= 1e-12
 
 
 def test_value_and_gradient_are_those_of_the_loss():
@@ -385,7 +448,7 @@ def test_control_flow_in_python_on_tensors():
 
     with hvp.HessianOperator(loss, w) as H:
         np.testing.assert_allclose(H @ np.ones(2), [12, 24])
-        assert H.stats.note == ""
+        assert "traced" not in H.stats.note
 
 
 def test_models_and_keras_losses_are_not_losses():

@@ -1,0 +1,203 @@
+"""The graph engine: the traced product, split in two compiled functions.
+
+The function and its transposed derivative are traced together, once. What does not depend on the
+cotangent becomes one function, run once for each point; what does becomes another, run for each
+product, with the residuals as arguments. Both serve every later point.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvp._linearize.inline import inline_calls
+from hvp._linearize.second_derivatives import refuse_missing_derivatives
+from hvp._linearize.split import split
+from hvp._linearize.trace import TracedGraph
+
+
+class GraphProgram:
+    """The two functions of a traced graph.
+
+    Parameters
+    ----------
+    traced : TracedGraph
+        The function and its transposed derivative.
+    variables : sequence of tf.Variable
+        What it is differentiated with respect to.
+
+    Attributes
+    ----------
+    residuals : list of str
+        Names of the tensors that are kept between the two.
+    product_part : GraphDef
+        What runs for each product.
+
+    Raises
+    ------
+    UnsplittableError
+        If something that must run once depends on the cotangent.
+    """
+
+    def __init__(self, traced: TracedGraph, variables: Sequence[tf.Variable]) -> None:
+        self.traced = traced
+        self.variables = list(variables)
+        flat, rename = inline_calls(traced.graph_def)
+        self._captures = {rename(name): tensor for name, tensor in traced.captures.items()}
+        self._cotangents = [rename(name) for name in traced.cotangents]
+        self._auxiliary = None if traced.auxiliary is None else rename(traced.auxiliary)
+        self._outputs = [None if name is None else rename(name) for name in traced.outputs]
+        self._results = [rename(name) for name in traced.vjp if name is not None]
+        self._wanted = list(dict.fromkeys(_present([self._auxiliary, *self._outputs])))
+        parts = split(flat, self._cotangents, self._results, self._wanted)
+        self._once_part, self.product_part = parts.once, parts.product
+        self.residuals = parts.residuals
+        reads = {node.name for node in flat.node if node.op == "ReadVariableOp"}
+        # A variable's value shares the variable's buffer, and costs nothing to keep.
+        self.owned = [name.partition(":")[0] not in reads for name in self.residuals]
+        # Concrete functions: what is called for each product looks at no signature.
+        self._once = _concrete(self._import_once, [])
+        by_name = dict(zip(self._wanted, self._once.outputs))
+        outputs = [by_name[name] for name in _present(self._outputs)]
+        self._cotangent_specs = [tf.TensorSpec(o.shape, o.dtype) for o in outputs]
+        kept = self._once.outputs[len(self._wanted) :]
+        self._residual_specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in kept]
+        self.product = _concrete(
+            self._import_product, [*self._cotangent_specs, *self._residual_specs]
+        )
+
+    @functools.cached_property
+    def columns(self) -> Any:
+        """The product for many cotangents, along a further first axis of any length."""
+        specs = [tf.TensorSpec([None, *s.shape], s.dtype) for s in self._cotangent_specs]
+        return _concrete(self._import_columns, [*specs, *self._residual_specs])
+
+    @functools.cached_property
+    def transposed(self) -> Any:
+        """The derivative by the cotangents, for the tangents of the variables that matter."""
+        tangents = [
+            tf.TensorSpec(variable.shape, variable.dtype)
+            for variable, name in zip(self.variables, self.traced.vjp)
+            if name is not None
+        ]
+        specs = [*tangents, *self._cotangent_specs, *self._residual_specs]
+        return _concrete(self._import_transposed, specs)
+
+    def linearize(self) -> tuple[Any, GraphEngine]:
+        """Run the first function, at the variables' values now."""
+        results = self._once()
+        found: dict[str | None, Any] = dict(zip(self._wanted, results))
+        outputs = [found.get(name) for name in self._outputs]
+        return found.get(self._auxiliary), GraphEngine(self, outputs, results[len(self._wanted) :])
+
+    def _import_once(self) -> list[tf.Tensor]:
+        known = {name: tf.identity(tensor) for name, tensor in self._captures.items()}
+        return _import(self._once_part, known, [*self._wanted, *self.residuals])
+
+    def _import_product(self, *tensors: tf.Tensor) -> list[tf.Tensor]:
+        known = dict(zip([*self._cotangents, *self.residuals], tensors))
+        return _import(self.product_part, known, self._results)
+
+    def _import_columns(self, *tensors: tf.Tensor) -> list[tf.Tensor]:
+        # All columns in one operation where TensorFlow knows how, else in a loop in the graph.
+        count = len(self._cotangents)
+        residuals = tensors[count:]
+        return tf.vectorized_map(
+            lambda cotangents: self._import_product(*cotangents, *residuals), list(tensors[:count])
+        )
+
+    def _import_transposed(self, *tensors: tf.Tensor) -> list[tf.Tensor]:
+        count = len(self._results)
+        tangents, rest = list(tensors[:count]), tensors[count:]
+        cotangents = list(rest[: len(self._cotangents)])
+        products = self._import_product(*rest)
+        return tf.gradients(products, cotangents, tangents, unconnected_gradients="zero")
+
+
+class GraphEngine:
+    """The derivative of a function at a point, held as the residuals of its traced graph.
+
+    Parameters
+    ----------
+    program : GraphProgram
+        The functions.
+    outputs : list of (tf.Tensor or None)
+        The function's results.
+    residuals : sequence of tf.Tensor
+        What the second function needs of the first.
+    """
+
+    name = "graph"
+
+    def __init__(
+        self, program: GraphProgram, outputs: list[Any], residuals: Sequence[tf.Tensor]
+    ) -> None:
+        self._program = program
+        self._residuals = list(residuals)
+        self.outputs = outputs
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the residuals, without the variables' own values; variants count nothing."""
+        return sum(
+            tensor.dtype.size * int(tf.size(tensor))
+            for tensor, owned in zip(self._residuals, self._program.owned)
+            if owned and tensor.dtype not in (tf.variant, tf.resource)
+        )
+
+    def vjp(self, cotangents: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Apply the transposed derivative; as `TapeEngine.vjp`."""
+        products = self._program.product(*self._fed(cotangents), *self._residuals)
+        return self._with_zeros(products, [])
+
+    def vjp_columns(self, cotangents: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Apply `vjp` to each entry along a further first axis, all in one call."""
+        products = self._program.columns(*self._fed(cotangents), *self._residuals)
+        return self._with_zeros(products, [int(cotangents[0].shape[0])])
+
+    def jvp(self, tangents: Sequence[tf.Tensor]) -> list[tf.Tensor | None]:
+        """Apply the derivative; as `TapeEngine.jvp`."""
+        doubts = self._program.traced.transposed_doubts()
+        refuse_missing_derivatives(doubts.missing + doubts.wrong_at_zero)
+        zeros = [tf.zeros_like(output) for output in self.outputs if output is not None]
+        used = [t for t, name in zip(tangents, self._program.traced.vjp) if name is not None]
+        results = iter(self._program.transposed(*used, *zeros, *self._residuals))
+        return [None if output is None else next(results) for output in self.outputs]
+
+    def close(self) -> None:
+        """Release the residuals."""
+        self._residuals = []
+        self.outputs = []
+
+    def _fed(self, cotangents: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        return [c for c, output in zip(cotangents, self.outputs) if output is not None]
+
+    def _with_zeros(self, products: Sequence[tf.Tensor], lead: list[int]) -> list[tf.Tensor]:
+        found = iter(products)
+        return [
+            tf.zeros([*lead, *variable.shape], variable.dtype) if name is None else next(found)
+            for name, variable in zip(self._program.traced.vjp, self._program.variables)
+        ]
+
+
+def _concrete(function: Callable[..., Any], specs: Sequence[tf.TensorSpec]) -> Any:
+    return tf.function(function, autograph=False).get_concrete_function(*specs)
+
+
+def _present(names: Sequence[str | None]) -> list[str]:
+    return [name for name in names if name is not None]
+
+
+def _import(part: Any, known: dict[str, tf.Tensor], wanted: Sequence[str]) -> list[tf.Tensor]:
+    """Import a part of a graph, given some of its tensors; return the wanted ones."""
+    taken = {
+        tensor if ":" in tensor else f"{tensor}:0" for node in part.node for tensor in node.input
+    }
+    inputs = {name: tensor for name, tensor in known.items() if name in taken}
+    made = [name for name in wanted if name not in known]
+    tensors = tf.graph_util.import_graph_def(part, inputs, made, name="")
+    found = {**known, **dict(zip(made, tensors))}
+    return [found[name] for name in wanted]

@@ -1,0 +1,161 @@
+"""Dissolving function calls in a traced graph, so that it can be split anywhere."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from hvp._linearize.dataflow import output_offset
+
+_serials = itertools.count()
+_CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
+
+
+def inline_calls(graph_def: Any) -> tuple[Any, Callable[[str], str]]:
+    """Put the bodies of called functions in place of the calls.
+
+    Parameters
+    ----------
+    graph_def : GraphDef
+        Of a traced function. Loops and branches stay as they are.
+
+    Returns
+    -------
+    flat : GraphDef
+        Without calls. The nodes of a body are named `call/node`; a call's control inputs go to all
+        of them, and a control edge from the call becomes one from each of its results.
+    rename : callable
+        From a tensor's name in the graph to its name in the flat one.
+    """
+    functions = {f.signature.name: f for f in graph_def.library.function}
+    flat = tf.compat.v1.GraphDef(versions=graph_def.versions)
+    outermost = _Inliner(functions, flat).add("", graph_def.node, {}, [])
+    _rename_functions(flat, functions)
+    return flat, outermost.tensor
+
+
+def _rename_functions(flat: Any, functions: dict[str, Any]) -> None:
+    """Add the functions that loops and branches still need, under names of their own.
+
+    TensorFlow has functions of the old names already, and changed some of them since.
+    """
+    serial = next(_serials)
+    names: dict[str, str] = {}
+    queue = list(_referred(flat.node))
+    while queue:
+        name = queue.pop()
+        if name in functions and name not in names:
+            names[name] = f"{name}_hvp_{serial}"
+            queue += _referred(functions[name].node_def)
+    for name, new_name in names.items():
+        function = flat.library.function.add()
+        function.CopyFrom(functions[name])
+        function.signature.name = new_name
+        _refer(function.node_def, names)
+    _refer(flat.node, names)
+
+
+def _function_attributes(nodes: Any) -> Iterator[Any]:
+    for node in nodes:
+        for value in node.attr.values():
+            yield from [value.func] if value.HasField("func") else value.list.func
+
+
+def _referred(nodes: Any) -> Iterator[str]:
+    for function in _function_attributes(nodes):
+        yield function.name
+
+
+def _refer(nodes: Any, names: dict[str, str]) -> None:
+    for function in _function_attributes(nodes):
+        function.name = names.get(function.name, function.name)
+
+
+class _Inliner:
+    def __init__(self, functions: dict[str, Any], flat: Any) -> None:
+        self._functions = functions
+        self._flat = flat
+
+    def add(
+        self, prefix: str, nodes: Any, arguments: dict[str, str], controls: list[str]
+    ) -> _Scope:
+        """Add the nodes of a graph or function, in an order that makers come before takers."""
+        scope = _Scope(prefix, {node.name: node for node in nodes}, arguments)
+        for node in _in_order(scope.nodes):
+            inputs = [scope.tensor(name) for name in node.input if not name.startswith("^")]
+            waits = [c for name in node.input if name.startswith("^") for c in scope.control(name)]
+            waits += controls
+            if node.op in _CALLS and node.attr["f"].func.name in self._functions:
+                self._add_call(scope, node, inputs, waits)
+                continue
+            copy = self._flat.node.add()
+            copy.CopyFrom(node)
+            copy.name = prefix + node.name
+            del copy.input[:]
+            copy.input.extend([*inputs, *dict.fromkeys(waits)])
+            # Colocation names nodes that may be gone.
+            copy.attr.pop("_class", None)
+        return scope
+
+    def _add_call(self, scope: _Scope, node: Any, inputs: list[str], waits: list[str]) -> None:
+        function = self._functions[node.attr["f"].func.name]
+        names = [argument.name for argument in function.signature.input_arg]
+        inner = self.add(
+            f"{scope.prefix}{node.name}/", function.node_def, dict(zip(names, inputs)), waits
+        )
+        outputs = [function.ret[out.name] for out in function.signature.output_arg]
+        scope.results[node.name] = [inner.tensor(name) for name in outputs]
+        effects = [c for name in function.control_ret.values() for c in inner.control("^" + name)]
+        made = [f"^{tensor.partition(':')[0]}" for tensor in scope.results[node.name]]
+        scope.effects[node.name] = effects + made + waits
+
+
+class _Scope:
+    """Names inside one graph or function body, and what they have become outside."""
+
+    def __init__(self, prefix: str, nodes: dict[str, Any], arguments: dict[str, str]) -> None:
+        self.prefix = prefix
+        self.nodes = nodes
+        self.results: dict[str, list[str]] = {}
+        self.effects: dict[str, list[str]] = {}
+        self._arguments = arguments
+
+    def tensor(self, name: str) -> str:
+        """Return the flat name, `node:index`, of a tensor named as in a graph or a function."""
+        node, _, rest = name.partition(":")
+        if node in self._arguments:
+            return self._arguments[node]
+        output, _, index = rest.rpartition(":")
+        number = output_offset(self.nodes[node], output) + int(index or 0)
+        if node in self.results:
+            return self.results[node][number]
+        return f"{self.prefix}{node}:{number}"
+
+    def control(self, name: str) -> list[str]:
+        """Return the control inputs that stand for one."""
+        node = name[1:]
+        if node in self._arguments:
+            return [f"^{self._arguments[node].partition(':')[0]}"]
+        return self.effects.get(node, [f"^{self.prefix}{node}"])
+
+
+def _in_order(nodes: dict[str, Any]) -> list[Any]:
+    ordered: list[Any] = []
+    done: set[str] = set()
+    for start in nodes:
+        stack = [(start, False)]
+        while stack:
+            name, expanded = stack.pop()
+            if name in done:
+                continue
+            if expanded:
+                done.add(name)
+                ordered.append(nodes[name])
+                continue
+            stack.append((name, True))
+            makers = (maker.lstrip("^").partition(":")[0] for maker in nodes[name].input)
+            stack += [(maker, False) for maker in makers if maker in nodes and maker not in done]
+    return ordered

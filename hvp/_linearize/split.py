@@ -1,0 +1,177 @@
+"""Splitting a traced graph into what depends on a vector and what does not.
+
+The part that does not runs once for each point; what it hands over are the *residuals*. The part
+that does runs for each product.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from hvp._linearize.dataflow import is_stateful
+
+# Not kept but made again for each product, from inputs that are smaller than the result or share
+# its buffer: constants of a product's graph, or views and repetitions of what is kept anyway.
+_REMADE = frozenset(
+    """
+    BroadcastTo Const ExpandDims Fill Identity OnesLike Reshape Squeeze Tile ZerosLike
+    """.split()
+)
+
+
+_CONTROL_FLOW = frozenset({"Case", "If", "StatelessCase", "StatelessIf", "StatelessWhile", "While"})
+
+
+@dataclass(frozen=True)
+class Split:
+    """The two parts of a graph, and what passes between them.
+
+    Attributes
+    ----------
+    once, product : GraphDef
+        The parts.
+    residuals : list of str
+        Names of the tensors that pass from the first to the second.
+    """
+
+    once: Any
+    product: Any
+    residuals: list[str]
+
+
+class UnsplittableError(Exception):
+    """The graph cannot be split; the message says because of what."""
+
+
+def split(
+    flat: Any, vectors: Sequence[str], results: Sequence[str], once_results: Sequence[str]
+) -> Split:
+    """Split a graph without calls.
+
+    Parameters
+    ----------
+    flat : GraphDef
+        As `inline_calls` makes it.
+    vectors : sequence of str
+        Names of the placeholders for the vector's parts.
+    results : sequence of str
+        Names of the product's tensors.
+    once_results : sequence of str
+        Names of the tensors wanted from the first part, besides residuals.
+
+    Returns
+    -------
+    Split
+
+    Raises
+    ------
+    UnsplittableError
+        If a stateful operation depends on the vector, or there is a loop or branch.
+    """
+    nodes = {node.name: node for node in flat.node}
+    dependent = _dependent(nodes, {_node(name) for name in vectors})
+    needed = _ancestors(nodes, results, lambda name: name in dependent)
+    for name in needed:
+        if is_stateful(nodes[name]):
+            raise UnsplittableError(
+                f"{nodes[name].op} at {name!r} has effects and depends on the vector"
+            )
+    for name, node in nodes.items():
+        if node.op in _CONTROL_FLOW:
+            raise UnsplittableError(f"{node.op} at {name!r} is a loop or branch")
+    product, residuals = _with_remade(nodes, needed, results)
+    effects = [
+        f"{name}:0"
+        for name, node in nodes.items()
+        if name not in dependent and _has_effects(node) and name not in product
+    ]
+    # A control edge from what depends on the vector is only TensorFlow's order of tracing.
+    wanted = [*once_results, *residuals, *effects]
+    once = _ancestors(nodes, wanted, lambda name: name not in dependent, controls=True)
+    vector_nodes = {_node(name) for name in vectors}
+    return Split(
+        once=_part(flat, once, keep_controls=True),
+        product=_part(flat, product - vector_nodes, keep_controls=False),
+        residuals=residuals,
+    )
+
+
+def _dependent(nodes: dict[str, Any], starts: set[str]) -> set[str]:
+    takers: dict[str, list[str]] = {name: [] for name in nodes}
+    for name, node in nodes.items():
+        for tensor in _data_inputs(node):
+            takers[_node(tensor)].append(name)
+    seen, queue = set(starts), deque(starts)
+    while queue:
+        for taker in takers[queue.popleft()]:
+            if taker not in seen:
+                seen.add(taker)
+                queue.append(taker)
+    return seen
+
+
+def _ancestors(
+    nodes: dict[str, Any], tensors: Iterable[str], inside: Any, controls: bool = False
+) -> set[str]:
+    found: set[str] = set()
+    queue = [_node(tensor) for tensor in tensors]
+    while queue:
+        name = queue.pop()
+        if name in found or not inside(name):
+            continue
+        found.add(name)
+        inputs = nodes[name].input if controls else _data_inputs(nodes[name])
+        queue += [_node(tensor) for tensor in inputs]
+    return found
+
+
+def _with_remade(
+    nodes: dict[str, Any], needed: set[str], results: Sequence[str]
+) -> tuple[set[str], list[str]]:
+    """Add to the product's part what is remade; return it, and what is left to be kept."""
+    product, residuals = set(needed), dict[str, None]()
+    queue = [t for name in needed for t in _data_inputs(nodes[name])]
+    queue += [t for t in results if _node(t) not in needed]
+    while queue:
+        tensor = queue.pop()
+        name = _node(tensor)
+        if name in product:
+            continue
+        if nodes[name].op in _REMADE:
+            product.add(name)
+            queue += _data_inputs(nodes[name])
+        else:
+            residuals[tensor] = None
+    return product, sorted(residuals)
+
+
+def _part(flat: Any, names: set[str], *, keep_controls: bool) -> Any:
+    part = tf.compat.v1.GraphDef(versions=flat.versions, library=flat.library)
+    for node in flat.node:
+        if node.name in names:
+            copy = part.node.add()
+            copy.CopyFrom(node)
+            del copy.input[:]
+            copy.input.extend(
+                tensor
+                for tensor in node.input
+                if not tensor.startswith("^") or (keep_controls and _node(tensor) in names)
+            )
+    return part
+
+
+def _has_effects(node: Any) -> bool:
+    return is_stateful(node) and not node.op.startswith(("ReadVariable", "ResourceGather"))
+
+
+def _data_inputs(node: Any) -> list[str]:
+    return [tensor for tensor in node.input if not tensor.startswith("^")]
+
+
+def _node(tensor: str) -> str:
+    return tensor.lstrip("^").partition(":")[0]
