@@ -98,8 +98,8 @@ residuals /= np.linalg.norm(g)
 # --------------------
 #
 # Beside one gradient, and beside the nested tapes that one writes by hand, which evaluate the
-# gradient again for every vector: eager, as the operator's products are, and compiled by
-# ``tf.function``. They take turns, so that whatever else the machine does falls on all alike.
+# gradient again for every vector: eager, and compiled by ``tf.function``. They take turns, so that
+# whatever else the machine does falls on all alike.
 
 variables = [w.value for w in model.trainable_variables]
 data = tf.constant(x), tf.constant(y)

@@ -13,6 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvp._linearize.flatten import Flattener
 from hvp._linearize.inline import inline_calls
 from hvp._linearize.second_derivatives import refuse_missing_derivatives
 from hvp._linearize.split import split
@@ -28,6 +29,8 @@ class GraphProgram:
         The function and its transposed derivative.
     variables : sequence of tf.Variable
         What it is differentiated with respect to.
+    flattener : Flattener
+        Of the variables.
 
     Attributes
     ----------
@@ -42,8 +45,11 @@ class GraphProgram:
         If something that must run once depends on the cotangent.
     """
 
-    def __init__(self, traced: TracedGraph, variables: Sequence[tf.Variable]) -> None:
+    def __init__(
+        self, traced: TracedGraph, variables: Sequence[tf.Variable], flattener: Flattener
+    ) -> None:
         self.traced = traced
+        self._flattener = flattener
         self.variables = list(variables)
         flat, rename = inline_calls(traced.graph_def)
         self._captures = {rename(name): tensor for name, tensor in traced.captures.items()}
@@ -68,6 +74,18 @@ class GraphProgram:
         self.product = _concrete(
             self._import_product, [*self._cotangent_specs, *self._residual_specs]
         )
+
+    @functools.cached_property
+    def flat_product(self) -> Any:
+        """The product from and to one flat vector, where outputs are shaped like the variables."""
+        flat = tf.TensorSpec([self._flattener.size], self._flattener.dtype)
+        return _concrete(self._import_flat_product, [flat, *self._residual_specs])
+
+    @functools.cached_property
+    def flat_columns(self) -> Any:
+        """The same for a block of columns, of shape `(n, k)`."""
+        flat = tf.TensorSpec([self._flattener.size, None], self._flattener.dtype)
+        return _concrete(self._import_flat_columns, [flat, *self._residual_specs])
 
     @functools.cached_property
     def columns(self) -> Any:
@@ -100,6 +118,29 @@ class GraphProgram:
     def _import_product(self, *tensors: tf.Tensor) -> list[tf.Tensor]:
         known = dict(zip([*self._cotangents, *self.residuals], tensors))
         return _import(self.product_part, known, self._results)
+
+    def _import_flat_product(self, flat: tf.Tensor, *residuals: tf.Tensor) -> tf.Tensor:
+        fed = self.fed(self._flattener.split(flat), self._outputs)
+        products = self._import_product(*fed, *residuals)
+        return self._flattener.join(self.with_zeros(products))
+
+    def _import_flat_columns(self, block: tf.Tensor, *residuals: tf.Tensor) -> tf.Tensor:
+        flat = tf.vectorized_map(
+            lambda column: self._import_flat_product(column, *residuals), tf.transpose(block)
+        )
+        return tf.transpose(flat)
+
+    def fed(self, cotangents: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+        """Leave out the cotangents of outputs that are identically zero."""
+        return [c for c, output in zip(cotangents, outputs) if output is not None]
+
+    def with_zeros(self, products: Sequence[tf.Tensor], lead: Sequence[int] = ()) -> list[Any]:
+        """Put zeros where the transposed derivative is zero for a variable."""
+        found = iter(products)
+        return [
+            tf.zeros([*lead, *variable.shape], variable.dtype) if name is None else next(found)
+            for name, variable in zip(self.traced.vjp, self.variables)
+        ]
 
     def _import_columns(self, *tensors: tf.Tensor) -> list[tf.Tensor]:
         # All columns in one operation where TensorFlow knows how, else in a loop in the graph.
@@ -150,13 +191,24 @@ class GraphEngine:
 
     def vjp(self, cotangents: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Apply the transposed derivative; as `TapeEngine.vjp`."""
-        products = self._program.product(*self._fed(cotangents), *self._residuals)
-        return self._with_zeros(products, [])
+        fed = self._program.fed(cotangents, self.outputs)
+        return self._program.with_zeros(self._program.product(*fed, *self._residuals))
+
+    def vjp_flat(self, flat: tf.Tensor, flattener: Flattener) -> tf.Tensor:
+        """Apply `vjp` to and from one flat vector, in one call; as `TapeEngine.vjp_flat`."""
+        del flattener  # it is compiled in
+        return self._program.flat_product(flat, *self._residuals)
+
+    def vjp_flat_columns(self, block: tf.Tensor, flattener: Flattener) -> tf.Tensor:
+        """Apply `vjp_flat` to each column of a block, all in one call."""
+        del flattener
+        return self._program.flat_columns(block, *self._residuals)
 
     def vjp_columns(self, cotangents: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Apply `vjp` to each entry along a further first axis, all in one call."""
-        products = self._program.columns(*self._fed(cotangents), *self._residuals)
-        return self._with_zeros(products, [int(cotangents[0].shape[0])])
+        fed = self._program.fed(cotangents, self.outputs)
+        products = self._program.columns(*fed, *self._residuals)
+        return self._program.with_zeros(products, [int(cotangents[0].shape[0])])
 
     def jvp(self, tangents: Sequence[tf.Tensor]) -> list[tf.Tensor | None]:
         """Apply the derivative; as `TapeEngine.jvp`."""
@@ -171,16 +223,6 @@ class GraphEngine:
         """Release the residuals."""
         self._residuals = []
         self.outputs = []
-
-    def _fed(self, cotangents: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        return [c for c, output in zip(cotangents, self.outputs) if output is not None]
-
-    def _with_zeros(self, products: Sequence[tf.Tensor], lead: list[int]) -> list[tf.Tensor]:
-        found = iter(products)
-        return [
-            tf.zeros([*lead, *variable.shape], variable.dtype) if name is None else next(found)
-            for name, variable in zip(self._program.traced.vjp, self._program.variables)
-        ]
 
 
 def _concrete(function: Callable[..., Any], specs: Sequence[tf.TensorSpec]) -> Any:

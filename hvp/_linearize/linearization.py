@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvp._errors import ClosedOperatorError, InvalidLossError, InvalidVectorError
-from hvp._linearize.flatten import Flattener, check_numeric, outline
+from hvp._linearize.flatten import check_numeric, outline
 from hvp._linearize.graph import GraphEngine
 from hvp._linearize.program import Engine, Program
 from hvp._linearize.tape import TapeEngine
@@ -36,7 +36,7 @@ class Linearization:
         self.engine = engine.name
         self.nbytes = program.nbytes(engine)
         self._engine: TapeEngine | GraphEngine | None = engine
-        self._primal = Flattener(program.nest)
+        self._primal = program.flattener
         self._dtypes = [output.dtype for output in engine.outputs if output is not None]
 
     def jvp(self, v: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import tensorflow as tf
 
 from hvp._errors import GraphModeError, HvpError
+from hvp._linearize.flatten import Flattener
 from hvp._linearize.graph import GraphEngine, GraphProgram
 from hvp._linearize.moments import exact_moments
 from hvp._linearize.second_derivatives import refuse_missing_derivatives
@@ -44,6 +45,8 @@ class Program:
     ----------
     nest : VariableNest
         The variables.
+    flattener : Flattener
+        Between them and one flat vector.
     reads : tuple of Resource
         What the results depend on: when one of these changes, a linearization is out of date.
     traces : int
@@ -78,6 +81,7 @@ class Program:
                 "build the operator outside the tf.function and use its product inside",
             )
         self.nest: VariableNest = collect_variables(variables)
+        self.flattener = Flattener(self.nest)
         self._function = lambda: function(self.nest.variables)
         self.traces = 0
         self.note = self._unsaid = ""
@@ -131,7 +135,7 @@ class Program:
         try:
             if self._trace.graph.error is not None:
                 raise UnsplittableError(f"{self._trace.graph.error}") from self._trace.graph.error
-            return GraphProgram(self._trace.graph, self.nest.variables)
+            return GraphProgram(self._trace.graph, self.nest.variables, self.flattener)
         except (UnsplittableError, tf.errors.OpError, ValueError) as error:
             reason = (str(error).strip().splitlines() or [""])[-1].strip()
             said = f"is computed operation by operation, by the tape engine ({reason})"

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from hvp._errors import SecondDerivativeError
 from hvp._linearize.dataflow import Dataflow
+from hvp._linearize.flatten import Flattener
 from hvp._linearize.gradient import densify
 from hvp._linearize.second_derivatives import (
     derivative_errors,
@@ -78,6 +79,15 @@ class TapeEngine:
         """
         gradient = _differentiate(self._tape, self.outputs, self._variables, cotangents)
         return self._dense(gradient, self._variables)
+
+    def vjp_flat(self, flat: tf.Tensor, flattener: Flattener) -> tf.Tensor:
+        """Apply `vjp` to and from one flat vector, where outputs are shaped like the variables."""
+        return flattener.join(self.vjp(flattener.split(flat)))
+
+    def vjp_flat_columns(self, block: tf.Tensor, flattener: Flattener) -> tf.Tensor:
+        """Apply `vjp_flat` to each column of a block, of shape `(n, k)`."""
+        parts = flattener.split(tf.transpose(block))
+        return tf.transpose(flattener.join(self.vjp_columns(parts)))
 
     def vjp_columns(self, cotangents: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Apply `vjp` to each entry along a further first axis of the cotangents.

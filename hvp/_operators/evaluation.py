@@ -102,10 +102,16 @@ class Evaluation:
         self.statistics.products += 1
         return result
 
-    def product_columns(self, parts: Sequence[tf.Tensor], count: int) -> list[tf.Tensor]:
-        """Multiply by `count` vectors, each part having them along a further first axis."""
-        result = self._current().vjp_columns(parts)
-        self.statistics.products += count
+    def product_flat(self, flat: tf.Tensor) -> tf.Tensor:
+        """Multiply by one flat vector, of shape `(n,)`."""
+        result = self._current().vjp_flat(flat, self.program.flattener)
+        self.statistics.products += 1
+        return result
+
+    def product_block(self, block: tf.Tensor) -> tf.Tensor:
+        """Multiply by the columns of a block, of shape `(n, k)`."""
+        result = self._current().vjp_flat_columns(block, self.program.flattener)
+        self.statistics.products += int(block.shape[1])
         return result
 
     def _current(self) -> TapeEngine | GraphEngine:

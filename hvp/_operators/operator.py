@@ -17,7 +17,7 @@ import tensorflow as tf
 from scipy.sparse.linalg import LinearOperator
 
 from hvp._errors import ClosedOperatorError, HvpError, InvalidVectorError, TooLargeError
-from hvp._linearize.flatten import Flattener, check_numeric
+from hvp._linearize.flatten import check_numeric
 from hvp._operators.arithmetic import DtypePreserving
 from hvp._operators.evaluation import Evaluation
 from hvp._operators.statistics import Statistics
@@ -51,7 +51,7 @@ class SymmetricOperator(DtypePreserving):
     def __init__(self, evaluation: Evaluation, damping: float) -> None:
         self._evaluation = evaluation
         self._damping = _check_damping(damping)
-        self._flattener = Flattener(evaluation.program.nest)
+        self._flattener = evaluation.program.flattener
         size = self._flattener.size
         super().__init__(np.dtype(self._flattener.dtype.as_numpy_dtype), (size, size))
 
@@ -115,11 +115,14 @@ class SymmetricOperator(DtypePreserving):
         damping = self._damping
         if self._is_flat(v):
             flat = tf.cast(v, self._flattener.dtype)
-            result = self._flattener.join(self._apply(self._flattener.split(flat)))
+            if not tf.executing_eagerly():  # where the length may be known only when it runs
+                flat = tf.ensure_shape(flat, self.shape[:1])
+            (result,) = self._run(_product_flat, [flat], [self.shape[:1]])
             return result + damping * flat if damping else result
         parts = self._flattener.parts_of_nest(v)
         dtypes = self._flattener.dtypes
-        result = self._apply([tf.cast(part, dtype) for part, dtype in zip(parts, dtypes)])
+        cast = [tf.cast(part, dtype) for part, dtype in zip(parts, dtypes)]
+        result = self._run(_product, cast, self._flattener.shapes)
         if damping:
             wide = self._flattener.dtype
             result = [
@@ -368,26 +371,19 @@ class SymmetricOperator(DtypePreserving):
 
     def _columns(self, block: tf.Tensor) -> tf.Tensor:
         """Multiply a tensor of shape `(n, k)`."""
-        parts = self._flattener.split(tf.transpose(block))
-        count = tf.shape(block)[1]
-
-        result = self._flattener.join(self._run(_product_columns, parts, lead=[block.shape[1]]))
-        result = tf.transpose(tf.reshape(result, [count, self._flattener.size]))
+        (result,) = self._run(_product_block, [block], [block.shape])
         return result + self._damping * block if self._damping else result
-
-    def _apply(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        return self._run(_product, parts)
 
     def _run(
         self,
         multiply: Callable[..., list[tf.Tensor]],
         parts: Sequence[tf.Tensor],
-        lead: Sequence[int | None] = (),
+        shapes: Sequence[Any],
     ) -> list[tf.Tensor]:
         """Run now, or from a graph whenever that runs.
 
-        The tape engine's residuals are eager tensors: a graph that used them directly would hold
-        those of today as constants and answer for an old point after `refresh()`.
+        Residuals are eager tensors: a graph that used them directly would hold those of today as
+        constants and answer for an old point after `refresh()`.
         """
         if tf.executing_eagerly():
             return multiply(self._evaluation, *parts)
@@ -402,8 +398,8 @@ class SymmetricOperator(DtypePreserving):
             return multiply(evaluation, *parts)
 
         results = tf.py_function(later, parts, [part.dtype for part in parts])
-        for result, shape in zip(results, self._flattener.shapes):
-            result.set_shape([*lead, *shape])
+        for result, shape in zip(results, shapes):
+            result.set_shape(shape)
         return results
 
     def _is_flat(self, v: Any) -> bool:
@@ -433,8 +429,12 @@ def _product(evaluation: Evaluation, *parts: tf.Tensor) -> list[tf.Tensor]:
     return evaluation.product(parts)
 
 
-def _product_columns(evaluation: Evaluation, *parts: tf.Tensor) -> list[tf.Tensor]:
-    return evaluation.product_columns(parts, int(parts[0].shape[0]))
+def _product_flat(evaluation: Evaluation, flat: tf.Tensor) -> list[tf.Tensor]:
+    return [evaluation.product_flat(flat)]
+
+
+def _product_block(evaluation: Evaluation, block: tf.Tensor) -> list[tf.Tensor]:
+    return [evaluation.product_block(block)]
 
 
 def _check_damping(damping: Any) -> float:
