@@ -12,6 +12,7 @@ import tensorflow as tf
 from hvp._errors import GraphModeError, HvpError
 from hvp._linearize.flatten import Flattener
 from hvp._linearize.graph import GraphEngine, GraphProgram
+from hvp._linearize.keras_losses import kept_losses
 from hvp._linearize.moments import exact_moments
 from hvp._linearize.second_derivatives import refuse_missing_derivatives
 from hvp._linearize.split import UnsplittableError
@@ -81,6 +82,7 @@ class Program:
                 "build the operator outside the tf.function and use its product inside",
             )
         self.nest: VariableNest = collect_variables(variables)
+        self._given = variables
         self.flattener = Flattener(self.nest)
         self._function = lambda: function(self.nest.variables)
         self.traces = 0
@@ -118,7 +120,7 @@ class Program:
             kept.append(auxiliary)
             return results
 
-        with exact_moments(), _preserved(self._preserved):
+        with exact_moments(), kept_losses(self._given), _preserved(self._preserved):
             self._refuse_zeros()
             if self._graph is not None:
                 return self._graph.linearize()
@@ -153,7 +155,7 @@ class Program:
 
     def _try_to_trace(self) -> Trace | None:
         try:
-            with exact_moments():
+            with exact_moments(), kept_losses(self._given):
                 found = trace(self._function, self.nest.variables)
         except HvpError:
             raise

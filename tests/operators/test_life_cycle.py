@@ -246,6 +246,30 @@ def test_no_state_of_the_model_changes():
         np.testing.assert_array_equal(old, variable.numpy())
 
 
+@pytest.mark.parametrize("activation", ["tanh", "softsign"])
+@pytest.mark.parametrize("engine", ["graph", "tape"])
+def test_the_losses_a_model_holds_are_as_before(activation, engine):
+    """Also when the operator is refused, as for softsign."""
+    model = keras.Sequential(
+        [keras.layers.Input((4,)), keras.layers.Dense(3, activation, activity_regularizer="l2")]
+    )
+    x = random(0, 8, 4)
+    model(x[:2])
+    before = [float(value) for value in model.losses]
+
+    def loss(x):
+        return tf.reduce_mean(model(x) ** 2) + tf.add_n(model.losses)
+
+    try:
+        with hvp.HessianOperator(loss, model, (x,), engine=engine) as H:
+            H @ np.ones(H.shape[0])
+            H.refresh()
+    except hvp.SecondDerivativeError:
+        assert activation == "softsign"
+    assert len(before) == 1
+    assert [float(value) for value in model.losses] == before
+
+
 def test_state_is_restored_when_the_loss_raises():
     w, counter = tf.Variable([1.0]), tf.Variable(0)
 

@@ -1,0 +1,41 @@
+"""What Keras layers note during a call, put back.
+
+A layer with an activity regularizer, or that calls `add_loss`, keeps the loss's tensor in a list.
+A trace would leave a symbolic tensor there, for whoever reads `model.losses` next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+# Keras has no public way to read these lists without emptying them, or to put them back.
+_LISTS = ("_losses", "_loss_ids", "_eager_losses")
+
+
+@contextlib.contextmanager
+def kept_losses(variables: Any) -> Iterator[None]:
+    """Put back the losses that the layers of Keras models among `variables` hold.
+
+    Parameters
+    ----------
+    variables : nest
+        What was given as variables; only layers and models in it are known.
+    """
+    saved = [
+        (holder, holder.copy())
+        for model in tf.nest.flatten(variables)
+        if hasattr(model, "_flatten_layers")
+        for layer in model._flatten_layers()
+        for name in _LISTS
+        if isinstance(holder := getattr(layer, name, None), (list, set))
+    ]
+    try:
+        yield
+    finally:
+        for holder, content in saved:
+            holder.clear()
+            (holder.update if isinstance(holder, set) else holder.extend)(content)
