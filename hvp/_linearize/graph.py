@@ -19,6 +19,11 @@ from hvp._linearize.second_derivatives import refuse_missing_derivatives
 from hvp._linearize.split import split
 from hvp._linearize.trace import TracedGraph
 
+# Columns in one call of a block product: at most so many, and so many bytes of residuals times
+# columns.
+_WIDEST = 64
+_BLOCK_BYTES = 2**30
+
 
 class GraphProgram:
     """The two functions of a traced graph.
@@ -88,12 +93,6 @@ class GraphProgram:
         return _concrete(self._import_flat_columns, [flat, *self._residual_specs])
 
     @functools.cached_property
-    def columns(self) -> Any:
-        """The product for many cotangents, along a further first axis of any length."""
-        specs = [tf.TensorSpec([None, *s.shape], s.dtype) for s in self._cotangent_specs]
-        return _concrete(self._import_columns, [*specs, *self._residual_specs])
-
-    @functools.cached_property
     def transposed(self) -> Any:
         """The derivative by the cotangents, for the tangents of the variables that matter."""
         tangents = [
@@ -125,6 +124,7 @@ class GraphProgram:
         return self._flattener.join(self.with_zeros(products))
 
     def _import_flat_columns(self, block: tf.Tensor, *residuals: tf.Tensor) -> tf.Tensor:
+        # All columns in one operation where TensorFlow knows how, else in a loop in the graph.
         flat = tf.vectorized_map(
             lambda column: self._import_flat_product(column, *residuals), tf.transpose(block)
         )
@@ -134,21 +134,13 @@ class GraphProgram:
         """Leave out the cotangents of outputs that are identically zero."""
         return [c for c, output in zip(cotangents, outputs) if output is not None]
 
-    def with_zeros(self, products: Sequence[tf.Tensor], lead: Sequence[int] = ()) -> list[Any]:
+    def with_zeros(self, products: Sequence[tf.Tensor]) -> list[Any]:
         """Put zeros where the transposed derivative is zero for a variable."""
         found = iter(products)
         return [
-            tf.zeros([*lead, *variable.shape], variable.dtype) if name is None else next(found)
+            tf.zeros(variable.shape, variable.dtype) if name is None else next(found)
             for name, variable in zip(self.traced.vjp, self.variables)
         ]
-
-    def _import_columns(self, *tensors: tf.Tensor) -> list[tf.Tensor]:
-        # All columns in one operation where TensorFlow knows how, else in a loop in the graph.
-        count = len(self._cotangents)
-        residuals = tensors[count:]
-        return tf.vectorized_map(
-            lambda cotangents: self._import_product(*cotangents, *residuals), list(tensors[:count])
-        )
 
     def _import_transposed(self, *tensors: tf.Tensor) -> list[tf.Tensor]:
         count = len(self._results)
@@ -184,7 +176,7 @@ class GraphEngine:
     def nbytes(self) -> int:
         """Bytes of the residuals, without the variables' own values; variants count nothing."""
         return sum(
-            tensor.dtype.size * int(tf.size(tensor))
+            tensor.dtype.size * tensor.shape.num_elements()
             for tensor, owned in zip(self._residuals, self._program.owned)
             if owned and tensor.dtype not in (tf.variant, tf.resource)
         )
@@ -200,15 +192,16 @@ class GraphEngine:
         return self._program.flat_product(flat, *self._residuals)
 
     def vjp_flat_columns(self, block: tf.Tensor, flattener: Flattener) -> tf.Tensor:
-        """Apply `vjp_flat` to each column of a block, all in one call."""
-        del flattener
-        return self._program.flat_columns(block, *self._residuals)
+        """Apply `vjp_flat` to each column of a block, many columns in one call.
 
-    def vjp_columns(self, cotangents: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Apply `vjp` to each entry along a further first axis, all in one call."""
-        fed = self._program.fed(cotangents, self.outputs)
-        products = self._program.columns(*fed, *self._residuals)
-        return self._program.with_zeros(products, [int(cotangents[0].shape[0])])
+        A column's intermediate values take about what the residuals take, so that their size
+        bounds how many columns one call may have.
+        """
+        del flattener  # it is compiled in
+        width = max(1, min(_WIDEST, _BLOCK_BYTES // max(1, self.nbytes)))
+        chunks = [block[:, i : i + width] for i in range(0, int(block.shape[1]), width)]
+        products = [self._program.flat_columns(chunk, *self._residuals) for chunk in chunks]
+        return products[0] if len(products) == 1 else tf.concat(products, axis=1)
 
     def jvp(self, tangents: Sequence[tf.Tensor]) -> list[tf.Tensor | None]:
         """Apply the derivative; as `TapeEngine.jvp`."""

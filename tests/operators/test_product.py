@@ -5,6 +5,7 @@ import pytest
 import tensorflow as tf
 
 import hvp
+from hvp._linearize import graph
 from tests.cases import random
 
 
@@ -137,6 +138,25 @@ def test_unknown_shapes_in_a_graph_are_checked_when_they_run(nested):
     np.testing.assert_allclose(product(tf.ones(10)), H.product(tf.ones(10)), rtol=1e-6)
     with pytest.raises(tf.errors.InvalidArgumentError):
         product(tf.ones(9))
+
+
+def test_a_wide_block_goes_in_pieces(nested, monkeypatch):
+    H, _ = nested
+    V = random(8, 10, 7)
+    whole = H @ V
+    calls = []
+    columns = H._evaluation.program._graph.flat_columns
+
+    class Counting:
+        def __call__(self, block, *residuals):
+            calls.append(block.shape[1])
+            return columns(block, *residuals)
+
+    monkeypatch.setattr(H._evaluation.program._graph, "flat_columns", Counting())
+    monkeypatch.setattr(graph, "_BLOCK_BYTES", 3 * H.stats.residual_bytes)
+    np.testing.assert_allclose(H @ V, whole, rtol=1e-6, atol=1e-6)
+    assert calls == [3, 3, 1]
+    np.testing.assert_allclose(whole, H.to_dense() @ V, rtol=1e-5, atol=1e-5)
 
 
 def test_the_tensorflow_operator_is_the_same_matrix(nested):
