@@ -14,6 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvp._linearize.flatten import Flattener
+from hvp._linearize.graph_parts import import_part
 from hvp._linearize.inline import inline_calls
 from hvp._linearize.second_derivatives import refuse_missing_derivatives
 from hvp._linearize.split import split
@@ -112,11 +113,11 @@ class GraphProgram:
 
     def _import_once(self) -> list[tf.Tensor]:
         known = {name: tf.identity(tensor) for name, tensor in self._captures.items()}
-        return _import(self._once_part, known, [*self._wanted, *self.residuals])
+        return import_part(self._once_part, known, [*self._wanted, *self.residuals])
 
     def _import_product(self, *tensors: tf.Tensor) -> list[tf.Tensor]:
         known = dict(zip([*self._cotangents, *self.residuals], tensors))
-        return _import(self.product_part, known, self._results)
+        return import_part(self.product_part, known, self._results)
 
     def _import_flat_product(self, flat: tf.Tensor, *residuals: tf.Tensor) -> tf.Tensor:
         fed = self.fed(self._flattener.split(flat), self._outputs)
@@ -224,15 +225,3 @@ def _concrete(function: Callable[..., Any], specs: Sequence[tf.TensorSpec]) -> A
 
 def _present(names: Sequence[str | None]) -> list[str]:
     return [name for name in names if name is not None]
-
-
-def _import(part: Any, known: dict[str, tf.Tensor], wanted: Sequence[str]) -> list[tf.Tensor]:
-    """Import a part of a graph, given some of its tensors; return the wanted ones."""
-    taken = {
-        tensor if ":" in tensor else f"{tensor}:0" for node in part.node for tensor in node.input
-    }
-    inputs = {name: tensor for name, tensor in known.items() if name in taken}
-    made = [name for name in wanted if name not in known]
-    tensors = tf.graph_util.import_graph_def(part, inputs, made, name="")
-    found = {**known, **dict(zip(made, tensors))}
-    return [found[name] for name in wanted]

@@ -110,7 +110,7 @@ class Program:
         -------
         auxiliary : object
             What the function returned first.
-        engine : TapeEngine
+        engine : GraphEngine or TapeEngine
             Its outputs, and their derivative as a linear map.
         """
         kept: list[Any] = []

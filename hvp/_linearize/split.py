@@ -7,13 +7,12 @@ that does runs for each product.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import tensorflow as tf
-
 from hvp._linearize.dataflow import is_stateful
+from hvp._linearize.graph_parts import ancestors, cut_out, data_inputs, node_of
 
 # Not kept but made again for each product, from inputs that are smaller than the result or share
 # its buffer: constants of a product's graph, or views and repetitions of what is kept anyway.
@@ -74,8 +73,8 @@ def split(
         If a stateful operation depends on the vector, or there is a loop or branch.
     """
     nodes = {node.name: node for node in flat.node}
-    dependent = _dependent(nodes, {_node(name) for name in vectors})
-    needed = _ancestors(nodes, results, lambda name: name in dependent)
+    dependent = _dependent(nodes, {node_of(name) for name in vectors})
+    needed = ancestors(nodes, results, lambda name: name in dependent)
     for name in needed:
         if is_stateful(nodes[name]):
             raise UnsplittableError(
@@ -92,11 +91,11 @@ def split(
     ]
     # A control edge from what depends on the vector is only TensorFlow's order of tracing.
     wanted = [*once_results, *residuals, *effects]
-    once = _ancestors(nodes, wanted, lambda name: name not in dependent, controls=True)
-    vector_nodes = {_node(name) for name in vectors}
+    once = ancestors(nodes, wanted, lambda name: name not in dependent, controls=True)
+    vector_nodes = {node_of(name) for name in vectors}
     return Split(
-        once=_part(flat, once, keep_controls=True),
-        product=_part(flat, product - vector_nodes, keep_controls=False),
+        once=cut_out(flat, once, keep_controls=True),
+        product=cut_out(flat, product - vector_nodes, keep_controls=False),
         residuals=residuals,
     )
 
@@ -104,8 +103,8 @@ def split(
 def _dependent(nodes: dict[str, Any], starts: set[str]) -> set[str]:
     takers: dict[str, list[str]] = {name: [] for name in nodes}
     for name, node in nodes.items():
-        for tensor in _data_inputs(node):
-            takers[_node(tensor)].append(name)
+        for tensor in data_inputs(node):
+            takers[node_of(tensor)].append(name)
     seen, queue = set(starts), deque(starts)
     while queue:
         for taker in takers[queue.popleft()]:
@@ -115,63 +114,25 @@ def _dependent(nodes: dict[str, Any], starts: set[str]) -> set[str]:
     return seen
 
 
-def _ancestors(
-    nodes: dict[str, Any], tensors: Iterable[str], inside: Any, controls: bool = False
-) -> set[str]:
-    found: set[str] = set()
-    queue = [_node(tensor) for tensor in tensors]
-    while queue:
-        name = queue.pop()
-        if name in found or not inside(name):
-            continue
-        found.add(name)
-        inputs = nodes[name].input if controls else _data_inputs(nodes[name])
-        queue += [_node(tensor) for tensor in inputs]
-    return found
-
-
 def _with_remade(
     nodes: dict[str, Any], needed: set[str], results: Sequence[str]
 ) -> tuple[set[str], list[str]]:
     """Add to the product's part what is remade; return it, and what is left to be kept."""
     product, residuals = set(needed), dict[str, None]()
-    queue = [t for name in needed for t in _data_inputs(nodes[name])]
-    queue += [t for t in results if _node(t) not in needed]
+    queue = [t for name in needed for t in data_inputs(nodes[name])]
+    queue += [t for t in results if node_of(t) not in needed]
     while queue:
         tensor = queue.pop()
-        name = _node(tensor)
+        name = node_of(tensor)
         if name in product:
             continue
         if nodes[name].op in _REMADE:
             product.add(name)
-            queue += _data_inputs(nodes[name])
+            queue += data_inputs(nodes[name])
         else:
             residuals[tensor] = None
     return product, sorted(residuals)
 
 
-def _part(flat: Any, names: set[str], *, keep_controls: bool) -> Any:
-    part = tf.compat.v1.GraphDef(versions=flat.versions, library=flat.library)
-    for node in flat.node:
-        if node.name in names:
-            copy = part.node.add()
-            copy.CopyFrom(node)
-            del copy.input[:]
-            copy.input.extend(
-                tensor
-                for tensor in node.input
-                if not tensor.startswith("^") or (keep_controls and _node(tensor) in names)
-            )
-    return part
-
-
 def _has_effects(node: Any) -> bool:
     return is_stateful(node) and not node.op.startswith(("ReadVariable", "ResourceGather"))
-
-
-def _data_inputs(node: Any) -> list[str]:
-    return [tensor for tensor in node.input if not tensor.startswith("^")]
-
-
-def _node(tensor: str) -> str:
-    return tensor.lstrip("^").partition(":")[0]

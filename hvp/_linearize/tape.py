@@ -22,8 +22,6 @@ from hvp._linearize.second_derivatives import (
     refuse_missing_derivatives,
 )
 
-NAME = "tape"
-
 
 class TapeEngine:
     """The derivative of a function at a point, held on a persistent tape.
@@ -45,7 +43,7 @@ class TapeEngine:
         The function's results.
     """
 
-    name = NAME
+    name = "tape"
 
     def __init__(
         self,

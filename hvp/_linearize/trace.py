@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from hvp._linearize.dataflow import Dataflow, Vertex
 from hvp._linearize.gradient import densify
+from hvp._linearize.graph_parts import ancestors, cut_out, import_part
 from hvp._linearize.second_derivatives import Doubts, find_doubts
 
 _WRITES = re.compile(r"Assign\w*VariableOp|Resource\w*(Scatter|Apply|Assign)\w*|Rng\w+|Stateful\w+")
@@ -144,7 +145,8 @@ def trace(function: Callable[[], Any], variables: Sequence[tf.Variable]) -> Trac
     """
     whole = _Whole(function, variables)
     concrete = _concrete_function(whole)
-    flow = Dataflow(concrete.graph.as_graph_def())
+    graph_def = concrete.graph.as_graph_def()
+    flow = Dataflow(graph_def)
     targets = [flow.vertex(output.name) for output in concrete.outputs]
     reaching = flow.reachable(targets, backward=True)
     captures = _captured_resources(concrete, flow, variables)
@@ -162,11 +164,11 @@ def trace(function: Callable[[], Any], variables: Sequence[tf.Variable]) -> Trac
             sources.append(vertex)
     doubts = find_doubts(flow, sources, targets)
     return Trace(
-        graph=whole.graph(concrete, flow),
+        graph=whole.graph(concrete, graph_def, flow),
         reads=tuple(reads),
         writes=tuple(writes),
         doubts=doubts,
-        zeros=_zeros(concrete, [name for name, _ in doubts.wrong_at_zero]),
+        zeros=_zeros(concrete, graph_def, [name for name, _ in doubts.wrong_at_zero]),
         nbytes=_bytes_between(concrete.graph, flow, sources, reaching),
         python=any("PyFunc" in flow.types.get(vertex, "") for vertex in reaching),
         random=any(_RANDOM.fullmatch(flow.types.get(vertex, "")) for vertex in reaching),
@@ -198,10 +200,8 @@ class _Whole:
             self._error = error
         return self._auxiliary, self._outputs
 
-    def graph(self, concrete: Any, flow: Dataflow) -> TracedGraph:
+    def graph(self, concrete: Any, graph_def: Any, flow: Dataflow) -> TracedGraph:
         """Return the graph that was traced last."""
-        captured = concrete.captured_inputs
-        inner = concrete.inputs[len(concrete.inputs) - len(captured) :]
         cotangents = [tensor.name for tensor in self._cotangents]
         vjp = [None if tensor is None else tensor.name for tensor in self._vjp]
 
@@ -210,8 +210,8 @@ class _Whole:
             return find_doubts(flow, sources, [flow.vertex(name) for name in vjp if name])
 
         return TracedGraph(
-            graph_def=concrete.graph.as_graph_def(),
-            captures={i.name: o for i, o in zip(inner, captured)},
+            graph_def=graph_def,
+            captures={inside.name: outside for inside, outside in _captures(concrete)},
             auxiliary=None if self._auxiliary is None else self._auxiliary.name,
             outputs=[None if tensor is None else tensor.name for tensor in self._outputs],
             cotangents=cotangents,
@@ -232,39 +232,28 @@ def _concrete_function(function: Callable[[], Any]) -> Any:
         return tf.function(function, autograph=True).get_concrete_function()
 
 
-def _zeros(concrete: Any, names: list[str]) -> Callable[[], tf.Tensor] | None:
+def _zeros(concrete: Any, graph_def: Any, names: list[str]) -> Callable[[], tf.Tensor] | None:
     """Make a function that tells which of the operations have a zero in their first input."""
     if not names:
         return None
-    graph = concrete.graph
-    tensors = [graph.get_operation_by_name(name).inputs[0] for name in names]
-    needed, queue = set(), [tensor.op for tensor in tensors]
-    while queue:
-        operation = queue.pop()
-        if operation.name not in needed:
-            needed.add(operation.name)
-            queue += [tensor.op for tensor in operation.inputs]
-    whole = graph.as_graph_def()
-    part = tf.compat.v1.GraphDef(versions=whole.versions, library=whole.library)
-    for node in whole.node:
-        if node.name in needed:
-            copy = part.node.add()
-            copy.CopyFrom(node)
-            # Without what runs only for its effect.
-            del copy.input[:]
-            copy.input.extend(name for name in node.input if not name.startswith("^"))
-    captured = concrete.captured_inputs
-    inner = concrete.inputs[len(concrete.inputs) - len(captured) :]
-    outside = {i.name: o for i, o in zip(inner, captured) if i.op.name in needed}
+    nodes = {node.name: node for node in graph_def.node}
+    tensors = [concrete.graph.get_operation_by_name(name).inputs[0].name for name in names]
+    # Without what runs only for its effect.
+    part = cut_out(graph_def, ancestors(nodes, tensors), keep_controls=False)
 
     @tf.function(autograph=False)
     def has_zeros() -> tf.Tensor:
-        inputs = {name: tf.identity(tensor) for name, tensor in outside.items()}
-        names = [tensor.name for tensor in tensors]
-        values = tf.graph_util.import_graph_def(part, input_map=inputs, return_elements=names)
+        known = {inside.name: tf.identity(outside) for inside, outside in _captures(concrete)}
+        values = import_part(part, known, tensors)
         return tf.stack([tf.reduce_any(tf.equal(value, 0)) for value in values])
 
     return has_zeros
+
+
+def _captures(concrete: Any) -> list[tuple[tf.Tensor, tf.Tensor]]:
+    """Pair each placeholder for something captured with the tensor it stands for."""
+    captured = concrete.captured_inputs
+    return list(zip(concrete.inputs[len(concrete.inputs) - len(captured) :], captured))
 
 
 def _captured_resources(
@@ -272,10 +261,8 @@ def _captured_resources(
 ) -> list[tuple[Resource, Vertex]]:
     """Pair each variable the function captured with its vertex in the graph."""
     known = {id(v.handle): Resource.of(v) for v in (*concrete.variables, *variables)}
-    captured = concrete.captured_inputs
-    inner = concrete.inputs[len(concrete.inputs) - len(captured) :]
     found = []
-    for outside, inside in zip(captured, inner):
+    for inside, outside in _captures(concrete):
         if outside.dtype != tf.resource:
             continue
         vertex = flow.vertex(inside.name)

@@ -49,9 +49,27 @@ def test_value_jvp_and_vjp_are_the_closed_form(engine):
 def test_the_linear_map_is_of_the_point_it_was_made_at(engine):
     w = tf.Variable([1.0, 2.0])
     linear = hvp.linearize(lambda: w**3, w, engine=engine)
-    w.assign([5.0, 5.0])
-    np.testing.assert_array_equal(linear.jvp(tf.ones(2)), [3, 12])
-    np.testing.assert_array_equal(linear.vjp(tf.ones(2)), [3, 12])
+    # Also in place, in the very buffer that what is kept of a variable shares.
+    for change in (
+        lambda: w.assign([5.0, 5.0]),
+        lambda: w.assign_add([1.0, 1.0]),
+        lambda: w.scatter_nd_update([[1]], [7.0]),
+    ):
+        change()
+        np.testing.assert_array_equal(linear.jvp(tf.ones(2)), [3, 12])
+        np.testing.assert_array_equal(linear.vjp(tf.ones(2)), [3, 12])
+
+
+@pytest.mark.parametrize("engine", ["graph", "tape"])
+@pytest.mark.parametrize(
+    "change",
+    [lambda w: w.assign_add([1.0, 1.0]), lambda w: w.scatter_nd_update([[1]], [7.0])],
+)
+def test_a_first_change_in_place_does_not_reach_it_either(engine, change):
+    w = tf.Variable([1.0, 2.0])
+    linear = hvp.linearize(lambda: w * w, w, engine=engine)
+    change(w)
+    np.testing.assert_array_equal(linear.vjp(tf.ones(2)), [2, 4])
 
 
 def test_many_applications_run_the_function_once():

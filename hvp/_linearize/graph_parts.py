@@ -1,0 +1,78 @@
+"""Parts of a graph: which nodes make some tensors, cutting them out, importing them elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+
+def node_of(tensor: str) -> str:
+    """Return the name of the node that makes a tensor, or that a control input waits for."""
+    return tensor.lstrip("^").partition(":")[0]
+
+
+def data_inputs(node: Any) -> list[str]:
+    """Return a node's inputs without those that it only waits for."""
+    return [tensor for tensor in node.input if not tensor.startswith("^")]
+
+
+def ancestors(
+    nodes: dict[str, Any],
+    tensors: Iterable[str],
+    inside: Callable[[str], bool] = lambda name: True,
+    *,
+    controls: bool = False,
+) -> set[str]:
+    """Return the nodes that are needed to make some tensors.
+
+    Parameters
+    ----------
+    nodes : dict
+        All nodes, by name.
+    tensors : iterable of str
+        What is wanted.
+    inside : callable, optional
+        Which nodes to go to; all by default.
+    controls : bool, optional
+        Whether to count nodes that are only waited for.
+    """
+    found: set[str] = set()
+    queue = [node_of(tensor) for tensor in tensors]
+    while queue:
+        name = queue.pop()
+        if name in found or not inside(name):
+            continue
+        found.add(name)
+        inputs = nodes[name].input if controls else data_inputs(nodes[name])
+        queue += [node_of(tensor) for tensor in inputs]
+    return found
+
+
+def cut_out(graph_def: Any, names: set[str], *, keep_controls: bool) -> Any:
+    """Return a GraphDef of the named nodes, waiting for each other or not."""
+    part = tf.compat.v1.GraphDef(versions=graph_def.versions, library=graph_def.library)
+    for node in graph_def.node:
+        if node.name in names:
+            copy = part.node.add()
+            copy.CopyFrom(node)
+            del copy.input[:]
+            copy.input.extend(
+                tensor
+                for tensor in node.input
+                if not tensor.startswith("^") or (keep_controls and node_of(tensor) in names)
+            )
+    return part
+
+
+def import_part(part: Any, known: dict[str, tf.Tensor], wanted: Sequence[str]) -> list[tf.Tensor]:
+    """Import a part into the graph being traced, given some of its tensors; return the wanted."""
+    taken = {
+        tensor if ":" in tensor else f"{tensor}:0" for node in part.node for tensor in node.input
+    }
+    inputs = {name: tensor for name, tensor in known.items() if name in taken}
+    made = [name for name in wanted if name not in known]
+    tensors = tf.graph_util.import_graph_def(part, inputs, made, name="")
+    found = {**known, **dict(zip(made, tensors))}
+    return [found[name] for name in wanted]
