@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import tensorflow as tf
@@ -17,10 +18,10 @@ from tensorflow.python.framework import op_def_registry
 # (scope, name), or a port: (scope, name, "arg" or "ret", index) of a called function.
 Vertex = tuple[Any, ...]
 
-_LOOPS = {"While", "StatelessWhile"}
+_LOOPS = frozenset({"While", "StatelessWhile"})
+CONTROL_FLOW = _LOOPS | {"Case", "If", "StatelessCase", "StatelessIf"}
 # Others that have functions among their attributes (datasets) are operations like any.
-_CALLS = _LOOPS | {"PartitionedCall", "StatefulPartitionedCall", "If", "StatelessIf"}
-_CALLS |= {"Case", "StatelessCase"}
+_CALLS = CONTROL_FLOW | {"PartitionedCall", "StatefulPartitionedCall"}
 
 
 @dataclass(frozen=True)
@@ -213,13 +214,9 @@ class Dataflow:
 
     def _called(self, node: Any) -> list[str]:
         """Names of the functions a node calls with its inputs as arguments."""
-        found: list[str] = []
         if node.op not in _CALLS:
-            return found
-        for value in node.attr.values():
-            functions = [value.func] if value.HasField("func") else value.list.func
-            found += [f.name for f in functions if f.name in self._functions]
-        return found
+            return []
+        return [f.name for f in functions_of(node) if f.name in self._functions]
 
     def _result_count(self, called: list[str]) -> int:
         return max(len(self._functions[name].signature.output_arg) for name in called)
@@ -234,10 +231,29 @@ def _carries_derivatives(dtype: tf.DType) -> bool:
     return dtype.is_floating or dtype.is_complex or dtype in (tf.resource, tf.variant)
 
 
-def is_stateful(node: Any) -> bool:
-    """Whether running a node has an effect, or depends on more than its inputs."""
+def is_stateful(node: Any, functions: Mapping[str, Any] = MappingProxyType({})) -> bool:
+    """Whether running a node has an effect, or depends on more than its inputs.
+
+    Parameters
+    ----------
+    node : NodeDef
+        The node.
+    functions : mapping of str to FunctionDef, optional
+        Bodies of loops and branches, by name. One of these is as stateful as what is in them;
+        without its body, as stateful as TensorFlow's definition of it.
+    """
+    bodies = [functions[f.name] for f in functions_of(node) if f.name in functions]
+    if bodies and node.op in CONTROL_FLOW:
+        return any(is_stateful(inner, functions) for body in bodies for inner in body.node_def)
     definition = op_def_registry.get(node.op)
-    return definition is not None and definition.is_stateful
+    # A variable's shape does not change.
+    return definition is not None and definition.is_stateful and node.op != "VariableShape"
+
+
+def functions_of(node: Any) -> Iterator[Any]:
+    """Yield the functions among a node's attributes."""
+    for value in node.attr.values():
+        yield from [value.func] if value.HasField("func") else value.list.func
 
 
 def _outputs(node: Any) -> list[tuple[str, tf.DType]]:

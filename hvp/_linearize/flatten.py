@@ -60,9 +60,10 @@ class Flattener:
             Of shape `(n,)`, or `(k, n)` for parts with a further axis.
         """
         columns = len(parts[0].shape) > len(self.shapes[0])
+        flat_shape = self._flat if tf.executing_eagerly() else [-1]
         flat = []
         for part, size in zip(parts, self.sizes):
-            shape = [tf.shape(part)[0], size] if columns else self._flat
+            shape = [tf.shape(part)[0], size] if columns else flat_shape
             flat.append(tf.reshape(tf.cast(part, self.dtype), shape))
         return flat[0] if len(flat) == 1 else tf.concat(flat, axis=-1)
 

@@ -13,21 +13,27 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvp._linearize.compiled import Compiled, JitCompile
+from hvp._linearize.dataflow import CONTROL_FLOW
 from hvp._linearize.flatten import Flattener
-from hvp._linearize.graph_parts import import_part
+from hvp._linearize.graph_parts import import_part, node_of
 from hvp._linearize.inline import inline_calls
 from hvp._linearize.second_derivatives import refuse_missing_derivatives
 from hvp._linearize.split import split
-from hvp._linearize.trace import TracedGraph
+from hvp._linearize.trace import Resource, TracedGraph
+from hvp._linearize.variants import variant_nbytes
 
 # Columns in one call of a block product: at most so many, and so many bytes of residuals times
 # columns.
 _WIDEST = 64
 _BLOCK_BYTES = 2**30
 
+# Runs a function of a program on some tensors and on residuals.
+Run = Callable[..., Any]
+
 
 class GraphProgram:
-    """The two functions of a traced graph.
+    """The functions of a traced graph.
 
     Parameters
     ----------
@@ -37,6 +43,12 @@ class GraphProgram:
         What it is differentiated with respect to.
     flattener : Flattener
         Of the variables.
+    reads : sequence of Resource
+        Variables whose values are wanted along with each linearization.
+    jit_compile : bool or "auto"
+        Whether XLA compiles the product.
+    report : callable
+        Told, in words, when XLA cannot.
 
     Attributes
     ----------
@@ -52,11 +64,20 @@ class GraphProgram:
     """
 
     def __init__(
-        self, traced: TracedGraph, variables: Sequence[tf.Variable], flattener: Flattener
+        self,
+        traced: TracedGraph,
+        variables: Sequence[tf.Variable],
+        flattener: Flattener,
+        reads: Sequence[Resource],
+        jit_compile: JitCompile,
+        report: Callable[[str], None],
     ) -> None:
         self.traced = traced
-        self._flattener = flattener
         self.variables = list(variables)
+        self._flattener = flattener
+        self._reads = list(reads)
+        self._jit_compile = jit_compile
+        self._report = report
         flat, rename = inline_calls(traced.graph_def)
         self._captures = {rename(name): tensor for name, tensor in traced.captures.items()}
         self._cotangents = [rename(name) for name in traced.cotangents]
@@ -66,57 +87,84 @@ class GraphProgram:
         self._wanted = list(dict.fromkeys(_present([self._auxiliary, *self._outputs])))
         parts = split(flat, self._cotangents, self._results, self._wanted)
         self._once_part, self.product_part = parts.once, parts.product
-        self.residuals = parts.residuals
-        reads = {node.name for node in flat.node if node.op == "ReadVariableOp"}
+        # A variable itself, whose shape a product may ask for, is the same at every point.
+        self._handles = {
+            name: tensor for name, tensor in self._captures.items() if tensor.dtype == tf.resource
+        }
+        self.residuals = [name for name in parts.residuals if name not in self._handles]
+        nodes = {node.name: node for node in flat.node}
         # A variable's value shares the variable's buffer, and costs nothing to keep.
-        self.owned = [name.partition(":")[0] not in reads for name in self.residuals]
-        # Concrete functions: what is called for each product looks at no signature.
-        self._once = _concrete(self._import_once, [])
-        by_name = dict(zip(self._wanted, self._once.outputs))
+        self.owned = [nodes[node_of(name)].op != "ReadVariableOp" for name in self.residuals]
+        self._once = Compiled(self._import_once, [], False, report)
+        made = self._once.outputs[1 : 1 + len(self._wanted)]
+        by_name = dict(zip(self._wanted, made))
         outputs = [by_name[name] for name in _present(self._outputs)]
         self._cotangent_specs = [tf.TensorSpec(o.shape, o.dtype) for o in outputs]
-        kept = self._once.outputs[len(self._wanted) :]
-        self._residual_specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in kept]
-        self.product = _concrete(
-            self._import_product, [*self._cotangent_specs, *self._residual_specs]
-        )
+        kept = self._once.outputs[1 + len(self._wanted) + len(self._reads) :]
+        self.residual_specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in kept]
+        # Made now, so that what cannot be made is known now.
+        same_shapes = [o and by_name[o].shape for o in self._outputs] == [
+            v.shape for v in self.variables
+        ]
+        _ = self.flat_product if same_shapes else self.product
 
     @functools.cached_property
-    def flat_product(self) -> Any:
+    def product(self) -> Compiled:
+        """The product, from the cotangents and the residuals."""
+        return self._compiled(self._import_product, self._cotangent_specs)
+
+    @functools.cached_property
+    def flat_product(self) -> Compiled:
         """The product from and to one flat vector, where outputs are shaped like the variables."""
         flat = tf.TensorSpec([self._flattener.size], self._flattener.dtype)
-        return _concrete(self._import_flat_product, [flat, *self._residual_specs])
+        return self._compiled(self._import_flat_product, [flat])
 
     @functools.cached_property
-    def flat_columns(self) -> Any:
+    def flat_columns(self) -> Compiled:
         """The same for a block of columns, of shape `(n, k)`."""
         flat = tf.TensorSpec([self._flattener.size, None], self._flattener.dtype)
-        return _concrete(self._import_flat_columns, [flat, *self._residual_specs])
+        return self._compiled(self._import_flat_columns, [flat])
 
     @functools.cached_property
-    def transposed(self) -> Any:
+    def transposed(self) -> Compiled:
         """The derivative by the cotangents, for the tangents of the variables that matter."""
         tangents = [
             tf.TensorSpec(variable.shape, variable.dtype)
             for variable, name in zip(self.variables, self.traced.vjp)
             if name is not None
         ]
-        specs = [*tangents, *self._cotangent_specs, *self._residual_specs]
-        return _concrete(self._import_transposed, specs)
+        return self._compiled(self._import_transposed, [*tangents, *self._cotangent_specs])
+
+    @property
+    def uses_xla(self) -> bool | None:
+        """Whether XLA computes products with one vector; None before the first."""
+        made = [
+            self.__dict__[name] for name in ("flat_product", "product") if name in self.__dict__
+        ]
+        return next((m.uses_xla for m in made if m.uses_xla is not None), None)
 
     def linearize(self) -> tuple[Any, GraphEngine]:
         """Run the first function, at the variables' values now."""
-        results = self._once()
-        found: dict[str | None, Any] = dict(zip(self._wanted, results))
+        finite, *results = self._once()
+        wanted, rest = results[: len(self._wanted)], results[len(self._wanted) :]
+        found: dict[str | None, Any] = dict(zip(self._wanted, wanted))
         outputs = [found.get(name) for name in self._outputs]
-        return found.get(self._auxiliary), GraphEngine(self, outputs, results[len(self._wanted) :])
+        watched, residuals = rest[: len(self._reads)], rest[len(self._reads) :]
+        return found.get(self._auxiliary), GraphEngine(self, outputs, residuals, finite, watched)
+
+    def _compiled(self, function: Callable[..., Any], specs: Sequence[tf.TensorSpec]) -> Compiled:
+        return Compiled(function, [*specs, *self.residual_specs], self._jit_compile, self._report)
 
     def _import_once(self) -> list[tf.Tensor]:
-        known = {name: tf.identity(tensor) for name, tensor in self._captures.items()}
-        return import_part(self._once_part, known, [*self._wanted, *self.residuals])
+        # First, before the function itself writes to any of them.
+        watched = [resource.read() for resource in self._reads]
+        made = import_part(self._once_part, self._captures, [*self._wanted, *self.residuals])
+        wanted, residuals = made[: len(self._wanted)], made[len(self._wanted) :]
+        finite = [tf.reduce_all(tf.math.is_finite(t)) for t in wanted if t.dtype.is_floating]
+        return [tf.reduce_all(finite), *wanted, *watched, *residuals]
 
     def _import_product(self, *tensors: tf.Tensor) -> list[tf.Tensor]:
-        known = dict(zip([*self._cotangents, *self.residuals], tensors))
+        known = {**self._handles, **dict(zip([*self._cotangents, *self.residuals], tensors))}
         return import_part(self.product_part, known, self._results)
 
     def _import_flat_product(self, flat: tf.Tensor, *residuals: tf.Tensor) -> tf.Tensor:
@@ -126,10 +174,14 @@ class GraphProgram:
 
     def _import_flat_columns(self, block: tf.Tensor, *residuals: tf.Tensor) -> tf.Tensor:
         # All columns in one operation where TensorFlow knows how, else in a loop in the graph.
-        flat = tf.vectorized_map(
-            lambda column: self._import_flat_product(column, *residuals), tf.transpose(block)
-        )
-        return tf.transpose(flat)
+        columns = tf.transpose(block)
+        if any(_is_not_vectorized(node) for node in self.product_part.node):
+            result = tf.map_fn(lambda column: self.flat_product(column, *residuals), columns)
+        else:
+            result = tf.vectorized_map(
+                lambda column: self._import_flat_product(column, *residuals), columns
+            )
+        return tf.transpose(result)
 
     def fed(self, cotangents: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
         """Leave out the cotangents of outputs that are identically zero."""
@@ -162,65 +214,103 @@ class GraphEngine:
         The function's results.
     residuals : sequence of tf.Tensor
         What the second function needs of the first.
+    finite : tf.Tensor
+        Whether all results are.
+    watched : sequence of tf.Tensor
+        The values of the variables that the function reads, before it ran.
     """
 
     name = "graph"
 
     def __init__(
-        self, program: GraphProgram, outputs: list[Any], residuals: Sequence[tf.Tensor]
+        self,
+        program: GraphProgram,
+        outputs: list[Any],
+        residuals: Sequence[tf.Tensor],
+        finite: tf.Tensor,
+        watched: Sequence[tf.Tensor],
     ) -> None:
-        self._program = program
-        self._residuals = list(residuals)
+        self.program = program
+        self.residuals = list(residuals)
         self.outputs = outputs
+        self.finite: tf.Tensor | None = finite
+        self.watched: list[tf.Tensor] | None = list(watched)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the residuals, without the variables' own values; variants count nothing."""
-        return sum(
-            tensor.dtype.size * tensor.shape.num_elements()
-            for tensor, owned in zip(self._residuals, self._program.owned)
-            if owned and tensor.dtype not in (tf.variant, tf.resource)
-        )
+    def nbytes(self) -> int | None:
+        """Bytes of the residuals without the variables' own values; None if it cannot be told."""
+        total = 0
+        for tensor, owned in zip(self.residuals, self.program.owned):
+            if not owned:
+                continue
+            nbytes = variant_nbytes(tensor) if tensor.dtype == tf.variant else _nbytes(tensor)
+            if nbytes is None:
+                return None
+            total += nbytes
+        return total
 
-    def vjp(self, cotangents: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Apply the transposed derivative; as `TapeEngine.vjp`."""
-        fed = self._program.fed(cotangents, self.outputs)
-        return self._program.with_zeros(self._program.product(*fed, *self._residuals))
+    def vjp(self, cotangents: Sequence[tf.Tensor], run: Run | None = None) -> list[tf.Tensor]:
+        """Apply the transposed derivative; as `TapeEngine.vjp`.
 
-    def vjp_flat(self, flat: tf.Tensor, flattener: Flattener) -> tf.Tensor:
+        Parameters
+        ----------
+        cotangents : sequence of tf.Tensor
+            Shaped and typed like `outputs`.
+        run : callable, optional
+            Runs one of the program's functions on some tensors and residuals of its own; with
+            those of this engine by default.
+        """
+        fed = self.program.fed(cotangents, self.outputs)
+        return self.program.with_zeros((run or self._run)(self.program.product, *fed))
+
+    def vjp_flat(self, flat: tf.Tensor, flattener: Flattener, run: Run | None = None) -> tf.Tensor:
         """Apply `vjp` to and from one flat vector, in one call; as `TapeEngine.vjp_flat`."""
         del flattener  # it is compiled in
-        return self._program.flat_product(flat, *self._residuals)
+        return (run or self._run)(self.program.flat_product, flat)
 
-    def vjp_flat_columns(self, block: tf.Tensor, flattener: Flattener) -> tf.Tensor:
+    def vjp_flat_columns(
+        self, block: tf.Tensor, flattener: Flattener, run: Run | None = None
+    ) -> tf.Tensor:
         """Apply `vjp_flat` to each column of a block, many columns in one call.
 
         A column's intermediate values take about what the residuals take, so that their size
         bounds how many columns one call may have.
         """
         del flattener  # it is compiled in
-        width = max(1, min(_WIDEST, _BLOCK_BYTES // max(1, self.nbytes)))
+        run = run or self._run
+        if block.shape[1] is None:  # in a graph, where it may be known only when it runs
+            return run(self.program.flat_columns, block)
+        width = max(1, min(_WIDEST, _BLOCK_BYTES // max(1, self.nbytes or 0)))
         chunks = [block[:, i : i + width] for i in range(0, int(block.shape[1]), width)]
-        products = [self._program.flat_columns(chunk, *self._residuals) for chunk in chunks]
+        products = [run(self.program.flat_columns, chunk) for chunk in chunks]
         return products[0] if len(products) == 1 else tf.concat(products, axis=1)
 
     def jvp(self, tangents: Sequence[tf.Tensor]) -> list[tf.Tensor | None]:
         """Apply the derivative; as `TapeEngine.jvp`."""
-        doubts = self._program.traced.transposed_doubts()
+        doubts = self.program.traced.transposed_doubts()
         refuse_missing_derivatives(doubts.missing + doubts.wrong_at_zero)
         zeros = [tf.zeros_like(output) for output in self.outputs if output is not None]
-        used = [t for t, name in zip(tangents, self._program.traced.vjp) if name is not None]
-        results = iter(self._program.transposed(*used, *zeros, *self._residuals))
+        used = [t for t, name in zip(tangents, self.program.traced.vjp) if name is not None]
+        results = iter(self.program.transposed(*used, *zeros, *self.residuals))
         return [None if output is None else next(results) for output in self.outputs]
+
+    def _run(self, function: Compiled, *tensors: tf.Tensor) -> Any:
+        return function(*tensors, *self.residuals)
 
     def close(self) -> None:
         """Release the residuals."""
-        self._residuals = []
+        self.residuals = []
         self.outputs = []
 
 
-def _concrete(function: Callable[..., Any], specs: Sequence[tf.TensorSpec]) -> Any:
-    return tf.function(function, autograph=False).get_concrete_function(*specs)
+def _is_not_vectorized(node: Any) -> bool:
+    """Whether `tf.vectorized_map` fails: on imported loops, and where it forgets an attribute."""
+    padded = "explicit_paddings" in node.attr and node.attr["explicit_paddings"].list.i
+    return node.op in CONTROL_FLOW or bool(padded)
+
+
+def _nbytes(tensor: tf.Tensor) -> int:
+    return int(tensor.dtype.size * tensor.shape.num_elements())
 
 
 def _present(names: Sequence[str | None]) -> list[str]:

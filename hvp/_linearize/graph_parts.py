@@ -71,7 +71,8 @@ def import_part(part: Any, known: dict[str, tf.Tensor], wanted: Sequence[str]) -
     taken = {
         tensor if ":" in tensor else f"{tensor}:0" for node in part.node for tensor in node.input
     }
-    inputs = {name: tensor for name, tensor in known.items() if name in taken}
+    # An identity brings here what belongs to a graph further out.
+    inputs = {name: tf.identity(tensor) for name, tensor in known.items() if name in taken}
     made = [name for name in wanted if name not in known]
     tensors = tf.graph_util.import_graph_def(part, inputs, made, name="")
     found = {**known, **dict(zip(made, tensors))}

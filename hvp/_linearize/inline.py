@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
-from hvp._linearize.dataflow import output_offset
+from hvp._linearize.dataflow import functions_of, output_offset
 
 _serials = itertools.count()
 _CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
@@ -34,6 +34,10 @@ def inline_calls(graph_def: Any) -> tuple[Any, Callable[[str], str]]:
     flat = tf.compat.v1.GraphDef(versions=graph_def.versions)
     outermost = _Inliner(functions, flat).add("", graph_def.node, {}, [])
     _rename_functions(flat, functions)
+    _add_in_pairs(flat.node, ":0")
+    for function in flat.library.function:
+        _add_in_pairs(function.node_def, ":sum:0")
+    _register(flat)
     return flat, outermost.tensor
 
 
@@ -44,12 +48,12 @@ def _rename_functions(flat: Any, functions: dict[str, Any]) -> None:
     """
     serial = next(_serials)
     names: dict[str, str] = {}
-    queue = list(_referred(flat.node))
+    queue = list(flat.node)
     while queue:
-        name = queue.pop()
-        if name in functions and name not in names:
-            names[name] = f"{name}_hvp_{serial}"
-            queue += _referred(functions[name].node_def)
+        for function in functions_of(queue.pop()):
+            if function.name in functions and function.name not in names:
+                names[function.name] = f"{function.name}_hvp_{serial}"
+                queue += functions[function.name].node_def
     for name, new_name in names.items():
         function = flat.library.function.add()
         function.CopyFrom(functions[name])
@@ -58,20 +62,46 @@ def _rename_functions(flat: Any, functions: dict[str, Any]) -> None:
     _refer(flat.node, names)
 
 
-def _function_attributes(nodes: Any) -> Iterator[Any]:
-    for node in nodes:
-        for value in node.attr.values():
-            yield from [value.func] if value.HasField("func") else value.list.func
+def _register(graph_def: Any) -> None:
+    """Make a graph's functions known to the runtime, which importing it does not.
+
+    A loop over a function the runtime does not know ends the process (TensorFlow 2.16 to 2.21).
+    """
+    if not graph_def.library.function:
+        return
+    library = tf.compat.v1.GraphDef(versions=graph_def.versions, library=graph_def.library)
+    tf.compat.v1.wrap_function(lambda: tf.graph_util.import_graph_def(library, name=""), [])
 
 
-def _referred(nodes: Any) -> Iterator[str]:
-    for function in _function_attributes(nodes):
-        yield function.name
+def _add_in_pairs(nodes: Any, output: str) -> None:
+    """Replace each sum of three terms or more by sums of two.
+
+    `AddN` begins with whichever of its terms is no longer needed elsewhere, so that the order, and
+    with it the rounding, depends on what happened to run first. In the graph or function that has
+    these nodes, the result of one is named by its own name and `output`.
+    """
+    for node in list(nodes):
+        terms = [name for name in node.input if not name.startswith("^")]
+        if node.op != "AddN" or len(terms) < 3:
+            continue
+        waits = node.input[len(terms) :]
+        node.attr["N"].i = 2
+        total = terms[0]
+        for index, term in enumerate(terms[1:-1]):
+            pair = nodes.add()
+            pair.CopyFrom(node)
+            pair.name = f"{node.name}/pair_{index}"
+            del pair.input[:]
+            pair.input.extend([total, term, *waits])
+            total = pair.name + output
+        del node.input[:]
+        node.input.extend([total, terms[-1], *waits])
 
 
 def _refer(nodes: Any, names: dict[str, str]) -> None:
-    for function in _function_attributes(nodes):
-        function.name = names.get(function.name, function.name)
+    for node in nodes:
+        for function in functions_of(node):
+            function.name = names.get(function.name, function.name)
 
 
 class _Inliner:

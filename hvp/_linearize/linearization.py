@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvp._errors import ClosedOperatorError, InvalidLossError, InvalidVectorError
+from hvp._linearize.compiled import JitCompile
 from hvp._linearize.flatten import check_numeric, outline
 from hvp._linearize.graph import GraphEngine
 from hvp._linearize.program import Engine, Program
@@ -138,7 +139,13 @@ class Linearization:
         return self._engine
 
 
-def linearize(f: Callable[[], Any], variables: Any, *, engine: Engine = "graph") -> Linearization:
+def linearize(
+    f: Callable[[], Any],
+    variables: Any,
+    *,
+    engine: Engine = "graph",
+    jit_compile: JitCompile = False,
+) -> Linearization:
     """Evaluate a function, and keep its derivative as a linear map.
 
     Uses some memory to make each application of the derivative cheaper: the function is
@@ -153,8 +160,10 @@ def linearize(f: Callable[[], Any], variables: Any, *, engine: Engine = "graph")
         trainable variables).
     engine : {"graph", "tape"}, optional
         What holds the derivative: compiled functions, or a persistent tape. Where a function cannot
-        be split into the former (loops, branches, effects) the tape serves, and a line in the log
-        says why.
+        be traced, or not be split into the former (effects that depend on the cotangent), the tape
+        serves, and a line in the log says why.
+    jit_compile : bool or "auto", optional
+        Whether XLA compiles the graph engine's functions; as for `HessianOperator`.
 
     Returns
     -------
@@ -198,7 +207,7 @@ def linearize(f: Callable[[], Any], variables: Any, *, engine: Engine = "graph")
         structure[:] = [tf.nest.map_structure(lambda _: 0, value)]
         return None, [_check_output(leaf) for leaf in tf.nest.flatten(value)]
 
-    program = Program(outputs, variables, engine)
+    program = Program(outputs, variables, engine, jit_compile)
     _, made = program.linearize()
     value = tf.nest.pack_sequence_as(structure[0], made.outputs)
     return Linearization(program, made, value)

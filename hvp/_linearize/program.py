@@ -10,6 +10,7 @@ from typing import Any, Literal
 import tensorflow as tf
 
 from hvp._errors import GraphModeError, HvpError
+from hvp._linearize.compiled import JitCompile
 from hvp._linearize.flatten import Flattener
 from hvp._linearize.graph import GraphEngine, GraphProgram
 from hvp._linearize.keras_losses import kept_losses
@@ -41,6 +42,8 @@ class Program:
         What to differentiate with respect to.
     engine : {"graph", "tape"}
         What is to hold a linearization; the tape serves where the graph cannot.
+    jit_compile : bool or "auto"
+        Whether XLA compiles the graph engine's products.
 
     Attributes
     ----------
@@ -72,9 +75,12 @@ class Program:
         function: Callable[[Sequence[tf.Variable]], tuple[Any, list[tf.Tensor | None]]],
         variables: Any,
         engine: Engine = "graph",
+        jit_compile: JitCompile = False,
     ) -> None:
         if engine not in ("graph", "tape"):
             raise HvpError(f"the argument engine is {engine!r}", "'graph' or 'tape'")
+        if jit_compile not in (True, False, "auto"):
+            raise HvpError(f"the argument jit_compile is {jit_compile!r}", "True, False or 'auto'")
         if not tf.executing_eagerly():
             raise GraphModeError(
                 "a function is to be linearized while TensorFlow traces a graph",
@@ -94,7 +100,7 @@ class Program:
         else:
             refuse_missing_derivatives(self._trace.doubts.missing)
             self.reads, self._preserved = self._trace.reads, self._trace.writes
-        self._graph = self._try_to_split() if engine == "graph" else None
+        self._graph = self._try_to_split(jit_compile) if engine == "graph" else None
         self.engine = "tape" if self._graph is None else "graph"
 
     def nbytes(self, engine: TapeEngine | GraphEngine) -> int | None:
@@ -102,6 +108,11 @@ class Program:
         if isinstance(engine, GraphEngine):
             return engine.nbytes
         return None if self._trace is None else self._trace.nbytes
+
+    @property
+    def uses_xla(self) -> bool | None:
+        """Whether XLA computes products; None before the first."""
+        return False if self._graph is None else self._graph.uses_xla
 
     def linearize(self) -> tuple[Any, TapeEngine | GraphEngine]:
         """Run the function at the variables' values now.
@@ -130,20 +141,30 @@ class Program:
             self._unsaid = ""
         return kept.pop(), engine
 
-    def _try_to_split(self) -> GraphProgram | None:
+    def _try_to_split(self, jit_compile: JitCompile) -> GraphProgram | None:
         """Make the graph engine's functions, or note why they cannot be made."""
         if self._trace is None:
             return None
         try:
             if self._trace.graph.error is not None:
                 raise UnsplittableError(f"{self._trace.graph.error}") from self._trace.graph.error
-            return GraphProgram(self._trace.graph, self.nest.variables, self.flattener)
+            return GraphProgram(
+                self._trace.graph,
+                self.nest.variables,
+                self.flattener,
+                self.reads,
+                jit_compile,
+                self._add_note,
+            )
         except (UnsplittableError, tf.errors.OpError, ValueError) as error:
             reason = (str(error).strip().splitlines() or [""])[-1].strip()
             said = f"is computed operation by operation, by the tape engine ({reason})"
-            self.note = "; ".join(filter(None, [self.note, said]))
+            self._add_note(said)
             self._unsaid = self.note
             return None
+
+    def _add_note(self, said: str) -> None:
+        self.note = "; ".join(filter(None, [self.note, said]))
 
     def _refuse_zeros(self) -> None:
         """Refuse a point where a derivative TensorFlow gives would be wrong."""

@@ -7,7 +7,7 @@ that does runs for each product.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +21,6 @@ _REMADE = frozenset(
     BroadcastTo Const ExpandDims Fill Identity OnesLike Reshape Squeeze Tile ZerosLike
     """.split()
 )
-
-
-_CONTROL_FLOW = frozenset({"Case", "If", "StatelessCase", "StatelessIf", "StatelessWhile", "While"})
 
 
 @dataclass(frozen=True)
@@ -70,24 +67,22 @@ def split(
     Raises
     ------
     UnsplittableError
-        If a stateful operation depends on the vector, or there is a loop or branch.
+        If a stateful operation depends on the vector.
     """
     nodes = {node.name: node for node in flat.node}
     dependent = _dependent(nodes, {node_of(name) for name in vectors})
     needed = ancestors(nodes, results, lambda name: name in dependent)
+    functions = {f.signature.name: f for f in flat.library.function}
     for name in needed:
-        if is_stateful(nodes[name]):
+        if is_stateful(nodes[name], functions):
             raise UnsplittableError(
                 f"{nodes[name].op} at {name!r} has effects and depends on the vector"
             )
-    for name, node in nodes.items():
-        if node.op in _CONTROL_FLOW:
-            raise UnsplittableError(f"{node.op} at {name!r} is a loop or branch")
     product, residuals = _with_remade(nodes, needed, results)
     effects = [
         f"{name}:0"
         for name, node in nodes.items()
-        if name not in dependent and _has_effects(node) and name not in product
+        if name not in dependent and _has_effects(node, functions) and name not in product
     ]
     # A control edge from what depends on the vector is only TensorFlow's order of tracing.
     wanted = [*once_results, *residuals, *effects]
@@ -134,5 +129,7 @@ def _with_remade(
     return product, sorted(residuals)
 
 
-def _has_effects(node: Any) -> bool:
-    return is_stateful(node) and not node.op.startswith(("ReadVariable", "ResourceGather"))
+def _has_effects(node: Any, functions: Mapping[str, Any]) -> bool:
+    return is_stateful(node, functions) and not node.op.startswith(
+        ("ReadVariable", "ResourceGather")
+    )

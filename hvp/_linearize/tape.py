@@ -61,6 +61,9 @@ class TapeEngine:
             tape.watch(self._variables)
             self.outputs = list(function())
         self._tape: tf.GradientTape | None = tape
+        # The graph engine finds these out as it runs.
+        self.finite: tf.Tensor | None = None
+        self.watched: list[tf.Tensor] | None = None
 
     def vjp(self, cotangents: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Apply the transposed derivative.

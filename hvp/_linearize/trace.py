@@ -243,7 +243,7 @@ def _zeros(concrete: Any, graph_def: Any, names: list[str]) -> Callable[[], tf.T
 
     @tf.function(autograph=False)
     def has_zeros() -> tf.Tensor:
-        known = {inside.name: tf.identity(outside) for inside, outside in _captures(concrete)}
+        known = {inside.name: outside for inside, outside in _captures(concrete)}
         values = import_part(part, known, tensors)
         return tf.stack([tf.reduce_any(tf.equal(value, 0)) for value in values])
 

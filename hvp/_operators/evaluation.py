@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import tensorflow as tf
 
@@ -14,10 +16,12 @@ from hvp._errors import (
     NonFiniteError,
     StaleOperatorError,
 )
+from hvp._linearize.compiled import JitCompile
 from hvp._linearize.gradient import value_and_gradient
-from hvp._linearize.graph import GraphEngine
+from hvp._linearize.graph import GraphEngine, Run
 from hvp._linearize.program import Engine, Program
 from hvp._linearize.tape import TapeEngine
+from hvp._operators.in_graph import InGraph
 from hvp._operators.staleness import Watch
 from hvp._operators.statistics import Statistics
 
@@ -37,33 +41,48 @@ class Evaluation:
         What to do when something is asked for after a variable the loss reads has changed.
     engine : {"graph", "tape"}
         What is to hold the linearization.
+    jit_compile : bool or "auto"
+        Whether XLA compiles the graph engine's products.
 
     Attributes
     ----------
     program : Program
         The traced gradient.
-    statistics : Statistics
-        Counts.
     """
 
     def __init__(
-        self, loss: Callable[[], Any], variables: Any, on_stale: OnStale, engine: Engine
+        self,
+        loss: Callable[[], Any],
+        variables: Any,
+        on_stale: OnStale,
+        engine: Engine,
+        jit_compile: JitCompile,
     ) -> None:
         if on_stale not in ("raise", "refresh", "ignore"):
             raise HvpError(
                 f"the argument on_stale is {on_stale!r}", "'raise', 'refresh' or 'ignore'"
             )
         self.on_stale = on_stale
-        self.statistics = Statistics()
+        self._counts = Statistics()
         self._engine: TapeEngine | GraphEngine | None = None
         self._value: tf.Tensor | None = None
+        self._in_graph: InGraph | None = None
         self._absent = "the operator is closed"
-        self.program = Program(value_and_gradient(loss), variables, engine)
-        self.statistics.traces = self.program.traces
-        self.statistics.engine = self.program.engine
-        self.statistics.note = self.program.note
+        self.program = Program(value_and_gradient(loss), variables, engine, jit_compile)
         self._watch = Watch(self.program.reads)
         self.refresh()
+
+    @property
+    def statistics(self) -> Statistics:
+        """Counts, as they are now."""
+        return dataclasses.replace(
+            self._counts,
+            products=self._counts.products + (self._in_graph.products if self._in_graph else 0),
+            traces=self.program.traces,
+            engine=self.program.engine,
+            jit_compile=self.program.uses_xla,
+            note=self.program.note,
+        )
 
     def refresh(self) -> None:
         """Evaluate at the values the variables have now.
@@ -73,11 +92,13 @@ class Evaluation:
         """
         self._release("the last refresh failed")
         value, engine = self.program.linearize()
-        self.statistics.gradient_evaluations += 1
-        self._check(value, engine.outputs)
-        self._watch.set()
+        self._counts.gradient_evaluations += 1
+        self._check(value, engine)
+        self._watch.set(engine.watched)
         self._value, self._engine = value, engine
-        self.statistics.residual_bytes = self.program.nbytes(engine)
+        if self._in_graph is not None:
+            self._in_graph.fill(cast(GraphEngine, engine))
+        self._counts.residual_bytes = self.program.nbytes(engine)
 
     def close(self) -> None:
         """Release what is kept."""
@@ -98,21 +119,44 @@ class Evaluation:
 
     def product(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Multiply the Hessian by one vector, in parts shaped and typed like the variables."""
+        if not tf.executing_eagerly():
+            engine, run = self._to_graph(1)
+            return engine.vjp(parts, run)
         result = self._current().vjp(parts)
-        self.statistics.products += 1
+        self._counts.products += 1
         return result
 
     def product_flat(self, flat: tf.Tensor) -> tf.Tensor:
         """Multiply by one flat vector, of shape `(n,)`."""
+        if not tf.executing_eagerly():
+            engine, run = self._to_graph(1)
+            return engine.vjp_flat(flat, self.program.flattener, run)
         result = self._current().vjp_flat(flat, self.program.flattener)
-        self.statistics.products += 1
+        self._counts.products += 1
         return result
 
     def product_block(self, block: tf.Tensor) -> tf.Tensor:
         """Multiply by the columns of a block, of shape `(n, k)`."""
+        if not tf.executing_eagerly():
+            engine, run = self._to_graph(tf.shape(block)[1])
+            return engine.vjp_flat_columns(block, self.program.flattener, run)
         result = self._current().vjp_flat_columns(block, self.program.flattener)
-        self.statistics.products += int(block.shape[1])
+        self._counts.products += int(block.shape[1])
         return result
+
+    @property
+    def works_in_graphs(self) -> bool:
+        """Whether products may be called for while a graph is traced."""
+        return self.program.engine == "graph"
+
+    def _to_graph(self, count: int | tf.Tensor) -> tuple[GraphEngine, Run]:
+        """Return the engine, and what adds its next `count` products to the graph being traced."""
+        with tf.init_scope():
+            engine = cast(GraphEngine, self._current())
+        if self._in_graph is None:
+            watch = None if self.on_stale == "ignore" else self._watch
+            self._in_graph = InGraph(self._current, watch, engine)
+        return engine, functools.partial(self._in_graph.run, count)
 
     def _current(self) -> TapeEngine | GraphEngine:
         """Return the engine, having made sure that it is there and true."""
@@ -136,18 +180,22 @@ class Evaluation:
         if self._engine is not None:
             self._engine.close()
         self._engine = self._value = None
+        if self._in_graph is not None:
+            self._in_graph.empty()
         self._watch.release()
         self._absent = reason
-        self.statistics.residual_bytes = 0
+        self._counts.residual_bytes = 0
 
-    def _check(self, value: tf.Tensor, gradient: Sequence[tf.Tensor | None]) -> None:
-        names = self.program.nest.names
+    def _check(self, value: tf.Tensor, engine: TapeEngine | GraphEngine) -> None:
+        names, gradient = self.program.nest.names, engine.outputs
         if all(g is None for g in gradient):
             raise InvalidVariablesError(
                 f"the loss depends on none of the variables {_list(names)}",
                 "a loss that reads at least one of them",
                 "check that the loss uses these very variables, through TensorFlow operations",
             )
+        if engine.finite is not None and engine.finite:
+            return
         if not tf.math.is_finite(value):
             raise NonFiniteError(f"the loss is {float(value)}", "a finite loss")
         broken = [

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvp._linearize.compiled import JitCompile
 from hvp._linearize.program import Engine
 from hvp._linearize.variables import collect_variables
 from hvp._operators.data import bind_batch, explain_mixed_precision
@@ -39,12 +40,15 @@ class HessianOperator(SymmetricOperator):
         raise `StaleOperatorError`, evaluate again, or answer for the old values. Integers that the
         loss itself updates (dropout seeds, counters) do not count, nor do variables that only
         follow the loss (moving averages in training mode).
-
     engine : {"graph", "tape"}, optional
         What computes products: two compiled functions, split from one trace of the loss, or a
-        persistent tape, operation by operation. Where a loss cannot be split (loops, branches,
-        effects that depend on `v`) or traced, the tape serves, and ``stats`` and a line in the log
-        say why.
+        persistent tape, operation by operation. Where a loss cannot be traced, or not be split
+        (effects that depend on `v`), the tape serves, and ``stats`` and a line in the log say why.
+    jit_compile : bool or "auto", optional
+        Whether XLA compiles products of the graph engine: once, when the first is computed, which
+        then takes seconds. ``"auto"`` also times one product both ways, and stays with the faster.
+        What XLA cannot compile (a loop's lists, text) is computed without, and ``stats`` and a line
+        in the log say why.
 
     Attributes
     ----------
@@ -112,10 +116,11 @@ class HessianOperator(SymmetricOperator):
         damping: float = 0.0,
         on_stale: OnStale = "raise",
         engine: Engine = "graph",
+        jit_compile: JitCompile = False,
     ) -> None:
         bound = bind_batch(loss, data)
         try:
-            evaluation = Evaluation(bound, variables, on_stale, engine)
+            evaluation = Evaluation(bound, variables, on_stale, engine, jit_compile)
         except (tf.errors.InvalidArgumentError, TypeError, ValueError) as error:
             explain_mixed_precision(error, data, lambda: collect_variables(variables).dtypes)
             raise

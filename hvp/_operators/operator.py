@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import inspect
 import numbers
 import weakref
@@ -76,7 +75,7 @@ class SymmetricOperator(DtypePreserving):
     @property
     def stats(self) -> Statistics:
         """Counts of the work done so far, as they are now."""
-        return dataclasses.replace(self._evaluation.statistics)
+        return self._evaluation.statistics
 
     @tf.autograph.experimental.do_not_convert
     def product(self, v: Any) -> Any:
@@ -102,9 +101,12 @@ class SymmetricOperator(DtypePreserving):
 
         Notes
         -----
-        Usable inside a `tf.function`, where it runs through `tf.py_function`: each call asks the
-        operator as it then is, also after `refresh()`. It does not compile with
-        `jit_compile=True`, and errors arrive as TensorFlow's, with the original's text.
+        Usable inside a `tf.function` and its loops, where the graph engine adds the product itself,
+        and no Python runs for each. Each call multiplies by the operator as it then is, also after
+        `refresh()`, without another trace; if it is closed or stale, errors arrive as
+        TensorFlow's, with the original's text. In a function with ``jit_compile=True``, where
+        nothing can raise, the product is then NaN. (With the tape engine, products in graphs run
+        through `tf.py_function`, which XLA cannot compile.)
 
         The operator belongs to one point: a tape around the product sees it depend on `v`, not on
         the variables.
@@ -114,14 +116,14 @@ class SymmetricOperator(DtypePreserving):
         """
         damping = self._damping
         if self._is_flat(v):
-            flat = tf.cast(v, self._flattener.dtype)
+            flat = _tensor(v, self._flattener.dtype)
             if not tf.executing_eagerly():  # where the length may be known only when it runs
                 flat = tf.ensure_shape(flat, self.shape[:1])
             (result,) = self._run(_product_flat, [flat], [self.shape[:1]])
             return result + damping * flat if damping else result
         parts = self._flattener.parts_of_nest(v)
         dtypes = self._flattener.dtypes
-        cast = [tf.cast(part, dtype) for part, dtype in zip(parts, dtypes)]
+        cast = [_tensor(part, dtype) for part, dtype in zip(parts, dtypes)]
         result = self._run(_product, cast, self._flattener.shapes)
         if damping:
             wide = self._flattener.dtype
@@ -380,12 +382,8 @@ class SymmetricOperator(DtypePreserving):
         parts: Sequence[tf.Tensor],
         shapes: Sequence[Any],
     ) -> list[tf.Tensor]:
-        """Run now, or from a graph whenever that runs.
-
-        Residuals are eager tensors: a graph that used them directly would hold those of today as
-        constants and answer for an old point after `refresh()`.
-        """
-        if tf.executing_eagerly():
+        """Multiply now, or in the graph being traced, or in Python whenever that runs."""
+        if tf.executing_eagerly() or self._evaluation.works_in_graphs:
             return multiply(self._evaluation, *parts)
         # TensorFlow keeps the function for as long as the process lives: it must not keep the
         # residuals, so it has a weak reference.
@@ -423,6 +421,11 @@ class SymmetricOperator(DtypePreserving):
                 f"a flat vector of shape {tuple(v.shape)} was given",
                 f"shape ({size},), or a nest like the variables",
             )
+
+
+def _tensor(value: Any, dtype: tf.DType) -> tf.Tensor:
+    # A cast that changes nothing leaves a variable a variable.
+    return tf.convert_to_tensor(tf.cast(value, dtype))
 
 
 def _product(evaluation: Evaluation, *parts: tf.Tensor) -> list[tf.Tensor]:

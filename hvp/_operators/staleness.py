@@ -32,13 +32,15 @@ class Watch:
     """
 
     def __init__(self, resources: Sequence[Resource]) -> None:
-        self._resources = tuple(resources)
+        self.resources = tuple(resources)
         self._values: list[tf.Tensor] = []
         self._addresses: list[int | None] = []
 
-    def set(self) -> None:
-        """Take the values of now as those to compare with."""
-        self._values = [resource.read() for resource in self._resources]
+    def set(self, values: Sequence[tf.Tensor] | None = None) -> None:
+        """Take some values, or those of now, as those to compare with."""
+        self._values = (
+            [resource.read() for resource in self.resources] if values is None else list(values)
+        )
         self._addresses = [_address(value) for value in self._values]
 
     def release(self) -> None:
@@ -52,13 +54,19 @@ class Watch:
         than the CPU it costs a read of all.
         """
         found = []
-        for resource, value, address in zip(self._resources, self._values, self._addresses):
+        for resource, value, address in zip(self.resources, self._values, self._addresses):
             now = resource.read()
             if address is not None and _address(now) == address:
                 continue
-            if tf.reduce_any(tf.not_equal(_bits(now), _bits(value))):
+            if differ(now, value):
                 found.append(resource.name)
         return found
+
+
+def differ(value: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
+    """Whether two tensors of one type have different bits anywhere, or different shapes."""
+    unequal = tf.raw_ops.NotEqual(x=_bits(value), y=_bits(other), incompatible_shape_error=False)
+    return tf.reduce_any(unequal)
 
 
 def _address(value: tf.Tensor) -> int | None:

@@ -21,6 +21,8 @@ class Statistics:
         Size of what is kept for products, at most; 0 when closed, None where it cannot be told.
     engine : str
         What computes products: ``"graph"`` or ``"tape"``.
+    jit_compile : bool or None
+        Whether XLA computes products with one vector; None until the first.
     note : str
         Why something is not as good as it could be; empty if nothing is.
     """
@@ -30,4 +32,5 @@ class Statistics:
     traces: int = 0
     residual_bytes: int | None = 0
     engine: str = ""
+    jit_compile: bool | None = None
     note: str = ""

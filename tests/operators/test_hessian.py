@@ -23,7 +23,6 @@ TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 
 
 # These have loops or branches left in their graph, and go to the tape engine.
-NOT_SPLIT = {"lstm rolled", "while_loop", "cond"}
 
 
 def operator(problem, **options):
@@ -49,7 +48,7 @@ def test_the_engines_agree(name):
     problem = CASES[name]("float64")
     with operator(problem) as graph, operator(problem, engine="tape") as tape:
         assert tape.stats.engine == "tape"
-        assert graph.stats.engine == ("tape" if name in NOT_SPLIT else "graph")
+        assert graph.stats.engine == "graph"
         assert graph.value == pytest.approx(tape.value, rel=1e-14)
         assert relative_error(graph.gradient, tape.gradient) <= 1e-13
         assert relative_error(graph.to_dense(), tape.to_dense()) <= 1e-12

@@ -1,0 +1,120 @@
+"""A function of tensors, compiled by TensorFlow alone or by XLA."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Union
+
+import tensorflow as tf
+
+JitCompile = Union[bool, Literal["auto"]]
+
+# Rounds in which the two are timed against each other, after one that compiles.
+_ROUNDS = 5
+
+_log = logging.getLogger("hvp")
+
+
+class Compiled:
+    """A function of tensors, traced once for given shapes; XLA is tried when it is first called.
+
+    Parameters
+    ----------
+    function : callable
+        Takes and returns tensors.
+    specs : sequence of tf.TensorSpec
+        Of its arguments.
+    jit_compile : bool or "auto"
+        Whether XLA is to compile it; with ``"auto"`` whichever is faster at the first call, which
+        stays chosen.
+    report : callable
+        Told, in words, when XLA cannot compile it; TensorFlow alone then serves.
+
+    Attributes
+    ----------
+    uses_xla : bool or None
+        Which was chosen; None before.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        specs: Sequence[tf.TensorSpec],
+        jit_compile: JitCompile,
+        report: Callable[[str], None],
+    ) -> None:
+        self._function = function
+        self._specs = list(specs)
+        self._jit_compile = jit_compile
+        self._report = report
+        self.uses_xla: bool | None = None
+        self._chosen = self._traced(jit_compile is True)
+        if jit_compile is False:
+            self.uses_xla = False
+
+    def __call__(self, *tensors: tf.Tensor) -> Any:
+        """Run on eager tensors of the right types and shapes, or inside a graph."""
+        if not tf.executing_eagerly():
+            return self._chosen(*tensors)
+        if self.uses_xla is None:
+            self.choose(*tensors)
+        # ConcreteFunction.__call__ binds its arguments by name and checks each, for about as long
+        # as a small product takes; this does the same without.
+        return self._chosen._call_flat(list(tensors), self._chosen.captured_inputs)
+
+    @property
+    def outputs(self) -> list[tf.Tensor]:
+        """The results in the graph: their shapes and types."""
+        return list(self._chosen.outputs)
+
+    def choose(self, *tensors: tf.Tensor) -> None:
+        """Settle, on these arguments, whether XLA compiles the function; done once."""
+        if self.uses_xla is not None:
+            return
+        # XLA's graph comes first if XLA was demanded, the other if it is to be compared.
+        first = self._chosen
+        demanded = self._jit_compile is True
+        xla = first if demanded else self._traced(True)
+        try:
+            xla(*tensors)
+        except tf.errors.ResourceExhaustedError:
+            raise
+        except tf.errors.OpError as error:
+            reason = _first_sentence(error)
+            _log.warning("XLA cannot compile a product: %s", reason)
+            self._report(f"XLA cannot compile a product ({reason}); TensorFlow alone does it")
+            self._chosen = self._traced(False) if demanded else first
+            self.uses_xla = False
+            return
+        self.uses_xla = demanded or _faster(xla, first, tensors)
+        self._chosen = xla if self.uses_xla else first
+
+    def choose_for(self, symbolic: Sequence[tf.Tensor], rest: Sequence[tf.Tensor]) -> None:
+        """Settle it for tensors of a graph, on zeros in their place and the other arguments."""
+        if self.uses_xla is None:
+            shapes = [[8 if size is None else size for size in t.shape] for t in symbolic]
+            zeros = [tf.zeros(shape, t.dtype) for shape, t in zip(shapes, symbolic)]
+            self.choose(*zeros, *rest)
+
+    def _traced(self, jit_compile: bool) -> Any:
+        function = tf.function(self._function, autograph=False, jit_compile=jit_compile or None)
+        return function.get_concrete_function(*self._specs)
+
+
+def _faster(one: Any, other: Any, tensors: Sequence[tf.Tensor]) -> bool:
+    """Whether the first takes less time than the second, in turns, by the least time of each."""
+    times: tuple[list[float], list[float]] = ([], [])
+    for _ in range(_ROUNDS + 1):
+        for function, taken in zip((one, other), times):
+            start = time.perf_counter()
+            result = function(*tensors)
+            tf.nest.map_structure(lambda tensor: tensor.numpy(), result)
+            taken.append(time.perf_counter() - start)
+    return min(times[0][1:]) < min(times[1][1:])
+
+
+def _first_sentence(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return lines[0][:300]

@@ -1,0 +1,109 @@
+"""Products compiled by XLA, and what happens where it cannot."""
+
+import logging
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvp
+from hvp._linearize import compiled
+from tests.cases import random, relative_error
+
+
+def problem():
+    w = [tf.Variable(random(0, 4, 3, dtype="float64")), tf.Variable(random(1, 3, dtype="float64"))]
+    x = tf.constant(random(2, 6, 4, dtype="float64"))
+    return lambda: tf.reduce_mean(tf.tanh(x @ w[0] + w[1]) ** 2), w
+
+
+@pytest.mark.parametrize("jit_compile", [True, "auto"])
+def test_same_numbers(jit_compile):
+    loss, w = problem()
+    plain = hvp.HessianOperator(loss, w)
+    H = hvp.HessianOperator(loss, w, jit_compile=jit_compile)
+    assert H.stats.jit_compile is None
+    V = random(3, 15, 5, dtype="float64")
+    one = H @ V[:, 0]
+    assert H.stats.jit_compile in ((True,) if jit_compile is True else (True, False))
+    assert relative_error(one, plain @ V[:, 0]) < 1e-12
+    assert relative_error(H @ V, plain @ V) < 1e-12
+    assert np.array_equal(one, H @ V[:, 0])
+    nest = H.unflatten(V[:, 0])
+    assert relative_error(H.flatten(H.product(nest)), plain @ V[:, 0]) < 1e-12
+    w[0].assign_add(tf.ones((4, 3), tf.float64))
+    plain.refresh(), H.refresh()
+    assert relative_error(H @ V, plain @ V) < 1e-12
+    assert (H.stats.traces, H.stats.note) == (1, "")
+
+
+def test_linearize_by_xla():
+    loss, w = problem()
+    with hvp.linearize(loss, w, jit_compile=True) as one, hvp.linearize(loss, w) as other:
+        u = tf.ones([], tf.float64)
+        for got, want in zip(one.vjp(u), other.vjp(u)):
+            assert relative_error(got, want) < 1e-12
+        v = [tf.ones_like(part) for part in w]
+        assert relative_error(one.jvp(v), other.jvp(v)) < 1e-12
+
+
+@pytest.mark.parametrize("faster", ["xla", "plain"])
+def test_auto_stays_with_the_faster(monkeypatch, faster):
+    compared = []
+
+    def compare(xla, plain, tensors):
+        compared.append(len(tensors))
+        return faster == "xla"
+
+    monkeypatch.setattr(compiled, "_faster", compare)
+    loss, w = problem()
+    H = hvp.HessianOperator(loss, w, jit_compile="auto")
+    for _ in range(3):
+        H @ np.ones(15)
+        H.refresh()
+    assert len(compared) == 1
+    assert H.stats.jit_compile is (faster == "xla")
+
+
+def test_which_is_faster_is_measured():
+    slow = tf.function(lambda a: tf.linalg.matmul(a, a))
+    fast = tf.function(lambda a: a[:1] + 1.0)
+    a = tf.ones((500, 500))
+    assert compiled._faster(fast, slow, [a])
+    assert not compiled._faster(slow, fast, [a])
+
+
+@pytest.mark.parametrize("jit_compile", [True, "auto"])
+def test_what_xla_cannot_compile_is_computed_without(jit_compile, caplog):
+    """A loop's intermediate values are in lists, which XLA takes from nobody."""
+    w = tf.Variable(random(0, 3, 3, dtype="float64"))
+    x = random(1, 2, 3, dtype="float64")
+
+    def loss():
+        _, h = tf.while_loop(
+            lambda i, h: i < 3, lambda i, h: (i + 1, tf.tanh(h @ w)), (tf.constant(0), x)
+        )
+        return tf.reduce_mean(h**2)
+
+    H = hvp.HessianOperator(loss, w, jit_compile=jit_compile)
+    plain = hvp.HessianOperator(loss, w)
+    with caplog.at_level(logging.WARNING, "hvp"):
+        got = H @ np.ones(9)
+    assert relative_error(got, plain @ np.ones(9)) < 1e-12
+    assert H.stats.jit_compile is False
+    assert "XLA cannot compile" in H.stats.note
+    assert "XLA cannot compile" in caplog.text
+    assert relative_error(H.to_dense(), plain.to_dense()) < 1e-12
+
+
+def test_the_argument_is_checked():
+    loss, w = problem()
+    with pytest.raises(hvp.HvpError, match="jit_compile is 'always'"):
+        hvp.HessianOperator(loss, w, jit_compile="always")
+
+
+def test_the_tape_takes_no_notice():
+    loss, w = problem()
+    H = hvp.HessianOperator(loss, w, engine="tape", jit_compile=True)
+    H @ np.ones(15)
+    assert H.stats.jit_compile is False
