@@ -18,9 +18,10 @@ from hvp._linearize.dataflow import CONTROL_FLOW
 from hvp._linearize.flatten import Flattener
 from hvp._linearize.graph_parts import import_part, node_of
 from hvp._linearize.inline import inline_calls
+from hvp._linearize.packing import Packing
 from hvp._linearize.second_derivatives import refuse_missing_derivatives
 from hvp._linearize.split import split
-from hvp._linearize.trace import Resource, TracedGraph
+from hvp._linearize.trace import Resource, TracedGraph, differ
 from hvp._linearize.variants import variant_nbytes
 
 # Columns in one call of a block product: at most so many, and so many bytes of residuals times
@@ -95,18 +96,22 @@ class GraphProgram:
         nodes = {node.name: node for node in flat.node}
         # A variable's value shares the variable's buffer, and costs nothing to keep.
         self.owned = [nodes[node_of(name)].op != "ReadVariableOp" for name in self.residuals]
+        self._packing: Packing | None = None
         self._once = Compiled(self._import_once, [], False, report)
-        made = self._once.outputs[1 : 1 + len(self._wanted)]
+        made = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in self._once.outputs[1:]]
         by_name = dict(zip(self._wanted, made))
-        outputs = [by_name[name] for name in _present(self._outputs)]
-        self._cotangent_specs = [tf.TensorSpec(o.shape, o.dtype) for o in outputs]
-        kept = self._once.outputs[1 + len(self._wanted) + len(self._reads) :]
-        self.residual_specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in kept]
+        self._cotangent_specs = [by_name[name] for name in _present(self._outputs)]
+        self.residual_specs = made[len(self._wanted) + len(self._reads) :]
+        if self._packing is not None:
+            self.owned = [True] * len(self.residual_specs)
         # Made now, so that what cannot be made is known now.
         same_shapes = [o and by_name[o].shape for o in self._outputs] == [
             v.shape for v in self.variables
         ]
-        _ = self.flat_product if same_shapes else self.product
+        if same_shapes:
+            _ = self.watched_product if self.can_watch else self.flat_product
+        else:
+            _ = self.product
 
     @functools.cached_property
     def product(self) -> Compiled:
@@ -118,6 +123,17 @@ class GraphProgram:
         """The product from and to one flat vector, where outputs are shaped like the variables."""
         flat = tf.TensorSpec([self._flattener.size], self._flattener.dtype)
         return self._compiled(self._import_flat_product, [flat])
+
+    @property
+    def can_watch(self) -> bool:
+        """Whether `watched_product` exists: where residuals are few and small."""
+        return self._packing is not None
+
+    @functools.cached_property
+    def watched_product(self) -> Compiled:
+        """`flat_product`, and whether variables have changed since the residuals were computed."""
+        flat = tf.TensorSpec([self._flattener.size], self._flattener.dtype)
+        return self._compiled(self._import_watched_product, [flat])
 
     @functools.cached_property
     def flat_columns(self) -> Compiled:
@@ -138,9 +154,8 @@ class GraphProgram:
     @property
     def uses_xla(self) -> bool | None:
         """Whether XLA computes products with one vector; None before the first."""
-        made = [
-            self.__dict__[name] for name in ("flat_product", "product") if name in self.__dict__
-        ]
+        names = ("watched_product", "flat_product", "product")
+        made = [self.__dict__[name] for name in names if name in self.__dict__]
         return next((m.uses_xla for m in made if m.uses_xla is not None), None)
 
     def linearize(self) -> tuple[Any, GraphEngine]:
@@ -161,16 +176,44 @@ class GraphProgram:
         made = import_part(self._once_part, self._captures, [*self._wanted, *self.residuals])
         wanted, residuals = made[: len(self._wanted)], made[len(self._wanted) :]
         finite = [tf.reduce_all(tf.math.is_finite(t)) for t in wanted if t.dtype.is_floating]
-        return [tf.reduce_all(finite), *wanted, *watched, *residuals]
+        packed = self._pack([*watched, *residuals], len(watched))
+        return [tf.reduce_all(finite), *wanted, *watched, *packed]
+
+    def _pack(self, tensors: list[tf.Tensor], watched: int) -> list[tf.Tensor]:
+        """Pack residuals, with the values of the variables to compare with, if they are small."""
+        specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
+        if not Packing.pays(specs):
+            return tensors[watched:]
+        self._packing = Packing(specs)
+        return self._packing.pack(tensors)
+
+    def _unpack(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        if self._packing is None:
+            return list(tensors)
+        return self._packing.unpack(tensors)[len(self._reads) :]
+
+    def _import_changed(self, *residuals: tf.Tensor) -> tf.Tensor:
+        """Tell whether variables differ from the values they had, which are packed."""
+        assert self._packing is not None
+        now = self._packing.pack([resource.read() for resource in self._reads])
+        changed = [differ(new, old[: new.shape[0]]) for new, old in zip(now, residuals)]
+        return tf.reduce_any(changed)
 
     def _import_product(self, *tensors: tf.Tensor) -> list[tf.Tensor]:
-        known = {**self._handles, **dict(zip([*self._cotangents, *self.residuals], tensors))}
+        count = len(self._cotangents)
+        given = [*tensors[:count], *self._unpack(tensors[count:])]
+        known = {**self._handles, **dict(zip([*self._cotangents, *self.residuals], given))}
         return import_part(self.product_part, known, self._results)
 
     def _import_flat_product(self, flat: tf.Tensor, *residuals: tf.Tensor) -> tf.Tensor:
         fed = self.fed(self._flattener.split(flat), self._outputs)
         products = self._import_product(*fed, *residuals)
         return self._flattener.join(self.with_zeros(products))
+
+    def _import_watched_product(
+        self, flat: tf.Tensor, *residuals: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        return self._import_flat_product(flat, *residuals), self._import_changed(*residuals)
 
     def _import_flat_columns(self, block: tf.Tensor, *residuals: tf.Tensor) -> tf.Tensor:
         # All columns in one operation where TensorFlow knows how, else in a loop in the graph.
@@ -262,6 +305,10 @@ class GraphEngine:
         """
         fed = self.program.fed(cotangents, self.outputs)
         return self.program.with_zeros((run or self._run)(self.program.product, *fed))
+
+    def watched_vjp_flat(self, flat: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Apply `vjp_flat`; tell too whether variables have changed, where the program can."""
+        return self._run(self.program.watched_product, flat)
 
     def vjp_flat(self, flat: tf.Tensor, flattener: Flattener, run: Run | None = None) -> tf.Tensor:
         """Apply `vjp` to and from one flat vector, in one call; as `TapeEngine.vjp_flat`."""

@@ -131,10 +131,12 @@ class Program:
             kept.append(auxiliary)
             return results
 
+        if self._graph is not None:  # which runs no Python of the function's
+            with _preserved(self._preserved):
+                self._refuse_zeros()
+                return self._graph.linearize()
         with exact_moments(), kept_losses(self._given), _preserved(self._preserved):
             self._refuse_zeros()
-            if self._graph is not None:
-                return self._graph.linearize()
             engine = TapeEngine(outputs, self.nest.variables, certain=self._trace is not None)
         if self._unsaid:
             _log.warning("the function %s", self._unsaid)

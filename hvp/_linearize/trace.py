@@ -51,6 +51,22 @@ class Resource:
         tf.raw_ops.AssignVariableOp(resource=self.handle, value=value)
 
 
+# Equal as bits, not as numbers: NaN is NaN, and 0.0 is not -0.0.
+_BITS = {1: tf.uint8, 2: tf.int16, 4: tf.int32, 8: tf.int64}
+
+
+def differ(value: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
+    """Whether two tensors of one type have different bits anywhere, or different shapes."""
+    x, y = _bits(value), _bits(other)
+    return tf.reduce_any(tf.raw_ops.NotEqual(x=x, y=y, incompatible_shape_error=False))
+
+
+def _bits(value: tf.Tensor) -> tf.Tensor:
+    if value.dtype.is_bool or value.dtype == tf.string:
+        return value
+    return tf.bitcast(value, _BITS.get(value.dtype.size, tf.int64))
+
+
 @dataclass(frozen=True)
 class TracedGraph:
     """A function and its transposed derivative in one graph; tensors by their names in it.

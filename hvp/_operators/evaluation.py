@@ -78,6 +78,7 @@ class Evaluation:
         return dataclasses.replace(
             self._counts,
             products=self._counts.products + (self._in_graph.products if self._in_graph else 0),
+            residual_bytes=0 if self._engine is None else self.program.nbytes(self._engine),
             traces=self.program.traces,
             engine=self.program.engine,
             jit_compile=self.program.uses_xla,
@@ -98,7 +99,6 @@ class Evaluation:
         self._value, self._engine = value, engine
         if self._in_graph is not None:
             self._in_graph.fill(cast(GraphEngine, engine))
-        self._counts.residual_bytes = self.program.nbytes(engine)
 
     def close(self) -> None:
         """Release what is kept."""
@@ -131,6 +131,12 @@ class Evaluation:
         if not tf.executing_eagerly():
             engine, run = self._to_graph(1)
             return engine.vjp_flat(flat, self.program.flattener, run)
+        there = self._engine
+        if isinstance(there, GraphEngine) and there.program.can_watch and self.on_stale != "ignore":
+            result, changed = there.watched_vjp_flat(flat)
+            if not changed:
+                self._counts.products += 1
+                return result
         result = self._current().vjp_flat(flat, self.program.flattener)
         self._counts.products += 1
         return result
@@ -184,7 +190,6 @@ class Evaluation:
             self._in_graph.empty()
         self._watch.release()
         self._absent = reason
-        self._counts.residual_bytes = 0
 
     def _check(self, value: tf.Tensor, engine: TapeEngine | GraphEngine) -> None:
         names, gradient = self.program.nest.names, engine.outputs

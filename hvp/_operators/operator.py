@@ -190,12 +190,18 @@ class SymmetricOperator(DtypePreserving):
 
     def dot(self, x: Any) -> Any:
         """Multiply by a scalar, an operator, or an array of one or two axes."""
+        if type(x) is np.ndarray and x.ndim:  # the usual case, and small products wait for it
+            return self.matvec(x) if x.ndim == 1 else self.matmat(x)
         if np.isscalar(x) or isinstance(x, LinearOperator):
             return super().dot(x)
         if scipy.sparse.issparse(x):
             return self.matmat(x)
         x = make_array(x)
         return self.matvec(x) if x.ndim == 1 else self.matmat(x)
+
+    def __matmul__(self, other: Any) -> Any:
+        """Multiply by an operator or an array of one or two axes."""
+        return self.dot(other) if type(other) is np.ndarray else super().__matmul__(other)
 
     def damped(self: Self, lam: float) -> Self:
         """Return this operator plus `lam` times the identity, over the same evaluation.
@@ -358,7 +364,9 @@ class SymmetricOperator(DtypePreserving):
         self.close()
 
     def _matvec(self, x: np.ndarray) -> np.ndarray:
-        return check_product(self.product(tf.constant(x.reshape(-1))).numpy())
+        x = x.reshape(-1)
+        result = self._evaluation.product_flat(tf.constant(x)).numpy()
+        return check_product(result + self._damping * x if self._damping else result)
 
     def _matmat(self, X: np.ndarray) -> np.ndarray:
         if X.shape[1] == 0:

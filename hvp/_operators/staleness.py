@@ -16,10 +16,14 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-from hvp._linearize.trace import Resource
+from hvp._linearize.trace import Resource, differ
 
-# Equal as bits, not as numbers: NaN is NaN, and 0.0 is not -0.0.
-_BITS = {1: tf.uint8, 2: tf.int16, 4: tf.int32, 8: tf.int64}
+# Types whose tensors show their memory to Python.
+_PLAIN = frozenset(
+    dtype
+    for dtype in (tf.bool, tf.float16, tf.float32, tf.float64, tf.complex64, tf.complex128)
+    + (tf.int8, tf.int16, tf.int32, tf.int64, tf.uint8, tf.uint16, tf.uint32, tf.uint64)
+)
 
 
 class Watch:
@@ -34,18 +38,18 @@ class Watch:
     def __init__(self, resources: Sequence[Resource]) -> None:
         self.resources = tuple(resources)
         self._values: list[tf.Tensor] = []
-        self._addresses: list[int | None] = []
+        self._addresses: list[int | None] | None = None
 
     def set(self, values: Sequence[tf.Tensor] | None = None) -> None:
         """Take some values, or those of now, as those to compare with."""
         self._values = (
             [resource.read() for resource in self.resources] if values is None else list(values)
         )
-        self._addresses = [_address(value) for value in self._values]
+        self._addresses = None
 
     def release(self) -> None:
         """Forget the values."""
-        self._values, self._addresses = [], []
+        self._values, self._addresses = [], None
 
     def changed(self) -> list[str]:
         """Return the names of the variables whose values differ.
@@ -53,6 +57,8 @@ class Watch:
         Costs a look at each variable's address, and a read of those that moved. On devices other
         than the CPU it costs a read of all.
         """
+        if self._addresses is None:
+            self._addresses = [_address(value) for value in self._values]
         found = []
         for resource, value, address in zip(self.resources, self._values, self._addresses):
             now = resource.read()
@@ -63,22 +69,8 @@ class Watch:
         return found
 
 
-def differ(value: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
-    """Whether two tensors of one type have different bits anywhere, or different shapes."""
-    unequal = tf.raw_ops.NotEqual(x=_bits(value), y=_bits(other), incompatible_shape_error=False)
-    return tf.reduce_any(unequal)
-
-
 def _address(value: tf.Tensor) -> int | None:
     """Where the numbers are, if that can be seen without copying them: on the CPU."""
-    plain = value.dtype != tf.string and np.dtype(value.dtype.as_numpy_dtype).isbuiltin == 1
-    if not plain or "CPU" not in value.device:
+    if value.dtype not in _PLAIN or "CPU" not in value.device:
         return None
-    address: int = np.asarray(memoryview(value)).__array_interface__["data"][0]
-    return address
-
-
-def _bits(value: tf.Tensor) -> tf.Tensor:
-    if value.dtype.is_bool or value.dtype == tf.string:
-        return value
-    return tf.bitcast(value, _BITS.get(value.dtype.size, tf.int64))
+    return int(np.asarray(memoryview(value)).ctypes.data)

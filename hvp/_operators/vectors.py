@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any
 
@@ -58,9 +59,12 @@ def check_array(array: Any, rows: int, dtype: np.dtype, *, ndims: tuple[int, ...
     if array.ndim not in ndims or array.shape[0] != rows or wrong_columns:
         expected = f"({rows},) or ({rows}, 1)" if 1 in ndims else f"({rows}, k)"
         raise InvalidVectorError(f"v has shape {array.shape}", f"shape {expected}")
-    with np.errstate(over="ignore"):
-        cast = array.astype(dtype, copy=False)
-    if not np.isfinite(cast).all():
+    if array.dtype == dtype:
+        cast = array
+    else:
+        with np.errstate(over="ignore"):
+            cast = array.astype(dtype)
+    if not _all_finite(cast):
         raise InvalidVectorError(
             f"v has {int(np.sum(~np.isfinite(cast)))} entries that are not finite in {dtype}",
             "finite numbers",
@@ -69,9 +73,17 @@ def check_array(array: Any, rows: int, dtype: np.dtype, *, ndims: tuple[int, ...
     return cast
 
 
+def _all_finite(array: np.ndarray) -> bool:
+    """`np.isfinite(array).all()`, without writing an array of answers if all are."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        total = np.add.reduce(array, axis=None)
+    # One entry that is not finite leaves no finite sum; a sum may overflow all the same.
+    return math.isfinite(total) or bool(np.isfinite(array).all())
+
+
 def check_product(product: np.ndarray) -> np.ndarray:
     """Return a product that is finite; raise `NonFiniteError` for one that is not."""
-    if not np.isfinite(product).all():
+    if not _all_finite(product):
         raise NonFiniteError(
             f"the product has {int(np.sum(~np.isfinite(product)))} entries that are not finite",
             "a loss that is twice differentiable at this point, and no overflow",

@@ -129,7 +129,15 @@ def test_the_transpose_is_the_operator_itself(quadratic):
 
 def test_the_signature_is_shown():
     parameters = inspect.signature(hvp.HessianOperator).parameters
-    assert list(parameters) == ["loss", "variables", "data", "damping", "on_stale", "engine", "jit_compile"]
+    assert list(parameters) == [
+        "loss",
+        "variables",
+        "data",
+        "damping",
+        "on_stale",
+        "engine",
+        "jit_compile",
+    ]
 
 
 def test_shapes_in_are_shapes_out(quadratic):
