@@ -6,7 +6,7 @@ BIN = $(VENV)/bin
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 METADATA = setup.cfg setup.py pyproject.toml
 
-.PHONY: demo test test-oldest test-with lint format docs clean
+.PHONY: demo test test-oldest test-with lint format docs benchmark clean
 
 demo: $(VENV)/.examples
 	$(BIN)/python examples/cg_solve.py
@@ -34,6 +34,11 @@ docs: $(VENV)/.docs
 	rm -rf docs/gallery docs/_build
 	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
 	@echo "Read docs/_build/html/index.html"
+
+# About half an hour, and nothing else should run meanwhile. The extra `peers` (JAX, PyTorch,
+# curvlinops) is installed by hand, or left out: pip install -e '.[peers]'
+benchmark: $(VENV)/.examples
+	$(BIN)/python docs/benchmarks/products.py --figure
 
 clean:
 	rm -rf .venv .venv-* docs/_build docs/gallery build *.egg-info

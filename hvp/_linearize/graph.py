@@ -139,7 +139,11 @@ class GraphProgram:
     def flat_columns(self) -> Compiled:
         """The same for a block of columns, of shape `(n, k)`."""
         flat = tf.TensorSpec([self._flattener.size, None], self._flattener.dtype)
-        return self._compiled(self._import_flat_columns, [flat])
+        # XLA takes minutes for convolutions over a further axis, and in loops.
+        convolutions = any("Conv" in node.op for node in self.product_part.node)
+        jit_compile = False if convolutions else self._jit_compile
+        specs = [flat, *self.residual_specs]
+        return Compiled(self._import_flat_columns, specs, jit_compile, self._report)
 
     @functools.cached_property
     def transposed(self) -> Compiled:
@@ -182,17 +186,19 @@ class GraphProgram:
     def _pack(self, tensors: list[tf.Tensor], watched: int) -> list[tf.Tensor]:
         """Pack residuals, with the values of the variables to compare with, if they are small."""
         specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
-        if not Packing.pays(specs):
+        packing = Packing(specs)
+        if not packing.pays or packing.buffers == len(tensors) - watched:
             return tensors[watched:]
-        self._packing = Packing(specs)
+        self._packing = packing
         return self._packing.pack(tensors)
 
-    def _unpack(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        if self._packing is None:
+    def unpack(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Take residuals apart, if they are packed."""
+        if self._packing is None or len(tensors) == len(self.residuals):
             return list(tensors)
         return self._packing.unpack(tensors)[len(self._reads) :]
 
-    def _import_changed(self, *residuals: tf.Tensor) -> tf.Tensor:
+    def changed(self, *residuals: tf.Tensor) -> tf.Tensor:
         """Tell whether variables differ from the values they had, which are packed."""
         assert self._packing is not None
         now = self._packing.pack([resource.read() for resource in self._reads])
@@ -201,7 +207,7 @@ class GraphProgram:
 
     def _import_product(self, *tensors: tf.Tensor) -> list[tf.Tensor]:
         count = len(self._cotangents)
-        given = [*tensors[:count], *self._unpack(tensors[count:])]
+        given = [*tensors[:count], *self.unpack(tensors[count:])]
         known = {**self._handles, **dict(zip([*self._cotangents, *self.residuals], given))}
         return import_part(self.product_part, known, self._results)
 
@@ -213,18 +219,16 @@ class GraphProgram:
     def _import_watched_product(
         self, flat: tf.Tensor, *residuals: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        return self._import_flat_product(flat, *residuals), self._import_changed(*residuals)
+        return self._import_flat_product(flat, *residuals), self.changed(*residuals)
 
     def _import_flat_columns(self, block: tf.Tensor, *residuals: tf.Tensor) -> tf.Tensor:
+        def product(column: tf.Tensor) -> tf.Tensor:
+            return self._import_flat_product(column, *residuals)
+
         # All columns in one operation where TensorFlow knows how, else in a loop in the graph.
-        columns = tf.transpose(block)
-        if any(_is_not_vectorized(node) for node in self.product_part.node):
-            result = tf.map_fn(lambda column: self.flat_product(column, *residuals), columns)
-        else:
-            result = tf.vectorized_map(
-                lambda column: self._import_flat_product(column, *residuals), columns
-            )
-        return tf.transpose(result)
+        rolled = any(_is_not_vectorized(node) for node in self.product_part.node)
+        multiply = tf.map_fn if rolled else tf.vectorized_map
+        return tf.transpose(multiply(product, tf.transpose(block)))
 
     def fed(self, cotangents: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
         """Leave out the cotangents of outputs that are identically zero."""

@@ -23,16 +23,22 @@ class Packing:
         self._specs = list(specs)
         self._dtypes = list(dict.fromkeys(spec.dtype for spec in specs))
 
-    @staticmethod
-    def pays(specs: Sequence[tf.TensorSpec]) -> bool:
-        """Whether these tensors are small, and of dtypes and shapes that can be packed."""
+    @property
+    def buffers(self) -> int:
+        """How many buffers there are."""
+        return len(self._dtypes)
+
+    @property
+    def pays(self) -> bool:
+        """Whether the tensors are small, and of dtypes and shapes that can be packed."""
         plain = all(
             spec.shape.is_fully_defined() and (spec.dtype.is_floating or spec.dtype.is_integer)
-            for spec in specs
+            for spec in self._specs
         )
-        if not plain or len(specs) < 2:
+        if not plain:
             return False
-        return sum(spec.dtype.size * spec.shape.num_elements() for spec in specs) <= _MOST_BYTES
+        nbytes = sum(spec.dtype.size * spec.shape.num_elements() for spec in self._specs)
+        return nbytes <= _MOST_BYTES
 
     def pack(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Put them, or the first of them, into buffers."""

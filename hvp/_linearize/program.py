@@ -81,6 +81,7 @@ class Program:
             raise HvpError(f"the argument engine is {engine!r}", "'graph' or 'tape'")
         if jit_compile not in (True, False, "auto"):
             raise HvpError(f"the argument jit_compile is {jit_compile!r}", "True, False or 'auto'")
+        jit_compile = "auto" if jit_compile == "auto" else bool(jit_compile)
         if not tf.executing_eagerly():
             raise GraphModeError(
                 "a function is to be linearized while TensorFlow traces a graph",
@@ -166,7 +167,8 @@ class Program:
             return None
 
     def _add_note(self, said: str) -> None:
-        self.note = "; ".join(filter(None, [self.note, said]))
+        if said not in self.note:
+            self.note = "; ".join(filter(None, [self.note, said]))
 
     def _refuse_zeros(self) -> None:
         """Refuse a point where a derivative TensorFlow gives would be wrong."""

@@ -56,9 +56,8 @@ _BITS = {1: tf.uint8, 2: tf.int16, 4: tf.int32, 8: tf.int64}
 
 
 def differ(value: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
-    """Whether two tensors of one type have different bits anywhere, or different shapes."""
-    x, y = _bits(value), _bits(other)
-    return tf.reduce_any(tf.raw_ops.NotEqual(x=x, y=y, incompatible_shape_error=False))
+    """Whether two tensors of one shape and type have different bits anywhere."""
+    return tf.reduce_any(tf.not_equal(_bits(value), _bits(other)))
 
 
 def _bits(value: tf.Tensor) -> tf.Tensor:

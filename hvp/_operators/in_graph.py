@@ -8,7 +8,7 @@ their buffers, and the graph reads those.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -45,16 +45,28 @@ class InGraph:
         # residuals.
         self._current = weakref.WeakMethod(current)
         self._resources = () if watch is None else watch.resources
-        self._specs = engine.program.residual_specs
+        self._program = engine.program
+        # Of the residuals one by one, where they are packed: XLA would take them apart each time.
+        self._parts: list[_Slot] = []
+        self._unpack = tf.function(self._program.unpack, autograph=False)
         # A tf.function being traced takes every variable made meanwhile in its thread for its own,
         # also those made in an init_scope, and is traced again.
-        with ThreadPoolExecutor(1) as elsewhere:
-            elsewhere.submit(self._make, engine).result()
+        self._elsewhere(self._make, engine)
+
+    @staticmethod
+    def _elsewhere(make: Callable[..., None], *arguments: Any) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(make, *arguments).result()
+
+    def _make_parts(self) -> None:
+        parts = self._program.unpack(_read(self._residuals))
+        self._parts = [_Slot(tensor, tensor.shape) for tensor in parts]
 
     def _make(self, engine: GraphEngine) -> None:
         self._there = tf.Variable(True, trainable=False)
-        self._residuals = [_slot(tensor) for tensor in engine.residuals]
-        self._watched = [_slot(value) for value in self._values(engine)]
+        specs = engine.program.residual_specs
+        self._residuals = [_Slot(t, spec.shape) for t, spec in zip(engine.residuals, specs)]
+        self._watched = [_Slot(value, tf.TensorShape(None)) for value in self._values(engine)]
         self._count = tf.Variable(0, dtype=tf.int64, trainable=False)
 
     @property
@@ -64,16 +76,20 @@ class InGraph:
 
     def fill(self, engine: GraphEngine) -> None:
         """Take the residuals of a new point."""
+        slots = [*self._residuals, *self._watched]
         tensors = [*engine.residuals, *self._values(engine)]
-        for slot, tensor in zip([*self._residuals, *self._watched], tensors):
-            _assign(slot, tensor)
+        if self._parts:
+            slots += self._parts
+            tensors += self._unpack(engine.residuals)
+        for slot, tensor in zip(slots, tensors):
+            slot.assign(tensor)
         self._there.assign(True)
 
     def empty(self) -> None:
         """Let go of the residuals; products raise until there are others."""
         self._there.assign(False)
-        for slot in [*self._residuals, *self._watched]:
-            _assign(slot, _nothing(slot.dtype))
+        for slot in [*self._residuals, *self._watched, *self._parts]:
+            slot.empty()
 
     def run(self, count: int | tf.Tensor, function: Compiled, *tensors: tf.Tensor) -> Any:
         """Add a product to the graph being traced.
@@ -87,29 +103,40 @@ class InGraph:
         *tensors : tf.Tensor
             Vectors.
         """
-        with tf.init_scope():
-            function.choose_for(tensors, [slot.read_value() for slot in self._residuals])
-        amiss = self._amiss()
         xla = GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
-        checks = [] if xla else [tf.cond(amiss, self._ask, lambda: tf.constant(True))]
+        there = self._there.read_value()
+        if xla:
+            amiss = tf.logical_not(there) | self._changed()
+        else:  # what is no longer there has another shape
+            amiss = tf.cond(there, self._changed, lambda: tf.constant(True))
+        checks = []
+        if not xla:
+            with tf.init_scope():
+                function.choose_for(tensors, _read(self._residuals))
+            checks.append(tf.cond(amiss, self._ask, lambda: tf.constant(True)))
         with tf.control_dependencies(checks):
             self._count.assign_add(tf.cast(count, tf.int64), read_value=False)
-            residuals = [_read(slot, spec) for slot, spec in zip(self._residuals, self._specs)]
-        result = function(*tensors, *residuals)
-        if not xla:
-            return result
+            if not xla:
+                return function(*tensors, *_read(self._residuals))
+            if self._program.can_watch and not self._parts:
+                with tf.init_scope():
+                    self._elsewhere(self._make_parts)
+            residuals = _read(self._parts or self._residuals)
+            result = function.inline(*tensors, *residuals)
         # XLA can neither raise nor call Python.
         return tf.nest.map_structure(
             lambda tensor: tf.where(amiss, tf.cast(float("nan"), tensor.dtype), tensor), result
         )
 
-    def _amiss(self) -> tf.Tensor:
-        """Whether there is nothing to multiply with, or variables have changed since."""
+    def _changed(self) -> tf.Tensor:
+        """Whether variables that are watched have changed since the evaluation."""
+        if self._resources and self._program.can_watch:
+            return self._program.changed(*_read(self._residuals))
         changed = [
-            differ(resource.read(), slot.read_value())
+            differ(resource.read(), slot.read())
             for resource, slot in zip(self._resources, self._watched)
         ]
-        return tf.reduce_any([~self._there.read_value(), *changed])
+        return tf.reduce_any(changed) if changed else tf.constant(False)
 
     def _ask(self) -> tf.Tensor:
         current = self._current
@@ -124,23 +151,29 @@ class InGraph:
         return tf.py_function(ask, [], tf.bool)
 
     def _values(self, engine: GraphEngine) -> list[tf.Tensor]:
-        return list(engine.watched or []) if self._resources else []
+        packed = self._program.can_watch  # with the residuals
+        return list(engine.watched or []) if self._resources and not packed else []
 
 
-def _slot(tensor: tf.Tensor) -> tf.Variable:
-    # Of any shape, so that it can be emptied.
-    return tf.Variable(tensor, shape=tf.TensorShape(None), trainable=False)
+class _Slot:
+    """A tensor that can be replaced, or let go."""
 
+    def __init__(self, tensor: tf.Tensor, shape: tf.TensorShape) -> None:
+        self._shape = shape
+        self._variable = tf.Variable(tensor, shape=tf.TensorShape(None), trainable=False)
+        self._nothing = _nothing(tensor.dtype)
 
-def _assign(slot: tf.Variable, tensor: tf.Tensor) -> None:
-    # A variable's own method costs several times as much.
-    tf.raw_ops.AssignVariableOp(resource=slot.handle, value=tensor)
+    def read(self) -> tf.Tensor:
+        value = self._variable.read_value()
+        value.set_shape(self._shape)
+        return value
 
+    def assign(self, tensor: tf.Tensor) -> None:
+        # The variable's own method costs several times as much.
+        tf.raw_ops.AssignVariableOp(resource=self._variable.handle, value=tensor)
 
-def _read(slot: tf.Variable, spec: tf.TensorSpec) -> tf.Tensor:
-    value = slot.read_value()
-    value.set_shape(spec.shape)
-    return value
+    def empty(self) -> None:
+        self.assign(self._nothing)
 
 
 def _nothing(dtype: tf.DType) -> tf.Tensor:
@@ -149,3 +182,7 @@ def _nothing(dtype: tf.DType) -> tf.Tensor:
             element_shape=-1, max_num_elements=-1, element_dtype=tf.float32
         )
     return tf.zeros([0], dtype)
+
+
+def _read(slots: Sequence[_Slot]) -> list[tf.Tensor]:
+    return [slot.read() for slot in slots]

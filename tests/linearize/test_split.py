@@ -1,11 +1,17 @@
 """What runs once and what runs for each product."""
 
+import logging
 from collections import Counter
 
+import numpy as np
+import pytest
 import tensorflow as tf
 
+import hvp
+from hvp._linearize import graph
 from hvp._linearize.gradient import value_and_gradient
 from hvp._linearize.program import Program
+from hvp._linearize.split import UnsplittableError
 from tests.cases import random
 
 
@@ -76,3 +82,62 @@ def test_values_of_variables_cost_nothing_to_keep():
     program = Program(value_and_gradient(lambda: tf.reduce_mean(tf.tanh(x @ w) @ w)), [w])
     _, engine = program.linearize()
     assert engine.nbytes < 300 * 300
+
+
+def test_sums_are_made_of_pairs():
+    """A sum of three terms begins with whichever is free, and so would round differently."""
+    w = tf.Variable(random(0, 4, 4))
+    x = random(1, 2, 3, 4)
+
+    def loss():
+        def body(i, h):
+            return i + 1, tf.tanh(h @ w + tf.constant(x)[:, i] @ w) * (h @ w)
+
+        _, h = tf.while_loop(lambda i, h: i < 3, body, (tf.constant(0), tf.ones((2, 4))))
+        return tf.reduce_mean(h**2) + tf.reduce_mean((w @ w) * w * tf.tanh(w))
+
+    program = Program(value_and_gradient(loss), [w])
+    part = program._graph.product_part
+    nodes = [*part.node, *(node for f in part.library.function for node in f.node_def)]
+    sums = [sum(not name.startswith("^") for name in n.input) for n in nodes if n.op == "AddN"]
+    assert sums
+    assert set(sums) == {2}
+    _, engine = program.linearize()
+    v = tf.constant(random(2, 16))
+    first = engine.vjp_flat(v, program.flattener).numpy()
+    for _ in range(100):
+        assert np.array_equal(engine.vjp_flat(v, program.flattener).numpy(), first)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        UnsplittableError("for a reason"),
+        ValueError("for a reason"),
+        tf.errors.InvalidArgumentError(None, None, "for a reason"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_whatever_the_graph_engine_fails_at_the_tape_serves(monkeypatch, caplog, error):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(graph, "split", fail)
+    w = tf.Variable([1.0, 2.0])
+    with caplog.at_level(logging.WARNING, "hvp"):
+        H = hvp.HessianOperator(lambda: tf.reduce_sum(w**3), w)
+    np.testing.assert_allclose(H @ np.ones(2), [6, 12])
+    assert H.stats.engine == "tape"
+    assert "for a reason" in H.stats.note
+    assert H.stats.note in caplog.text
+
+
+def test_small_residuals_are_packed_and_large_ones_are_not():
+    for size, packed in ((8, True), (300, False)):
+        w = tf.Variable(random(0, size, size))
+        program = Program(
+            value_and_gradient(lambda w=w: tf.reduce_mean(tf.tanh(w @ w) @ tf.sin(w))), [w]
+        )
+        _, engine = program.linearize()
+        assert program._graph.can_watch is packed
+        assert (len(engine.residuals) == 1) is packed
