@@ -15,8 +15,9 @@ IMAGE = Path(__file__).parents[1] / "images" / "products.png"
 
 # Label, variant and colour family, from the top.
 ROWS = [
-    ("hvp", "hvp, auto", "hvp"),
-    ("hvp, per column of a block", "hvp, auto, block", "hvp"),
+    ("hvp", "hvp, graph", "hvp"),
+    ('hvp, jit_compile="auto"', "hvp, auto", "hvp"),
+    ("hvp, per column of a block", "hvp, graph, block", "hvp"),
     ("tf.function, XLA", "TF nested tapes, XLA", "tensorflow"),
     ("tf.function", "TF nested tapes, tf.function", "tensorflow"),
     ("tf.function, forward mode", "TF forward-over-reverse, tf.function", "tensorflow"),
