@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
+import re
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Union
@@ -51,6 +53,7 @@ class Compiled:
         self._specs = list(specs)
         self._jit_compile = jit_compile
         self._report = report
+        self._nested = tf.function(function, autograph=False)
         self.uses_xla: bool | None = None
         self._chosen = self._traced(jit_compile is True)
         if jit_compile is False:
@@ -67,8 +70,12 @@ class Compiled:
         return self._chosen._call_flat(list(tensors), self._chosen.captured_inputs)
 
     def inline(self, *tensors: tf.Tensor) -> Any:
-        """Add the function to the graph being traced, compiled as that is."""
-        return self._function(*tensors)
+        """Add the function to the graph being traced, compiled as that is.
+
+        As a call: a tape does not see operations that are imported, and would take what they give
+        for constants.
+        """
+        return self._nested(*tensors)
 
     @property
     def outputs(self) -> list[tf.Tensor]:
@@ -88,7 +95,7 @@ class Compiled:
         except tf.errors.ResourceExhaustedError:
             raise
         except tf.errors.OpError as error:
-            reason = _first_sentence(error)
+            reason = _reason(error)
             _log.warning("XLA cannot compile a product: %s", reason)
             self._report(f"XLA cannot compile a product ({reason}); TensorFlow alone does it")
             self._chosen = self._traced(False) if demanded else first
@@ -129,6 +136,9 @@ def _seconds(function: Any, tensors: Sequence[tf.Tensor]) -> float:
     return time.perf_counter() - start
 
 
-def _first_sentence(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return lines[0][:300]
+def _reason(error: Exception) -> str:
+    text = (str(error).strip().splitlines() or [""])[0]
+    if "variant" in text:
+        return "a loop or branch in the loss hands on lists, which it does not take"
+    text = re.sub(r"\{\{.*?\}\}|\b__\w+", "", text)
+    return textwrap.shorten(text, 160, placeholder=" ...")

@@ -105,9 +105,11 @@ class Flattener:
         parts = [np.asarray(x) if isinstance(x, float) else x for x in tf.nest.flatten(nest)]
         for part, shape, name in zip(parts, self.shapes, self.names):
             check_numeric(part, what)
-            if tuple(part.shape) != shape:
+            if not tf.TensorShape(part.shape).is_compatible_with(
+                shape
+            ):  # in a graph, as far as known
                 raise InvalidVectorError(
-                    f"the part of {what} for the variable {name!r} has shape {tuple(part.shape)}",
+                    f"the part of {what} for the variable {name!r} has shape {_shape(part)}",
                     f"the variable's shape {shape}",
                 )
         return parts
@@ -115,6 +117,11 @@ class Flattener:
     def nest_of_parts(self, parts: Sequence[Any]) -> Any:
         """Pack parts, in order, into the structure of the variables."""
         return tf.nest.pack_sequence_as(self.structure, parts)
+
+
+def _shape(array: Any) -> str:
+    shape = tf.TensorShape(array.shape)
+    return "unknown" if shape.rank is None else str(tuple(shape))
 
 
 def outline(nest: Any) -> str:

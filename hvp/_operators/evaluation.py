@@ -183,13 +183,13 @@ class Evaluation:
         return self._engine
 
     def _release(self, reason: str) -> None:
+        self._absent = reason
         if self._engine is not None:
             self._engine.close()
         self._engine = self._value = None
         if self._in_graph is not None:
             self._in_graph.empty()
         self._watch.release()
-        self._absent = reason
 
     def _check(self, value: tf.Tensor, engine: TapeEngine | GraphEngine) -> None:
         names, gradient = self.program.nest.names, engine.outputs

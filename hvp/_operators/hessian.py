@@ -47,8 +47,8 @@ class HessianOperator(SymmetricOperator):
     jit_compile : bool or "auto", optional
         Whether XLA compiles products of the graph engine: once, when the first is computed, which
         then takes seconds. ``"auto"`` also times one product both ways, and stays with the faster.
-        What XLA cannot compile (a loop's lists, text) is computed without, and ``stats`` and a line
-        in the log say why.
+        What XLA cannot compile (loops and branches, max pooling) is computed without, and ``stats``
+        and a line in the log say why.
 
     Attributes
     ----------

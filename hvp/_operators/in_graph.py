@@ -18,6 +18,7 @@ import tensorflow as tf
 # not even in a branch that is never taken.
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
+from hvp._errors import ClosedOperatorError
 from hvp._linearize.compiled import Compiled
 from hvp._linearize.graph import GraphEngine
 from hvp._linearize.trace import differ
@@ -144,7 +145,10 @@ class InGraph:
         def ask() -> bool:
             evaluation = current()
             if evaluation is None:
-                raise RuntimeError("the operator no longer exists")
+                raise ClosedOperatorError(
+                    "the operator no longer exists, and variables have changed",
+                    "an operator that is kept for as long as the function is called",
+                )
             evaluation()
             return True
 

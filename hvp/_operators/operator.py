@@ -105,8 +105,11 @@ class SymmetricOperator(DtypePreserving):
         and no Python runs for each. Each call multiplies by the operator as it then is, also after
         `refresh()`, without another trace; if it is closed or stale, errors arrive as
         TensorFlow's, with the original's text. In a function with ``jit_compile=True``, where
-        nothing can raise, the product is then NaN. (With the tape engine, products in graphs run
-        through `tf.py_function`, which XLA cannot compile.)
+        nothing can raise or call Python, the product of a stale operator is NaN, also with
+        ``on_stale="refresh"``, until `refresh()` is called outside; that of a closed one, an error
+        of TensorFlow's about shapes. XLA cannot compile the product of a loss with loops or
+        branches, or with max pooling. With the tape engine, products in graphs run through
+        `tf.py_function`, which XLA cannot compile either.
 
         The operator belongs to one point: a tape around the product sees it depend on `v`, not on
         the variables.
@@ -124,6 +127,8 @@ class SymmetricOperator(DtypePreserving):
         parts = self._flattener.parts_of_nest(v)
         dtypes = self._flattener.dtypes
         cast = [_tensor(part, dtype) for part, dtype in zip(parts, dtypes)]
+        if not tf.executing_eagerly():
+            cast = [tf.ensure_shape(c, shape) for c, shape in zip(cast, self._flattener.shapes)]
         result = self._run(_product, cast, self._flattener.shapes)
         if damping:
             wide = self._flattener.dtype

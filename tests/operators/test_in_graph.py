@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 import hvp
+from hvp._linearize import packing
 from hvp._operators.evaluation import Evaluation
 from tests.cases import random, relative_error
 
@@ -161,12 +162,19 @@ def test_vectorized_map_over_products():
     assert relative_error(got, V @ dense(H)) < 1e-12
 
 
-def test_a_product_in_a_graph_can_be_differentiated_by_its_vector():
+@pytest.mark.parametrize("jit_compile", [None, True], ids=["plain", "xla"])
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("on_stale", ["raise", "ignore"])
+def test_a_product_in_a_graph_can_be_differentiated_by_its_vector(
+    monkeypatch, jit_compile, large, on_stale
+):
     """The gradient of v @ H v is 2 H v."""
-    H, _ = operator("float64")
+    if large:
+        monkeypatch.setattr(packing, "_MOST_BYTES", 0)
+    H, _ = operator("float64", on_stale=on_stale)
     v = tf.constant(random(7, 15, dtype="float64"))
 
-    @tf.function
+    @tf.function(jit_compile=jit_compile)
     def gradient(v):
         with tf.GradientTape() as tape:
             tape.watch(v)
@@ -174,6 +182,29 @@ def test_a_product_in_a_graph_can_be_differentiated_by_its_vector():
         return tape.gradient(quadratic, v)
 
     assert relative_error(gradient(v), 2 * (H @ v.numpy())) < 1e-12
+
+    @tf.function(jit_compile=jit_compile)
+    def gradient_of_gradient(v):
+        with tf.GradientTape() as outer:
+            outer.watch(v)
+            with tf.GradientTape() as inner:
+                inner.watch(v)
+                nest = H.product(H.unflatten(v))
+                quadratic = tf.tensordot(v, H.flatten(nest), 1)
+            slope = inner.gradient(quadratic, v)
+        return outer.gradient(slope, v, output_gradients=v)
+
+    assert relative_error(gradient_of_gradient(v), 2 * (H @ v.numpy())) < 1e-12
+
+
+def test_sizes_of_a_nest_may_be_unknown_until_it_runs():
+    H, _ = operator("float64")
+    specs = [tf.TensorSpec([None, None], tf.float64), tf.TensorSpec(None, tf.float64)]
+    product = tf.function(lambda a, b: H.product([a, b]), input_signature=specs)
+    got = product(tf.ones((4, 3), tf.float64), tf.ones(3, tf.float64))
+    assert relative_error(H.flatten(got), dense(H) @ np.ones(15)) < 1e-12
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        product(tf.ones((3, 4), tf.float64), tf.ones(3, tf.float64))
 
 
 def test_a_loop_in_the_loss_inside_a_loop_around_the_product():
