@@ -8,6 +8,10 @@ The public names, all of them:
     One product, and nothing kept.
 `linearize`
     Any function's value, and its derivative as a linear map.
+`recompute`
+    A function whose intermediate values are computed again instead of kept, in every derivative.
+`recompute_model`
+    A Keras model in segments of that kind.
 `HvpError`
     Base of the errors, each listed in the documentation.
 """
@@ -21,6 +25,7 @@ from hvp._errors import (
     InvalidVariablesError,
     InvalidVectorError,
     NonFiniteError,
+    RecomputeError,
     SecondDerivativeError,
     StaleOperatorError,
     TooLargeError,
@@ -28,6 +33,8 @@ from hvp._errors import (
 from hvp._linearize.linearization import Linearization, linearize
 from hvp._operators.hessian import HessianOperator, hessian_vector_product
 from hvp._operators.statistics import Statistics
+from hvp._recompute.keras_segments import recompute_model
+from hvp._recompute.recompute import recompute
 
 __version__ = "0.1.0.dev0"
 
@@ -42,10 +49,13 @@ __all__ = [
     "InvalidVectorError",
     "Linearization",
     "NonFiniteError",
+    "RecomputeError",
     "SecondDerivativeError",
     "StaleOperatorError",
     "Statistics",
     "TooLargeError",
     "hessian_vector_product",
     "linearize",
+    "recompute",
+    "recompute_model",
 ]

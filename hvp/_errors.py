@@ -11,6 +11,7 @@ __all__ = [
     "InvalidVariablesError",
     "InvalidVectorError",
     "NonFiniteError",
+    "RecomputeError",
     "SecondDerivativeError",
     "StaleOperatorError",
     "TooLargeError",
@@ -40,11 +41,19 @@ class HvpError(Exception):
     The loss has shape (3,). Expected a scalar. To mend: take its mean.
     """
 
-    def __init__(self, problem: str, expected: str = "", mend: str = "") -> None:
-        self.problem = problem
-        self.expected = expected
-        self.mend = mend
-        super().__init__(problem, expected, mend)
+    problem: str
+    expected: str
+    mend: str
+
+    # AutoGraph makes an error anew when it passes through a tf.function; of its own type only if
+    # that has no `__init__` of its own.
+    __init__ = Exception.__init__
+
+    def __new__(cls, problem: str = "", expected: str = "", mend: str = "") -> HvpError:
+        """Keep the three sentences apart."""
+        self = super().__new__(cls, problem, expected, mend)
+        self.problem, self.expected, self.mend = problem, expected, mend
+        return self
 
     def __str__(self) -> str:
         message = _sentence(self.problem)
@@ -89,6 +98,10 @@ class ClosedOperatorError(HvpError, RuntimeError):
 
 class GraphModeError(HvpError, RuntimeError):
     """Something that needs eager execution was called while TensorFlow traces a graph."""
+
+
+class RecomputeError(HvpError, ValueError):
+    """A function cannot be computed again, or not with the same results."""
 
 
 class TooLargeError(HvpError, ValueError):

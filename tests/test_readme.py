@@ -1,6 +1,7 @@
 """The README's code runs as it stands, block after block."""
 
 import csv
+import json
 import re
 from pathlib import Path
 
@@ -9,7 +10,7 @@ README = Path(__file__).parents[1] / "README.md"
 
 def test_the_readmes_code_runs(capsys):
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     namespace = {}
     for block in blocks:
         exec(compile(block, str(README), "exec"), namespace)
@@ -17,6 +18,7 @@ def test_the_readmes_code_runs(capsys):
     assert namespace["info"] == 0
     assert namespace["largest"] > 0
     assert namespace["dense"].shape == (161, 161)
+    assert namespace["again"].shape == namespace["block"].__wrapped__.kernel.shape
 
 
 def test_the_readme_quotes_the_committed_benchmark():
@@ -28,3 +30,14 @@ def test_the_readme_quotes_the_committed_benchmark():
     rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
     quoted = {row[0]: row[1:] for row in rows if row[0] in measured}
     assert quoted == {name: [row[key] for key in shown] for name, row in measured.items()}
+
+
+def test_the_readme_quotes_the_committed_measurement_of_memory():
+    measured = json.loads((README.parent / "docs" / "benchmarks" / "memory.json").read_text())
+    kept, recomputed = (measured["transformer"][name] for name in ("cached", "recompute"))
+    quoted = re.findall(r"(\d+\.\d+) (?:GB|times the time)", README.read_text())
+    assert [float(number) for number in quoted[-3:]] == [
+        round(kept["megabytes"] / 1e3, 2),
+        round(recomputed["megabytes"] / 1e3, 2),
+        round(recomputed["seconds"] / kept["seconds"], 1),
+    ]

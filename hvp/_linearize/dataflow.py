@@ -6,7 +6,6 @@ import re
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import tensorflow as tf
@@ -20,8 +19,11 @@ Vertex = tuple[Any, ...]
 
 _LOOPS = frozenset({"While", "StatelessWhile"})
 CONTROL_FLOW = _LOOPS | {"Case", "If", "StatelessCase", "StatelessIf"}
+# What the names of gradient functions begin with that `hvp.recompute` registers.
+RECOMPUTED_GRADIENT = "HvpRecomputed"
+CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 # Others that have functions among their attributes (datasets) are operations like any.
-_CALLS = CONTROL_FLOW | {"PartitionedCall", "StatefulPartitionedCall"}
+_WITH_BODIES = CONTROL_FLOW | CALLS
 
 
 @dataclass(frozen=True)
@@ -130,9 +132,10 @@ class Dataflow:
         """Whether a derivative may flow along an edge at all.
 
         Not along integers, booleans and text, nor along what only decides. And a
-        `tf.custom_gradient` ends in an `IdentityN` over its results and its arguments, whose
-        gradient goes from the results straight to the arguments: what the function did inside to
-        get the results does not matter. Its arguments are those whose outputs nobody takes.
+        `tf.custom_gradient`, as a recomputed function, ends in an `IdentityN` over its results and
+        its arguments, whose gradient goes from the results straight to the arguments: what the
+        function did inside to get the results does not matter. Its arguments are those whose
+        outputs nobody takes.
         """
         if edge.decides or (edge.dtype is not None and not _carries_derivatives(edge.dtype)):
             return False
@@ -170,7 +173,7 @@ class Dataflow:
             if "dtype" in node.attr:
                 self.dtypes[vertex] = tf.as_dtype(node.attr["dtype"].type)
             gradient = node.attr["_gradient_op_type"].s if "_gradient_op_type" in node.attr else b""
-            if gradient.startswith(b"CustomGradient"):
+            if gradient.startswith((b"CustomGradient", RECOMPUTED_GRADIENT.encode())):
                 self._overridden.add(vertex)
             for index, (source, dtype) in enumerate(inputs):
                 self._connect(Edge(source, vertex, index, dtype))
@@ -214,7 +217,7 @@ class Dataflow:
 
     def _called(self, node: Any) -> list[str]:
         """Names of the functions a node calls with its inputs as arguments."""
-        if node.op not in _CALLS:
+        if node.op not in _WITH_BODIES:
             return []
         return [f.name for f in functions_of(node) if f.name in self._functions]
 
@@ -231,19 +234,19 @@ def _carries_derivatives(dtype: tf.DType) -> bool:
     return dtype.is_floating or dtype.is_complex or dtype in (tf.resource, tf.variant)
 
 
-def is_stateful(node: Any, functions: Mapping[str, Any] = MappingProxyType({})) -> bool:
+def is_stateful(node: Any, functions: Mapping[str, Any]) -> bool:
     """Whether running a node has an effect, or depends on more than its inputs.
 
     Parameters
     ----------
     node : NodeDef
         The node.
-    functions : mapping of str to FunctionDef, optional
-        Bodies of loops and branches, by name. One of these is as stateful as what is in them;
-        without its body, as stateful as TensorFlow's definition of it.
+    functions : mapping of str to FunctionDef
+        Bodies of calls, loops and branches, by name. One of these is as stateful as what is in
+        them; without its body, as stateful as TensorFlow's definition of it.
     """
     bodies = [functions[f.name] for f in functions_of(node) if f.name in functions]
-    if bodies and node.op in CONTROL_FLOW:
+    if bodies and node.op in _WITH_BODIES:
         return any(is_stateful(inner, functions) for body in bodies for inner in body.node_def)
     definition = op_def_registry.get(node.op)
     # A variable's shape does not change.

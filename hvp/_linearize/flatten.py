@@ -105,9 +105,8 @@ class Flattener:
         parts = [np.asarray(x) if isinstance(x, float) else x for x in tf.nest.flatten(nest)]
         for part, shape, name in zip(parts, self.shapes, self.names):
             check_numeric(part, what)
-            if not tf.TensorShape(part.shape).is_compatible_with(
-                shape
-            ):  # in a graph, as far as known
+            # In a graph sizes may be known only when it runs.
+            if not tf.TensorShape(part.shape).is_compatible_with(shape):
                 raise InvalidVectorError(
                     f"the part of {what} for the variable {name!r} has shape {_shape(part)}",
                     f"the variable's shape {shape}",

@@ -14,10 +14,10 @@ from typing import Any
 import tensorflow as tf
 
 from hvp._linearize.compiled import Compiled, JitCompile
-from hvp._linearize.dataflow import CONTROL_FLOW
+from hvp._linearize.dataflow import CALLS, CONTROL_FLOW
 from hvp._linearize.flatten import Flattener
 from hvp._linearize.graph_parts import import_part, node_of
-from hvp._linearize.inline import inline_calls
+from hvp._linearize.inline import KEPT_WHOLE, inline_calls
 from hvp._linearize.packing import Packing
 from hvp._linearize.second_derivatives import refuse_missing_derivatives
 from hvp._linearize.split import split
@@ -94,8 +94,10 @@ class GraphProgram:
         }
         self.residuals = [name for name in parts.residuals if name not in self._handles]
         nodes = {node.name: node for node in flat.node}
-        # A variable's value shares the variable's buffer, and costs nothing to keep.
-        self.owned = [nodes[node_of(name)].op != "ReadVariableOp" for name in self.residuals]
+        # A variable's value shares the variable's buffer, and a tensor that the function uses from
+        # outside is there anyway: they cost nothing to keep.
+        borrowed = ("Placeholder", "ReadVariableOp")
+        self.owned = [nodes[node_of(name)].op not in borrowed for name in self.residuals]
         self._packing: Packing | None = None
         self._once = Compiled(self._import_once, [], False, report)
         made = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in self._once.outputs[1:]]
@@ -355,9 +357,14 @@ class GraphEngine:
 
 
 def _is_not_vectorized(node: Any) -> bool:
-    """Whether `tf.vectorized_map` fails: on imported loops, and where it forgets an attribute."""
+    """Whether `tf.vectorized_map` fails, or should not be used.
+
+    It fails on imported loops, and where it forgets an attribute. What is recomputed is computed
+    again because there is no room for it, still less for that of many columns.
+    """
+    recomputes = node.op in CALLS and KEPT_WHOLE in node.attr["f"].func.name
     padded = "explicit_paddings" in node.attr and node.attr["explicit_paddings"].list.i
-    return node.op in CONTROL_FLOW or bool(padded)
+    return node.op in CONTROL_FLOW or recomputes or bool(padded)
 
 
 def _nbytes(tensor: tf.Tensor) -> int:

@@ -7,6 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvp._linearize.dataflow import functions_of
+
 
 def node_of(tensor: str) -> str:
     """Return the name of the node that makes a tensor, or that a control input waits for."""
@@ -51,8 +53,18 @@ def ancestors(
 
 
 def cut_out(graph_def: Any, names: set[str], *, keep_controls: bool) -> Any:
-    """Return a GraphDef of the named nodes, waiting for each other or not."""
-    part = tf.compat.v1.GraphDef(versions=graph_def.versions, library=graph_def.library)
+    """Return a GraphDef of the named nodes, and of the functions they call.
+
+    Parameters
+    ----------
+    graph_def : GraphDef
+        The whole.
+    names : set of str
+        The nodes.
+    keep_controls : bool
+        Whether they wait for each other as they did.
+    """
+    part = tf.compat.v1.GraphDef(versions=graph_def.versions)
     for node in graph_def.node:
         if node.name in names:
             copy = part.node.add()
@@ -63,6 +75,15 @@ def cut_out(graph_def: Any, names: set[str], *, keep_controls: bool) -> Any:
                 for tensor in node.input
                 if not tensor.startswith("^") or (keep_controls and node_of(tensor) in names)
             )
+    functions = {f.signature.name: f for f in graph_def.library.function}
+    called: dict[str, None] = {}
+    queue = list(part.node)
+    while queue:
+        for function in functions_of(queue.pop()):
+            if function.name in functions and function.name not in called:
+                called[function.name] = None
+                queue += functions[function.name].node_def
+    part.library.function.extend(functions[name] for name in called)
     return part
 
 
@@ -77,3 +98,21 @@ def import_part(part: Any, known: dict[str, tf.Tensor], wanted: Sequence[str]) -
     tensors = tf.graph_util.import_graph_def(part, inputs, made, name="")
     found = {**known, **dict(zip(made, tensors))}
     return [found[name] for name in wanted]
+
+
+def without_names(part: Any, inputs: Sequence[str], wanted: Sequence[str]) -> tuple[Any, ...]:
+    """Return what is the same for parts that differ in the names of their tensors only."""
+    names = {node_of(tensor): f"input_{i}" for i, tensor in enumerate(inputs)}
+    names.update({node.name: f"node_{i}" for i, node in enumerate(part.node)})
+
+    def renamed(tensor: str) -> str:
+        wait = "^" if tensor.startswith("^") else ""
+        return f"{wait}{names.get(node_of(tensor), tensor)}:{tensor.partition(':')[2] or 0}"
+
+    copy = type(part)()
+    copy.CopyFrom(part)
+    for node in copy.node:
+        node.name = names[node.name]
+        for i, tensor in enumerate(node.input):
+            node.input[i] = renamed(tensor)
+    return copy.SerializeToString(deterministic=True), tuple(map(renamed, wanted))

@@ -8,10 +8,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvp._linearize.dataflow import functions_of, output_offset
+from hvp._linearize.dataflow import CALLS, functions_of, output_offset
 
 _serials = itertools.count()
-_CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
+# In the names of functions that stay as they are, and whose calls are operations like any.
+KEPT_WHOLE = "hvp_recomputed"
 
 
 def inline_calls(graph_def: Any) -> tuple[Any, Callable[[str], str]]:
@@ -20,7 +21,7 @@ def inline_calls(graph_def: Any) -> tuple[Any, Callable[[str], str]]:
     Parameters
     ----------
     graph_def : GraphDef
-        Of a traced function. Loops and branches stay as they are.
+        Of a traced function. Loops, branches and calls that recompute stay as they are.
 
     Returns
     -------
@@ -36,24 +37,28 @@ def inline_calls(graph_def: Any) -> tuple[Any, Callable[[str], str]]:
     _rename_functions(flat, functions)
     _add_in_pairs(flat.node, ":0")
     for function in flat.library.function:
-        _add_in_pairs(function.node_def, ":sum:0")
-    _register(flat)
+        if KEPT_WHOLE not in function.signature.name:
+            _add_in_pairs(function.node_def, ":sum:0")
+    register_functions(flat)
     return flat, outermost.tensor
 
 
 def _rename_functions(flat: Any, functions: dict[str, Any]) -> None:
     """Add the functions that loops and branches still need, under names of their own.
 
-    TensorFlow has functions of the old names already, and changed some of them since.
+    TensorFlow has functions of the old names already, and changed some of them since; but not those
+    that recompute, nor what these call.
     """
     serial = next(_serials)
     names: dict[str, str] = {}
-    queue = list(flat.node)
+    queue = [(node, False) for node in flat.node]
     while queue:
-        for function in functions_of(queue.pop()):
+        node, unchanged = queue.pop()
+        for function in functions_of(node):
             if function.name in functions and function.name not in names:
-                names[function.name] = f"{function.name}_hvp_{serial}"
-                queue += functions[function.name].node_def
+                same = unchanged or KEPT_WHOLE in function.name
+                names[function.name] = function.name if same else f"{function.name}_hvp_{serial}"
+                queue += [(inner, same) for inner in functions[function.name].node_def]
     for name, new_name in names.items():
         function = flat.library.function.add()
         function.CopyFrom(functions[name])
@@ -62,7 +67,7 @@ def _rename_functions(flat: Any, functions: dict[str, Any]) -> None:
     _refer(flat.node, names)
 
 
-def _register(graph_def: Any) -> None:
+def register_functions(graph_def: Any) -> None:
     """Make a graph's functions known to the runtime, which importing it does not.
 
     A loop over a function the runtime does not know ends the process (TensorFlow 2.16 to 2.21).
@@ -118,7 +123,7 @@ class _Inliner:
             inputs = [scope.tensor(name) for name in node.input if not name.startswith("^")]
             waits = [c for name in node.input if name.startswith("^") for c in scope.control(name)]
             waits += controls
-            if node.op in _CALLS and node.attr["f"].func.name in self._functions:
+            if self._is_dissolved(node):
                 self._add_call(scope, node, inputs, waits)
                 continue
             copy = self._flat.node.add()
@@ -129,6 +134,10 @@ class _Inliner:
             # Colocation names nodes that may be gone.
             copy.attr.pop("_class", None)
         return scope
+
+    def _is_dissolved(self, node: Any) -> bool:
+        name = node.attr["f"].func.name if node.op in CALLS else ""
+        return name in self._functions and KEPT_WHOLE not in name
 
     def _add_call(self, scope: _Scope, node: Any, inputs: list[str], waits: list[str]) -> None:
         function = self._functions[node.attr["f"].func.name]

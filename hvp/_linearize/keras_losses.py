@@ -39,3 +39,17 @@ def kept_losses(variables: Any) -> Iterator[None]:
         for holder, content in saved:
             holder.clear()
             (holder.update if isinstance(holder, set) else holder.extend)(content)
+
+
+def layers_with_new_losses(model: Any) -> list[str]:
+    """Return the names of layers that have noted a loss in the graph that is being traced."""
+    graph = tf.compat.v1.get_default_graph()
+    layers = model._flatten_layers() if hasattr(model, "_flatten_layers") else ()
+    return [
+        layer.name
+        for layer in layers
+        if any(
+            tf.is_symbolic_tensor(loss) and loss.graph is graph
+            for loss in getattr(layer, "_losses", ())
+        )
+    ]

@@ -13,6 +13,7 @@ from hvp._errors import GraphModeError, HvpError
 from hvp._linearize.compiled import JitCompile
 from hvp._linearize.flatten import Flattener
 from hvp._linearize.graph import GraphEngine, GraphProgram
+from hvp._linearize.inline import KEPT_WHOLE
 from hvp._linearize.keras_losses import kept_losses
 from hvp._linearize.moments import exact_moments
 from hvp._linearize.second_derivatives import refuse_missing_derivatives
@@ -114,6 +115,14 @@ class Program:
     def uses_xla(self) -> bool | None:
         """Whether XLA computes products; None before the first."""
         return False if self._graph is None else self._graph.uses_xla
+
+    @property
+    def recomputes(self) -> bool | None:
+        """Whether the function computes some of its values again; None if it was not traced."""
+        if self._trace is None:
+            return None
+        functions = self._trace.graph.graph_def.library.function
+        return any(KEPT_WHOLE in function.signature.name for function in functions)
 
     def linearize(self) -> tuple[Any, TapeEngine | GraphEngine]:
         """Run the function at the variables' values now.

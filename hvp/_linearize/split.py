@@ -82,7 +82,7 @@ def split(
     effects = [
         f"{name}:0"
         for name, node in nodes.items()
-        if name not in dependent and _has_effects(node, functions) and name not in product
+        if name not in dependent and has_effects(node, functions) and name not in product
     ]
     # A control edge from what depends on the vector is only TensorFlow's order of tracing.
     wanted = [*once_results, *residuals, *effects]
@@ -129,7 +129,7 @@ def _with_remade(
     return product, sorted(residuals)
 
 
-def _has_effects(node: Any, functions: Mapping[str, Any]) -> bool:
+def has_effects(node: Any, functions: Mapping[str, Any]) -> bool:
     return is_stateful(node, functions) and not node.op.startswith(
         ("ReadVariable", "ResourceGather")
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvp._linearize.dataflow import Dataflow, Vertex
+from hvp._linearize.dataflow import RECOMPUTED_GRADIENT, Dataflow, Vertex
 from hvp._linearize.gradient import densify
 from hvp._linearize.graph_parts import ancestors, cut_out, import_part
 from hvp._linearize.second_derivatives import Doubts, find_doubts
@@ -88,6 +88,8 @@ class TracedGraph:
         Why there is no transposed derivative, if there is none.
     transposed_doubts : callable
         Finds the operations between cotangents and `vjp` whose derivative is in doubt.
+    recomputed : list
+        What has the derivatives of recomputed functions in the graph, to be kept with it.
     """
 
     graph_def: Any
@@ -98,6 +100,7 @@ class TracedGraph:
     vjp: list[str | None]
     error: Exception | None
     transposed_doubts: Callable[[], Doubts]
+    recomputed: list[Any]
 
 
 @dataclass(frozen=True)
@@ -159,18 +162,17 @@ def trace(function: Callable[[], Any], variables: Sequence[tf.Variable]) -> Trac
         Whatever the function raises when it is traced.
     """
     whole = _Whole(function, variables)
-    concrete = _concrete_function(whole)
+    concrete = concrete_function(whole)
     graph_def = concrete.graph.as_graph_def()
     flow = Dataflow(graph_def)
     targets = [flow.vertex(output.name) for output in concrete.outputs]
     reaching = flow.reachable(targets, backward=True)
-    captures = _captured_resources(concrete, flow, variables)
+    captures = captured_resources(concrete, flow, variables)
     reads, writes, sources = [], [], []
     differentiated = {id(variable.handle) for variable in variables}
     for resource, vertex in captures:
-        users = flow.users(vertex)
-        written = any(_WRITES.fullmatch(flow.types[user]) for user in users)
-        read = any(_READS.fullmatch(flow.types[user]) for user in users & reaching)
+        written = is_written(flow, vertex)
+        read = is_read(flow, vertex, reaching)
         if written:
             writes.append(resource)
         if read and not (written and resource.dtype.is_integer):
@@ -226,25 +228,26 @@ class _Whole:
 
         return TracedGraph(
             graph_def=graph_def,
-            captures={inside.name: outside for inside, outside in _captures(concrete)},
+            captures={inside.name: outside for inside, outside in captures(concrete)},
             auxiliary=None if self._auxiliary is None else self._auxiliary.name,
             outputs=[None if tensor is None else tensor.name for tensor in self._outputs],
             cotangents=cotangents,
             vjp=vjp,
             error=self._error,
             transposed_doubts=transposed_doubts,
+            recomputed=concrete.graph.get_collection(RECOMPUTED_GRADIENT),
         )
 
 
-def _concrete_function(function: Callable[[], Any]) -> Any:
+def concrete_function(function: Callable[..., Any], *specs: Any) -> Any:
     """Trace as plain Python; with AutoGraph only where there is control flow on tensors.
 
     AutoGraph warns about every function whose source it cannot find (a lambda, a prompt).
     """
     try:
-        return tf.function(function, autograph=False).get_concrete_function()
+        return tf.function(function, autograph=False).get_concrete_function(*specs)
     except tf.errors.OperatorNotAllowedInGraphError:
-        return tf.function(function, autograph=True).get_concrete_function()
+        return tf.function(function, autograph=True).get_concrete_function(*specs)
 
 
 def _zeros(concrete: Any, graph_def: Any, names: list[str]) -> Callable[[], tf.Tensor] | None:
@@ -258,26 +261,26 @@ def _zeros(concrete: Any, graph_def: Any, names: list[str]) -> Callable[[], tf.T
 
     @tf.function(autograph=False)
     def has_zeros() -> tf.Tensor:
-        known = {inside.name: outside for inside, outside in _captures(concrete)}
+        known = {inside.name: outside for inside, outside in captures(concrete)}
         values = import_part(part, known, tensors)
         return tf.stack([tf.reduce_any(tf.equal(value, 0)) for value in values])
 
     return has_zeros
 
 
-def _captures(concrete: Any) -> list[tuple[tf.Tensor, tf.Tensor]]:
+def captures(concrete: Any) -> list[tuple[tf.Tensor, tf.Tensor]]:
     """Pair each placeholder for something captured with the tensor it stands for."""
     captured = concrete.captured_inputs
     return list(zip(concrete.inputs[len(concrete.inputs) - len(captured) :], captured))
 
 
-def _captured_resources(
+def captured_resources(
     concrete: Any, flow: Dataflow, variables: Sequence[tf.Variable]
 ) -> list[tuple[Resource, Vertex]]:
     """Pair each variable the function captured with its vertex in the graph."""
     known = {id(v.handle): Resource.of(v) for v in (*concrete.variables, *variables)}
     found = []
-    for inside, outside in _captures(concrete):
+    for inside, outside in captures(concrete):
         if outside.dtype != tf.resource:
             continue
         vertex = flow.vertex(inside.name)
@@ -285,6 +288,16 @@ def _captured_resources(
         if resource is not None:
             found.append((resource, vertex))
     return found
+
+
+def is_written(flow: Dataflow, vertex: Vertex) -> bool:
+    """Whether the graph updates a variable."""
+    return any(_WRITES.fullmatch(flow.types[user]) for user in flow.users(vertex))
+
+
+def is_read(flow: Dataflow, vertex: Vertex, reaching: set[Vertex]) -> bool:
+    """Whether one of some operations reads a variable."""
+    return any(_READS.fullmatch(flow.types[user]) for user in flow.users(vertex) & reaching)
 
 
 def _unnamed_resource(handle: tf.Tensor, flow: Dataflow, vertex: Vertex) -> Resource | None:
@@ -304,7 +317,15 @@ def _bytes_between(
     graph: tf.Graph, flow: Dataflow, sources: list[Vertex], reaching: set[Vertex]
 ) -> int:
     depends = flow.reachable(sources) & reaching
-    shared = {"Identity", "Reshape", "ReadVariableOp", "ExpandDims", "Squeeze", "StopGradient"}
+    shared = {
+        "Identity",
+        "IdentityN",
+        "Reshape",
+        "ReadVariableOp",
+        "ExpandDims",
+        "Squeeze",
+        "StopGradient",
+    }
     total = 0
     for operation in graph.get_operations():
         if operation.type in shared or flow.vertex(operation.name) not in depends:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from hvp._errors import RecomputeError
 from hvp._linearize.compiled import JitCompile
 from hvp._linearize.program import Engine
 from hvp._linearize.variables import collect_variables
 from hvp._operators.data import bind_batch, explain_mixed_precision
 from hvp._operators.evaluation import Evaluation, OnStale
 from hvp._operators.operator import SymmetricOperator
+from hvp._recompute.keras_segments import in_segments
 
 
 class HessianOperator(SymmetricOperator):
@@ -49,6 +51,11 @@ class HessianOperator(SymmetricOperator):
         then takes seconds. ``"auto"`` also times one product both ways, and stays with the faster.
         What XLA cannot compile (loops and branches, max pooling) is computed without, and ``stats``
         and a line in the log say why.
+    recompute : bool, int or sequence of layers, optional
+        Whether to keep only what passes between segments of a Keras model, given as `variables`,
+        and compute the rest again for each product, a segment at a time. ``True`` chooses the
+        segments, an integer says how many, a sequence lists sublayers: see `recompute_model`. A
+        loss that calls functions made by `recompute` is recomputed in any case, with either engine.
 
     Attributes
     ----------
@@ -69,6 +76,8 @@ class HessianOperator(SymmetricOperator):
         If the loss or its gradient is not finite.
     SecondDerivativeError
         If an operation in the loss has no second derivative in TensorFlow.
+    RecomputeError
+        If `recompute` is asked for and the model cannot be cut so, or the loss does not call it.
 
     Notes
     -----
@@ -117,13 +126,22 @@ class HessianOperator(SymmetricOperator):
         on_stale: OnStale = "raise",
         engine: Engine = "graph",
         jit_compile: JitCompile = False,
+        recompute: bool | int | Sequence[Any] = False,
     ) -> None:
-        bound = bind_batch(loss, data)
+        wanted = recompute is not False
+        bound = bind_batch(in_segments(loss, variables, recompute) if wanted else loss, data)
         try:
             evaluation = Evaluation(bound, variables, on_stale, engine, jit_compile)
         except (tf.errors.InvalidArgumentError, TypeError, ValueError) as error:
             explain_mixed_precision(error, data, lambda: collect_variables(variables).dtypes)
             raise
+        if wanted and evaluation.program.recomputes is False:
+            evaluation.close()
+            raise RecomputeError(
+                "the argument recompute has no effect: the loss does not call the model",
+                "a loss that calls the model it is differentiated by",
+                "call the model itself, not a tf.function of it that was traced before",
+            )
         super().__init__(evaluation, damping)
 
 

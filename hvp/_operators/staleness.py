@@ -20,9 +20,10 @@ from hvp._linearize.trace import Resource, differ
 
 # Types whose tensors show their memory to Python.
 _PLAIN = frozenset(
-    dtype
-    for dtype in (tf.bool, tf.float16, tf.float32, tf.float64, tf.complex64, tf.complex128)
-    + (tf.int8, tf.int16, tf.int32, tf.int64, tf.uint8, tf.uint16, tf.uint32, tf.uint64)
+    {
+        *(tf.bool, tf.float16, tf.float32, tf.float64, tf.complex64, tf.complex128),
+        *(tf.int8, tf.int16, tf.int32, tf.int64, tf.uint8, tf.uint16, tf.uint32, tf.uint64),
+    }
 )
 
 

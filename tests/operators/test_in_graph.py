@@ -10,7 +10,7 @@ import tensorflow as tf
 import hvp
 from hvp._linearize import packing
 from hvp._operators.evaluation import Evaluation
-from tests.cases import random, relative_error
+from tests.cases import CASES, random, relative_error
 
 
 def operator(dtype="float32", **options):
@@ -155,7 +155,7 @@ def test_nests_and_blocks_in_a_graph(damping):
     assert w[0].shape == (4, 3)
 
 
-def test_vectorized_map_over_products():
+def test_products_mapped_over_rows():
     H, _ = operator("float64")
     V = random(5, 4, 15, dtype="float64")
     got = tf.function(lambda V: tf.map_fn(H.product, V))(tf.constant(V))
@@ -209,23 +209,15 @@ def test_sizes_of_a_nest_may_be_unknown_until_it_runs():
 
 def test_a_loop_in_the_loss_inside_a_loop_around_the_product():
     """Lists of a loop's intermediate values are variables' values too."""
-    w = tf.Variable(random(0, 3, 3, dtype="float64"))
-    x = random(1, 2, 3, dtype="float64")
-
-    def loss():
-        _, h = tf.while_loop(
-            lambda i, h: i < 3, lambda i, h: (i + 1, tf.tanh(h @ w)), (tf.constant(0), x)
-        )
-        return tf.reduce_mean(h**2)
-
-    H = hvp.HessianOperator(loss, w)
+    case = CASES["while_loop"]("float64")
+    H = hvp.HessianOperator(case.loss, case.variables)
     loop = tf.function(lambda v: tf.foldl(lambda v, _: H.product(v), tf.range(2), v))
     want = dense(H)
-    assert relative_error(loop(tf.ones(9, tf.float64)), want @ want @ np.ones(9)) < 1e-12
-    w.assign(w + 0.1)
+    assert relative_error(loop(tf.ones(4, tf.float64)), want @ want @ np.ones(4)) < 1e-12
+    case.variables.assign_add(tf.ones(4, tf.float64))
     H.refresh()
     want = dense(H)
-    assert relative_error(loop(tf.ones(9, tf.float64)), want @ want @ np.ones(9)) < 1e-12
+    assert relative_error(loop(tf.ones(4, tf.float64)), want @ want @ np.ones(4)) < 1e-12
 
 
 def test_a_function_does_not_keep_the_evaluation():

@@ -137,6 +137,7 @@ def test_the_signature_is_shown():
         "on_stale",
         "engine",
         "jit_compile",
+        "recompute",
     ]
 
 

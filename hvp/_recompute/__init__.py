@@ -1,0 +1,1 @@
+"""Layer 1: functions whose intermediate values are computed again instead of kept."""

@@ -1,0 +1,316 @@
+"""Keras models in segments: where they are cut, and that they stay what they are."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvp
+from hvp._linearize.moments import exact_moments
+from hvp._recompute.partition import fewest_bytes, smallest_largest
+from tests.cases import random, relative_error
+from tests.recompute.derivatives import MODES, assert_same, derivatives
+
+layers = keras.layers
+X = tf.constant(random(0, 6, 5))
+
+
+def sequential(depth=12):
+    return keras.Sequential(
+        [keras.Input((5,)), *(layers.Dense(5, "tanh", name=f"d{i}") for i in range(depth))]
+    )
+
+
+def residual():
+    x = h = keras.Input((5,))
+    for i in range(4):
+        branch = layers.Dense(5, "tanh", name=f"a{i}")(h)
+        branch = layers.Dense(5, name=f"b{i}")(branch)
+        h = layers.Add(name=f"add{i}")([h, branch])
+    return keras.Model(x, h)
+
+
+def several_inputs_and_outputs():
+    a, b = keras.Input((5,), name="a"), keras.Input((5,), name="b")
+    h = layers.Dense(5, "tanh")(layers.Dense(5, "tanh")(a))
+    h = layers.Dense(4, "tanh")(layers.Concatenate()([h, b]))
+    h = layers.Dense(4, "tanh")(h)
+    return keras.Model({"a": a, "b": b}, {"p": layers.Dense(2)(h), "q": layers.Dense(3)(h)})
+
+
+def convolutional():
+    return keras.Sequential(
+        [
+            keras.Input((8, 8, 2)),
+            layers.Conv2D(4, 3, activation="silu"),
+            layers.BatchNormalization(),
+            layers.MaxPooling2D(),
+            layers.Dropout(0.3, seed=1),
+            layers.Flatten(),
+            layers.Dense(3),
+        ]
+    )
+
+
+def transformer():
+    tokens = keras.Input((6,), dtype="int32")
+    h = layers.Embedding(9, 8)(tokens)
+    for i in range(2):
+        a = layers.LayerNormalization()(h)
+        # A bias of the keys changes nothing: its derivatives are rounding.
+        a = layers.MultiHeadAttention(2, 4, use_bias=False)(a, a, use_causal_mask=True)
+        h = layers.Add()([h, layers.Dropout(0.2, seed=i)(a)])
+        f = layers.Dense(8)(layers.Dense(16, "gelu")(layers.LayerNormalization()(h)))
+        h = layers.Add()([h, f])
+    return keras.Model(tokens, layers.Dense(3)(h))
+
+
+def masked():
+    return keras.Sequential(
+        [
+            keras.Input((3,), dtype="int32"),
+            layers.Embedding(5, 4, mask_zero=True),
+            layers.LSTM(4, return_sequences=True),
+            layers.LSTM(3),
+            layers.Dense(2),
+        ]
+    )
+
+
+class Block(layers.Layer):
+    def __init__(self, seed):
+        super().__init__()
+        self.dense, self.dropout = layers.Dense(5, "tanh"), layers.Dropout(0.3, seed=seed)
+
+    def call(self, x):
+        return x + self.dropout(self.dense(x))
+
+
+class Subclassed(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.blocks = [Block(seed) for seed in range(3)]
+        self.head = layers.Dense(2)
+
+    def call(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def subclassed():
+    model = Subclassed()
+    model(X)
+    return model
+
+
+IMAGES = tf.constant(random(1, 2, 8, 8, 2))
+TOKENS = tf.constant([[1, 2, 3, 4, 0, 8], [3, 0, 5, 1, 1, 2]])
+CASES = {
+    "sequential": (sequential, X, None),
+    "three segments": (sequential, X, 3),
+    "residual": (residual, X, None),
+    "several inputs and outputs": (several_inputs_and_outputs, {"a": X, "b": 2 * X}, 3),
+    "convolutional": (convolutional, IMAGES, 3),
+    "transformer": (transformer, TOKENS, None),
+    "masked": (masked, tf.constant([[1, 2, 0], [3, 0, 0]]), 2),
+    "layers by name": (sequential, X, ["d1", "d2"]),
+    "subclassed": (subclassed, X, lambda model: model.blocks),
+    "nested layers": (subclassed, X, lambda m: [m.blocks[0], m.blocks[0].dense, m.head]),
+}
+
+
+def made_twice(make):
+    """Two models alike, weights and seeds too."""
+    models = []
+    for _ in range(2):
+        keras.utils.set_random_seed(7)
+        models.append(make())
+    models[1].set_weights(models[0].get_weights())
+    return models
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize("case", CASES)
+def test_values_derivatives_and_state_are_the_models(case, mode):
+    make, x, segments = CASES[case]
+    plain, model = made_twice(make)
+    if callable(segments):
+        segments = segments(model)
+    found = []
+    for f, owner in ((plain, plain), (hvp.recompute_model(model, segments), model)):
+        weights = [v.value for v in owner.trainable_variables]
+        with exact_moments():
+            run = MODES[mode](
+                lambda f=f, w=weights: derivatives(lambda: f(x, training=True), w, order=2)
+            )
+            found.append([*run(), *(tf.cast(v, "float32") for v in owner.non_trainable_variables)])
+    assert_same(found[1], found[0], 1e-3, floor=1e-2)
+    assert not any("call" in vars(layer) for layer in model._flatten_layers())
+
+
+def test_segments_are_balanced_and_branches_whole():
+    names = hvp.recompute_model(sequential()).segments
+    assert [len(part) for part in names] == [3, 3, 3, 3]
+    assert [name for part in names for name in part] == [f"d{i}" for i in range(12)]
+    for part in hvp.recompute_model(residual(), 4).segments:
+        numbers = {name[-1] for name in part}
+        assert len(numbers) == 1
+        assert len(part) == 3
+    assert max(len(p) for p in hvp.recompute_model(sequential(), 5).segments) == 3
+
+
+def test_sizes_decide():
+    assert smallest_largest([1, 1, 1, 9], 2) == [3]
+    assert smallest_largest([4, 1, 1, 1, 1], 2) == [1]
+    assert smallest_largest([5, 5], 2) == [1]
+    assert fewest_bytes([100] * 16, [1] * 15) == list(range(1, 16))
+    assert fewest_bytes([10] * 9, [10] * 8) in ([3, 6], [4, 8], [5])
+    assert fewest_bytes([1, 1], [50]) == []
+
+
+def test_shares_the_weights():
+    model = sequential(3)
+    f = hvp.recompute_model(model, 3)
+    before = f(X).numpy()
+    model.set_weights([weight + 0.1 for weight in model.get_weights()])
+    assert np.allclose(f(X), model(X), atol=1e-6)
+    assert not np.allclose(f(X), before, atol=1e-2)
+    assert f.__wrapped__ is model
+
+
+@pytest.mark.parametrize(
+    ("make", "segments", "said"),
+    [
+        (lambda: 3, None, "is int"),
+        (subclassed, None, "segments="),
+        (subclassed, ["nothing"], "no layer 'nothing'"),
+        (subclassed, [], "is empty"),
+        (lambda: keras.Sequential([layers.Dense(2)]), None, "not built"),
+        (residual, 9, "between 1 and 6"),
+        (residual, 0, "between 1 and 6"),
+    ],
+)
+def test_refused(make, segments, said):
+    with pytest.raises(hvp.RecomputeError, match=said):
+        hvp.recompute_model(make(), segments)
+
+
+class TestOperator:
+    """`HessianOperator(..., recompute=...)`, and losses that recompute by themselves."""
+
+    Y = np.array([0, 1, 2, 2, 1, 0])
+
+    def loss(self, model):
+        def loss(x, y):
+            logits = model(x, training=True)
+            each = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=logits)
+            return tf.reduce_mean(each)
+
+        return loss
+
+    @pytest.mark.parametrize("jit_compile", [False, True])
+    @pytest.mark.parametrize("engine", ["graph", "tape"])
+    @pytest.mark.parametrize("recompute", [True, 3, ["d1", "d4", "d5"]])
+    def test_the_same_hessian_from_less(self, recompute, engine, jit_compile):
+        model = sequential()
+        data = (X, self.Y)
+        options = {"engine": engine, "jit_compile": jit_compile}
+        H = hvp.HessianOperator(self.loss(model), model, data, recompute=recompute, **options)
+        cached = hvp.HessianOperator(self.loss(model), model, data, engine=engine)
+        V = random(1, H.shape[0], 3)
+        assert relative_error(H @ V[:, 0], cached @ V[:, 0]) < 1e-5
+        assert relative_error(H @ V, cached @ V) < 1e-5
+        assert relative_error(H.gradient, cached.gradient) < 1e-5
+        assert H.stats.residual_bytes < cached.stats.residual_bytes
+        assert H.stats.note == ""
+        assert not any("call" in vars(x) for x in model._flatten_layers())
+        model.set_weights([weight * 1.1 for weight in model.get_weights()])
+        H.refresh(), cached.refresh()
+        assert relative_error(H @ V[:, 0], cached @ V[:, 0]) < 1e-5
+        assert H.stats.traces == 1
+
+    def test_only_boundaries_are_kept(self):
+        """Inputs and cotangents of segments: nothing that is inside of one."""
+        w = [tf.Variable(random(i, 5, 5)) for i in range(12)]
+        x = tf.constant(random(20, 2**15, 5))
+
+        def layer(x, w):
+            return tf.tanh(x @ w)
+
+        def chain(x, part):
+            for matrix in part:
+                x = layer(x, matrix)
+            return x
+
+        def loss(count):
+            parts = [w[i : i + 12 // count] for i in range(0, 12, 12 // count)]
+            segments = [hvp.recompute(lambda x, p=p: chain(x, p)) for p in parts[:-1]]
+            last = hvp.recompute(lambda x: tf.reduce_mean(chain(x, parts[-1]) ** 2))
+
+            def run():
+                value = x
+                for f in segments:
+                    value = f(value)
+                return last(value)
+
+            return run
+
+        tensor = 2**15 * 5 * 4
+        for count in (2, 3, 4):
+            H = hvp.HessianOperator(loss(count), w)
+            assert H.stats.residual_bytes <= 2 * (count - 1) * tensor + 12 * 100 + 1000
+            got = H @ np.ones(300, "float32")
+            plain = hvp.HessianOperator(lambda: tf.reduce_mean(chain(x, w) ** 2), w)
+            assert relative_error(got, plain @ np.ones(300, "float32")) < 1e-5
+            # What is computed again depends on the vector, so that it is in the product's part.
+            calls = [n for n in H._evaluation.program._graph.product_part.node if "Call" in n.op]
+            # The last segment has no way back: the loss's own cotangent is always one.
+            assert len(calls) == 2 * count - 1
+
+    def test_dropout_stays_as_it_was_drawn(self):
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential(
+            [keras.Input((5,)), *(layer for _ in range(4) for layer in self.with_dropout())]
+        )
+        H = hvp.HessianOperator(self.loss(model), model, (X, self.Y), recompute=2)
+        D = H.to_dense()
+        assert relative_error(D, D.T) < 1e-5
+        seeds = [v.numpy() for v in model.non_trainable_variables]
+        H.refresh()
+        assert all(np.array_equal(a, v) for a, v in zip(seeds, model.non_trainable_variables))
+
+    def with_dropout(self):
+        return [layers.Dense(5, "tanh"), layers.Dropout(0.5)]
+
+    def test_in_a_graph_and_by_solvers(self):
+        model = sequential(4)
+        H = hvp.HessianOperator(self.loss(model), model, (X, self.Y), recompute=2)
+        v = tf.constant(random(3, H.shape[0]))
+        twice = tf.function(lambda v: H.product(H.product(v)))
+        assert relative_error(twice(v), H @ (H @ v.numpy())) < 1e-5
+
+    def test_linearize_both_ways(self):
+        w = tf.Variable(random(0, 5, 5, dtype="float64"))
+        x = tf.constant(random(1, 3, 5, dtype="float64"))
+        f = hvp.recompute(lambda x: tf.tanh(x @ w))
+        t, u = random(2, 5, 5, dtype="float64"), random(3, 3, 5, dtype="float64")
+        results = []
+        for run in (f, f.__wrapped__):
+            with hvp.linearize(lambda run=run: run(run(x)), w) as map_:
+                results.append([map_.value, map_.jvp(tf.constant(t)), map_.vjp(tf.constant(u))])
+        assert_same(*results, 1e-12)
+
+    def test_a_model_the_loss_does_not_call(self):
+        model = sequential(4)
+        traced = tf.function(lambda x: model(x))
+        traced(X)
+        with pytest.raises(hvp.RecomputeError, match="does not call the model"):
+            hvp.HessianOperator(lambda: tf.reduce_mean(traced(X) ** 2), model, recompute=True)
+
+    def test_variables_that_are_no_model(self):
+        model = sequential(4)
+        with pytest.raises(hvp.RecomputeError, match="a Keras model in place"):
+            hvp.HessianOperator(
+                lambda: tf.reduce_mean(model(X) ** 2), model.trainable_variables, recompute=True
+            )

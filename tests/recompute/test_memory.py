@@ -1,0 +1,107 @@
+"""Memory is bounded for real: peak growth of a process, against the plain version of the same."""
+
+import sys
+
+import pytest
+
+from tests import memory
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+# Tensors of 4 MiB: 32 layers take 128 MiB, and what is built (graphs, functions) far less.
+PROGRAM = """
+import pathlib
+
+depth, width, count = 32, 128, 6
+weights = [tf.Variable(np.eye(width, dtype="float32") * 0.9) for _ in range(depth)]
+vector = [tf.ones((width, width)) for _ in weights]
+x = tf.ones((2**13, width))
+
+def layers(x, part):
+    for w in part:
+        x = tf.tanh(x @ w)
+    return x
+
+def chain(wrap, part, count):
+    starts = [round(i * len(part) / count) for i in range(count + 1)]
+    parts = [part[a:b] for a, b in zip(starts, starts[1:])]
+    return [wrap(lambda x, p=p: layers(x, p)) for p in parts]
+
+def applied(functions, x):
+    for f in functions:
+        x = f(x)
+    return x
+
+def nested(f_of):
+    groups = [weights[i : i + 8] for i in range(0, depth, 8)]
+    inner = [chain(hvp.recompute, group, 3) for group in groups]
+    return [hvp.recompute(lambda x, fs=fs: applied(fs, x)) for fs in inner]
+
+functions = {FUNCTIONS}
+
+def loss():
+    return tf.reduce_mean(applied(functions, x) ** 2)
+
+def product():
+    with tf.GradientTape() as outer:
+        with tf.GradientTape() as inner:
+            value = loss()
+        gradient = inner.gradient(value, weights)
+    return outer.gradient(gradient, weights, output_gradients=vector)
+
+def gradient():
+    with tf.GradientTape() as tape:
+        value = loss()
+    return tape.gradient(value, weights)
+
+def operator():
+    return hvp.HessianOperator(loss, weights).product(vector)
+
+def peak():
+    status = pathlib.Path("/proc/self/status").read_text()
+    return int(next(x for x in status.splitlines() if x.startswith("VmHWM")).split()[1]) / 1024
+
+run = {RUN}
+pathlib.Path("/proc/self/clear_refs").write_text("5")
+start = resident_megabytes()
+results = run()
+print("norm", sum(float(tf.reduce_sum(r**2)) for r in results) ** 0.5)
+print("grown", peak() - start)
+"""
+PLAIN = "[lambda x: layers(x, weights)]"
+SEGMENTS = "chain(hvp.recompute, weights, count)"
+NESTED = "nested(hvp.recompute)"
+
+
+def grown(functions, run):
+    program = PROGRAM.replace("{FUNCTIONS}", functions).replace("{RUN}", run)
+    # oneDNN's allocator keeps what is freed, and so does malloc unless told.
+    return memory.run(program, TF_ENABLE_ONEDNN_OPTS="0", MALLOC_MMAP_THRESHOLD_="1048576")
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return grown(PLAIN, "tf.function(product, autograph=False)")
+
+
+@pytest.mark.parametrize(
+    ("functions", "run", "most"),
+    [
+        (SEGMENTS, "product", 0.5),
+        (NESTED, "product", 0.45),
+        (SEGMENTS, "tf.function(product, autograph=False)", 0.55),
+        (SEGMENTS, "operator", 0.6),
+    ],
+    ids=["eager", "nested", "tf.function", "operator"],
+)
+def test_a_product_takes_less_than_the_plain_one(plain, functions, run, most):
+    measured = grown(functions, run)
+    assert measured["norm"] == pytest.approx(plain["norm"], rel=1e-4)
+    assert measured["grown"] < most * plain["grown"]
+    assert plain["grown"] > 400
+
+
+def test_a_gradient_takes_less_than_the_plain_one():
+    plain, measured = grown(PLAIN, "gradient"), grown(SEGMENTS, "gradient")
+    assert measured["norm"] == pytest.approx(plain["norm"], rel=1e-4)
+    assert measured["grown"] < 0.75 * plain["grown"]
