@@ -4,18 +4,24 @@ VENV ?= .venv
 OLDEST ?= .venv-oldest
 BIN = $(VENV)/bin
 export TF_CPP_MIN_LOG_LEVEL ?= 3
+# Each process takes a core and up to 3 GiB.
+PARALLEL ?= --numprocesses auto --maxprocesses 4 --dist worksteal
 METADATA = setup.cfg setup.py pyproject.toml
 
-.PHONY: demo test test-oldest test-with lint format docs benchmark clean
+.PHONY: demo test test-oldest test-with fuzz lint format docs benchmark clean
 
 demo: $(VENV)/.examples
 	$(BIN)/python examples/cg_solve.py
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 test-oldest: $(OLDEST)/.test
-	$(OLDEST)/bin/python -m pytest
+	$(OLDEST)/bin/python -m pytest $(PARALLEL)
+
+# The tests with random examples: other ones each time, and many more. Hours.
+fuzz: $(VENV)/.test
+	HVP_FUZZ=50 $(BIN)/python -m pytest $(PARALLEL) tests/linearize/test_flatten.py tests/*/test_properties.py
 
 # Any other pair: make test-with PYTHON=python3.13 TENSORFLOW=2.21
 test-with:

@@ -6,6 +6,7 @@ so that a float64 Hessian is the truth for the float32 operator at the very same
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,19 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from hypothesis import HealthCheck, settings
+
+_FUZZ = int(os.environ.get("HVP_FUZZ", "0"))
+
+
+def examples(count: int) -> Any:
+    """So many examples, the same each time; with `make fuzz` many more, and new ones."""
+    return settings(
+        max_examples=count * max(1, _FUZZ),
+        deadline=None,
+        derandomize=not _FUZZ,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
 
 
 @dataclass

@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import hvp
 from hvp._linearize.flatten import Flattener
 from hvp._linearize.variables import collect_variables
+from tests.cases import examples
 
 shapes = st.lists(st.integers(0, 3), max_size=3).map(tuple)
 variables = st.builds(
@@ -27,7 +28,7 @@ nests = st.recursive(
 ).filter(lambda nest: any(v.shape.num_elements() for v in tf.nest.flatten(nest)))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(nests, st.integers(0, 2**16))
 def test_split_inverts_join(nest, seed):
     flattener = Flattener(collect_variables(nest))

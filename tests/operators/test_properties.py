@@ -2,11 +2,11 @@
 
 import numpy as np
 import tensorflow as tf
-from hypothesis import given, note, settings
+from hypothesis import given, note
 from hypothesis import strategies as st
 
 import hvp
-from tests.cases import random
+from tests.cases import examples, random
 
 ACTIVATIONS = {
     "tanh": tf.tanh,
@@ -55,7 +55,7 @@ def operators(draw):
     return hvp.HessianOperator(loss, nest(layers), (x, y), damping=damping)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(operators(), st.integers(0, 1000), st.floats(-10, 10))
 def test_symmetric_and_linear(H, seed, factor):
     epsilon = np.finfo(H.dtype).eps

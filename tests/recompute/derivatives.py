@@ -28,7 +28,7 @@ def derivatives(f: Callable[[], Any], sources: Sequence[Any], order: int = 3) ->
 
     def differentiated(level: int) -> tf.Tensor:
         if level == 0:
-            parts = [tf.reduce_sum(tf.abs(y) ** 2) for y in tf.nest.flatten(f()) if _floats(y)]
+            parts = [_sum_of_squares(y) for y in tf.nest.flatten(f()) if _floats(y)]
             total = tf.add_n([tf.cast(part, tf.float64) for part in parts])
         else:
             with tf.GradientTape(watch_accessed_variables=False) as tape:
@@ -37,13 +37,18 @@ def derivatives(f: Callable[[], Any], sources: Sequence[Any], order: int = 3) ->
             gradient = tape.gradient(value, sources, unconnected_gradients="zero")
             gradient = [tf.convert_to_tensor(g) for g in gradient]
             found.extend(gradient)
-            total = tf.add_n([tf.cast(tf.reduce_sum(tf.abs(g) ** 2), tf.float64) for g in gradient])
+            total = tf.add_n([tf.cast(_sum_of_squares(g), tf.float64) for g in gradient])
         if level == 0:
             found.append(total)
         return total
 
     differentiated(order)
     return found
+
+
+def _sum_of_squares(tensor: tf.Tensor) -> tf.Tensor:
+    # Not as a power: TensorFlow's third derivative of that is NaN at zero.
+    return tf.reduce_sum(tf.square(tf.abs(tensor)))
 
 
 def _floats(tensor: Any) -> bool:

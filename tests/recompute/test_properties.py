@@ -1,11 +1,13 @@
 """Random functions: derivatives with and without recompute, in every mode."""
 
+import pytest
 import tensorflow as tf
-from hypothesis import given, note, settings
+from hypothesis import given, note
 from hypothesis import strategies as st
 
 import hvp
-from tests.cases import random
+from hvp._recompute import schedule
+from tests.cases import examples, random
 from tests.recompute.derivatives import MODES, assert_same, derivatives
 
 # From a matrix of shape (rows, n) to one of the same shape, with a variable (n, n) and a seed.
@@ -17,7 +19,7 @@ STEPS = {
     "attention": lambda x, w, seed: tf.nn.softmax((x @ w) @ tf.transpose(x)) @ x,
     "gather": lambda x, w, seed: x * tf.gather(w, tf.zeros([tf.shape(x)[0]], tf.int32)),
     "dropout": lambda x, w, seed: tf.nn.experimental.stateless_dropout(x, 0.3, [seed, 1]) @ w,
-    "norm": lambda x, w, seed: x / tf.sqrt(1 + tf.reduce_sum(x**2, -1, keepdims=True)),
+    "norm": lambda x, w, seed: x / tf.sqrt(1 + tf.reduce_sum(tf.square(x), -1, keepdims=True)),
     "loop": lambda x, w, seed: tf.while_loop(
         lambda i, h: i < 2, lambda i, h: (i + 1, tf.tanh(h @ w)), (0, x)
     )[1],
@@ -31,6 +33,15 @@ NESTS = {
     "dict": (lambda y: {"y": y, "count": tf.size(y)}, lambda y: y["y"]),
     "tuple": (lambda y: (y[:, :1], [y[:, 1:]]), lambda y: tf.concat([y[0], y[1][0]], 1)),
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_is_large():
+    """Let small tensors be scheduled as large ones are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(schedule, "_SMALL", 1)
+        patch.setattr(schedule, "_WORTH_IT", 0)
+        yield
 
 
 @st.composite
@@ -60,7 +71,7 @@ def programs(draw):
     return f, unwrap, x, sources, dtype
 
 
-@settings(max_examples=12, deadline=None)
+@examples(12)
 @given(programs(), st.sampled_from(["eager", "graph", "xla", "outside"]))
 def test_three_derivatives(program, mode):
     f, unwrap, x, sources, dtype = program
