@@ -41,10 +41,11 @@ docs: $(VENV)/.docs
 	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
 	@echo "Read docs/_build/html/index.html"
 
-# About half an hour, and nothing else should run meanwhile. The extra `peers` (JAX, PyTorch,
+# More than an hour, and nothing else should run meanwhile. The extra `peers` (JAX, PyTorch,
 # curvlinops) is installed by hand, or left out: pip install -e '.[peers]'
 benchmark: $(VENV)/.examples
 	$(BIN)/python docs/benchmarks/products.py --figure
+	$(BIN)/python docs/benchmarks/memory.py --figure
 
 clean:
 	rm -rf .venv .venv-* docs/_build docs/gallery build *.egg-info

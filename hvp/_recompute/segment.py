@@ -264,7 +264,6 @@ class Segment:
             held = {n: spec.dtype for n, spec in zip(later, self._orders[0].cotangents)}
             part = order_after(part, held, tangents)
         names, specs = [*inputs, *kept, *later], [*specs, *self._kept_specs, *cotangents]
-        part = in_order(part, {**_specs_of(others), **dict(zip(names, specs))}, results)
         return _compiled(part, others, names, specs, results, whole=True)
 
     def _refuse_missing(self, order: int, watched: frozenset[int] | None) -> None:
@@ -398,9 +397,9 @@ def _compiled(
     wanted : sequence of str
         Its results.
     whole : bool
-        Whether graphs that call it may not dissolve it. So it begins when all of its inputs are
-        there, cotangents too, and nobody merges what it computes with what was computed before, or
-        takes it for something to be computed once.
+        Whether it is put in an order, and graphs that call it may not dissolve it. So it begins
+        when all of its inputs are there, cotangents too, and nobody merges what it computes with
+        what was computed before, or takes it for something to be computed once.
     """
     taken = {*wanted, *(tensor for node in part.node for tensor in node.input)}
     others = {name: tensor for name, tensor in others.items() if name in taken}
@@ -408,6 +407,8 @@ def _compiled(
     found = None if others else _shared.get(key)
     if found is not None:
         return found
+    if whole:
+        part = in_order(part, {**_specs_of(others), **dict(zip(inputs, specs))}, wanted)
 
     def run(*tensors: tf.Tensor) -> list[tf.Tensor]:
         return import_part(part, {**others, **dict(zip(inputs, tensors))}, wanted)
