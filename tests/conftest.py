@@ -1,5 +1,6 @@
 """Fixtures of all tests."""
 
+import gc
 import os
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -8,6 +9,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+
+# What importing has made stays: the collector need not look through it again and again.
+gc.collect()
+gc.freeze()
 
 
 @pytest.fixture(autouse=True)

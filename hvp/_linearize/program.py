@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
@@ -102,6 +103,8 @@ class Program:
         else:
             refuse_missing_derivatives(self._trace.doubts.missing)
             self.reads, self._preserved = self._trace.reads, self._trace.writes
+        if self.recomputes:
+            gc.collect()  # what tracing leaves are graphs, in cycles; here memory is short
         self._graph = self._try_to_split(jit_compile) if engine == "graph" else None
         self.engine = "tape" if self._graph is None else "graph"
 

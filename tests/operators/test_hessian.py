@@ -42,8 +42,15 @@ def operator(problem, **options):
     return hvp.HessianOperator(problem.loss, problem.variables, problem.data, **options)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    ("engine", "dtype"),
+    [
+        (engine, dtype)
+        for engine in ENGINES
+        for dtype in TOLERANCE
+        if (engine, dtype) != ("graph, XLA", "float64")
+    ],
+)
 @pytest.mark.parametrize("name", CASES)
 def test_products_are_those_of_the_dense_hessian(name, dtype, engine):
     with operator(CASES[name](dtype), **ENGINES[engine]) as H:
