@@ -14,7 +14,7 @@ import tensorflow as tf
 from hvp._errors import RecomputeError
 from hvp._linearize.keras_losses import kept_losses
 from hvp._recompute.partition import fewest_bytes, smallest_largest
-from hvp._recompute.recompute import recompute
+from hvp._recompute.recompute import recompute, refuse_losses
 from hvp._recompute.schedule import nbytes
 
 
@@ -69,8 +69,22 @@ def recompute_model(model: Any, segments: int | Sequence[Any] | None = None) -> 
     """
     if not hasattr(model, "_flatten_layers"):
         raise RecomputeError(f"the model is {type(model).__name__}", "a Keras model or layer")
+    if segments is True:
+        segments = None
+    if isinstance(segments, (str, bool, float)):
+        raise RecomputeError(
+            f"the argument segments is {segments!r}",
+            "a number of segments, or a list of sublayers or their names",
+            f"pass [{segments!r}]" if isinstance(segments, str) else "",
+        )
     if segments is not None and not isinstance(segments, int):
         return _by_layers(model, segments)
+    if any(kind.__module__.startswith("tf_keras") for kind in type(model).__mro__):
+        raise RecomputeError(
+            f"the model {model.name!r} is of tf_keras",
+            "a Keras 3 model, or a list of its sublayers",
+            "pass segments=[...] with the sublayers to recompute, or their names",
+        )
     if not _has_outputs(model):
         is_sequential = type(model).__name__ == "Sequential"
         raise RecomputeError(
@@ -150,13 +164,14 @@ def _replaced_call(layer: Any, call: Callable[..., Any]) -> Iterator[None]:
 def _by_layers(model: Any, given: Sequence[Any]) -> Callable[..., Any]:
     """Recompute some layers of a model, wherever it calls them."""
     by_name = {layer.name: layer for layer in model._flatten_layers(include_self=False)}
+    shown = ", ".join(list(by_name)[:8]) + (", ..." if len(by_name) > 8 else "")
     layers = []
     for layer in given:
         found = by_name.get(layer if isinstance(layer, str) else getattr(layer, "name", None))
         if found is None or not (isinstance(layer, str) or found is layer):
             raise RecomputeError(
                 f"the model {model.name!r} has no layer {layer!r}",
-                f"layers of the model: {', '.join(list(by_name)[:8])}, ...",
+                f"layers of the model: {shown}",
             )
         layers.append(found)
     if not layers:
@@ -176,8 +191,10 @@ def _by_layers(model: Any, given: Sequence[Any]) -> Callable[..., Any]:
 
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            with replaced(without=layer):
-                return original(*args, **kwargs)
+            with replaced(without=layer), kept_losses(layer):
+                made = original(*args, **kwargs)
+                refuse_losses(layer)
+                return made
 
         return recompute(call)
 
@@ -249,18 +266,31 @@ def _part(model: Any, links: list[_Link], start: int, end: int) -> tuple[Any, li
     crossing = list(model.inputs) if start == 0 else links[start - 1].crossing
     inputs = crossing if start == 0 else [links[start - 1].end, *crossing]
     wanted = model.outputs if last else links[end - 1].end
-    part = keras.Model(inputs, wanted)
+    try:
+        part = keras.Model(inputs, wanted)
+    except ValueError as error:  # a layer that is called more than once
+        raise RecomputeError(
+            f"the model {model.name!r} cannot be cut before {_named(links[end - 1])}: {error}",
+            "layers that are called once, on either side of a cut",
+            "pass segments=[...] with sublayers to recompute, or their names",
+        ) from error
 
     def run(tensors: list[Any], training: Any) -> Any:
         with warnings.catch_warnings():
             # The layers inside take the mask, or the model computes it where it is needed.
             warnings.filterwarnings("ignore", message=".*input with a mask attached")
-            made = part(tensors, training=training)
+            with kept_losses(part):
+                made = part(tensors, training=training)
+                refuse_losses(part)
         if outputs is None:
             return made
         return tf.nest.pack_sequence_as(outputs, tf.nest.flatten(made))
 
     return recompute(run), crossing
+
+
+def _named(link: _Link) -> str:
+    return repr(link.names[-1]) if link.names else "the end"
 
 
 def _links(model: Any) -> list[_Link]:

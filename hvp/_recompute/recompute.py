@@ -58,8 +58,8 @@ def recompute(f: Callable[..., Any]) -> Callable[..., Any]:
     place, so that they are other numbers than without `recompute`; those of Keras layers and of
     `tf.random.stateless_*` are the same.
 
-    A graph saved by `tf.saved_model.save` holds no derivatives of recomputed functions; save
-    the model without.
+    `tf.saved_model.save` and `model.export` raise where a recomputed function is in what they
+    save; save the model without.
 
     Inside XLA (``jit_compile=True``) results are right, but XLA may keep what would be recomputed.
 
@@ -89,6 +89,7 @@ def recompute(f: Callable[..., Any]) -> Callable[..., Any]:
         )
     traced: dict[Any, _Traced] = {}
 
+    @tf.autograph.experimental.do_not_convert  # f itself is, if need be, when it is traced
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         signature, tensors = _signature_of((args, kwargs))
         # Replicas have other variables each.
@@ -98,7 +99,11 @@ def recompute(f: Callable[..., Any]) -> Callable[..., Any]:
             found = _Traced(f, signature)
             if not (found.segment.depends_on_graph or passes):
                 traced[signature.key] = found
-        return found(tensors)
+        made = found(tensors)
+        for leaf, there in zip(tf.nest.flatten((args, kwargs)), found.unmasked):
+            if there:  # as attention layers do to their inputs
+                leaf._keras_mask = None
+        return made
 
     functools.update_wrapper(recomputed, f, updated=())
     if not hasattr(f, "__name__"):
@@ -151,13 +156,22 @@ class _Traced:
     def __init__(self, f: Callable[..., Any], signature: _Signature) -> None:
         self._structure: Any = None
         self._leaves: list[_Leaf] = []
+        # Which arguments had a Keras mask that the function took away.
+        self.unmasked: list[bool] = []
 
         def function(*tensors: tf.Tensor) -> list[tf.Tensor]:
             args, kwargs = signature.arguments(tensors)
+            given = [(leaf, _mask(leaf)) for leaf in tf.nest.flatten((args, kwargs))]
             with kept_losses(f), signature.scope.resumed():
                 made = f(*args, **kwargs)
-                _refuse_losses(f)
-            parts = [_take_signature_of(_result(leaf, f)) for leaf in tf.nest.flatten(made)]
+                refuse_losses(f)
+            self.unmasked = [mask is not None and _mask(leaf) is None for leaf, mask in given]
+            results = tf.nest.flatten(made)
+            some = any(leaf is not None for leaf in results)
+            parts = [
+                _take_signature_of(None if leaf is None and some else _result(leaf, f))
+                for leaf in results
+            ]
             self._structure = tf.nest.map_structure(lambda _: 0, made)
             self._leaves = [leaf for leaf, _ in parts]
             return [tensor for _, part in parts for tensor in part]
@@ -214,7 +228,7 @@ def _take_signature_of(value: Any) -> tuple[_Leaf, list[tf.Tensor]]:
             "tensors",
             "build the model without, and pass it to hvp.recompute_model",
         )
-    if isinstance(value, (np.ndarray, np.generic)):
+    if isinstance(value, (np.ndarray, np.generic, tf.Variable)) or _is_keras_variable(value):
         value = tf.convert_to_tensor(value)
     if not isinstance(value, (tf.Tensor, tf.RaggedTensor, tf.SparseTensor, tf.IndexedSlices)):
         if isinstance(value, tf.TensorArray) or not isinstance(value, Hashable):
@@ -225,7 +239,7 @@ def _take_signature_of(value: Any) -> tuple[_Leaf, list[tf.Tensor]]:
             )
         return _Leaf(None, value), []
     # Keras hands masks on from layer to layer as an attribute.
-    mask = getattr(value, "_keras_mask", None)
+    mask = _mask(value)
     spec = tf.type_spec_from_value(value)
     tensors = tf.nest.flatten(value, expand_composites=True)
     if mask is None:
@@ -233,9 +247,17 @@ def _take_signature_of(value: Any) -> tuple[_Leaf, list[tf.Tensor]]:
     return _Leaf(spec, mask=tf.TensorSpec(mask.shape, mask.dtype)), [*tensors, mask]
 
 
+def _mask(value: Any) -> Any:
+    return getattr(value, "_keras_mask", None)
+
+
+def _is_keras_variable(value: Any) -> bool:
+    return isinstance(getattr(value, "value", None), tf.Variable)
+
+
 def _result(leaf: Any, f: Any) -> Any:
     """Refuse a result that is no tensor."""
-    if hasattr(leaf, "handle") or type(leaf).__name__ == "Variable":
+    if isinstance(leaf, tf.Variable) or _is_keras_variable(leaf):
         leaf = tf.convert_to_tensor(leaf)
     if not isinstance(leaf, (tf.Tensor, tf.RaggedTensor, tf.SparseTensor, tf.IndexedSlices)):
         raise RecomputeError(
@@ -246,7 +268,7 @@ def _result(leaf: Any, f: Any) -> Any:
     return leaf
 
 
-def _refuse_losses(f: Any) -> None:
+def refuse_losses(f: Any) -> None:
     """Refuse a layer that notes a loss when it is called, which would be noted in the trace."""
     for layer in layers_with_new_losses(f):
         raise RecomputeError(

@@ -179,6 +179,44 @@ def test_shares_the_weights():
     assert f.__wrapped__ is model
 
 
+def shared():
+    x, layer = keras.Input((4,)), layers.Dense(4)
+    return keras.Model(x, layer(layer(x)))
+
+
+def test_losses_of_activities_are_refused_not_lost():
+    """They belong to the call, and a segment's are gone with its trace; one layer's are noted."""
+    regularizer = keras.regularizers.L2(0.1)
+    model = keras.Sequential([keras.Input((4,))])
+    model.add(layers.Dense(4, "tanh", name="first", activity_regularizer=regularizer))
+    model.add(layers.Dense(2))
+
+    def loss(x):
+        return tf.reduce_mean(model(x) ** 2) + sum(model.losses)
+
+    x = random(0, 5, 4)
+    for recompute in (True, 1, 2):
+        with pytest.raises(hvp.RecomputeError, match="'first' adds a loss"):
+            hvp.HessianOperator(loss, model, (x,), recompute=recompute)
+    H = hvp.HessianOperator(loss, model, (x,), recompute=["first"])
+    cached = hvp.HessianOperator(loss, model, (x,))
+    assert H.value == pytest.approx(cached.value, rel=1e-6)
+    v = random(1, H.shape[0])
+    assert relative_error(H @ v, cached @ v) < 1e-5
+
+
+def test_attention_takes_masks_off_its_inputs():
+    """As Keras' attention does, so that what reads the same tensor later sees none."""
+    x = keras.Input((7,), dtype="int32")
+    e = layers.Embedding(11, 8, mask_zero=True)(x)
+    e = layers.Add()([e, layers.MultiHeadAttention(2, 4, name="a0")(e, e)])
+    model = keras.Model(x, layers.MultiHeadAttention(2, 4, name="a1")(e, e))
+    ids = np.random.default_rng(0).integers(0, 4, (6, 7))
+    f = hvp.recompute_model(model, ["a0"])
+    for _ in range(2):
+        assert np.allclose(f(ids), model(ids), atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("make", "segments", "said"),
     [
@@ -189,6 +227,9 @@ def test_shares_the_weights():
         (lambda: keras.Sequential([layers.Dense(2)]), None, "not built"),
         (residual, 9, "between 1 and 6"),
         (residual, 0, "between 1 and 6"),
+        (residual, "d1", "pass \\['d1'\\]"),
+        (residual, 2.5, "is 2.5"),
+        (lambda: shared(), 2, "called once"),
     ],
 )
 def test_refused(make, segments, said):

@@ -396,3 +396,40 @@ def test_a_keras_block_in_training():
         model.fit(x, y, epochs=2, batch_size=8, shuffle=False, verbose=0)
         weights.append(model.get_weights())
     assert_same(*weights, 1e-5)
+
+
+def test_variables_as_arguments():
+    x, w = random(0, 3, 4, dtype="float64"), variable(1, 4, 2)
+    f = hvp.recompute(lambda x, *, w: tf.tanh(x @ w))
+    want = derivatives(lambda: tf.tanh(x @ w), [w], order=2)
+    assert_same(derivatives(lambda: f(x, w=w), [w], order=2), want, 1e-11)
+    layer = keras.layers.Dense(2, dtype="float64")
+    layer.build((3, 4))
+    kernel = layer.kernel.value
+    want = derivatives(lambda: tf.tanh(x @ kernel), [kernel], order=2)
+    assert_same(derivatives(lambda: f(x, w=layer.kernel), [kernel], order=2), want, 1e-11)
+
+
+def test_nothing_among_results():
+    made, nothing = hvp.recompute(lambda x: (2 * x, None))(tf.ones(2))
+    assert nothing is None
+    assert list(made) == [2, 2]
+
+
+def test_python_inside_runs_once():
+    runs = []
+
+    def count(a):
+        runs.append(1)
+        return a * 0 + 3
+
+    def f(x):
+        factor = tf.numpy_function(count, [tf.stop_gradient(x)], x.dtype)
+        return x * x * tf.reshape(factor, x.shape)
+
+    x = tf.ones(2)
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = tf.reduce_sum(hvp.recompute(f)(x))
+    assert list(tape.gradient(y, x)) == [6, 6]
+    assert len(runs) == 1
