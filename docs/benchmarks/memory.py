@@ -271,7 +271,7 @@ def interleaved_seconds(depth: int) -> dict[str, float]:
     import numpy as np
 
     names = ["gradient", "function", "recompute", "recompute-nested", "recompute-function"]
-    products = {name: tensorflow_product(name, depth)()() for name in names}
+    products = {name: tensorflow_product(name, depth)() for name in names}
     taken: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(ROUNDS + 1):
         for name in random.sample(names, len(names)):
