@@ -133,7 +133,12 @@ def tensorflow_product(variant: str, depth: int) -> Callable[[], Callable[[], An
         if variant.endswith(("function", "xla")):
             return tf.function(product, autograph=False, jit_compile=variant.endswith("xla"))
         operator = hvp.HessianOperator(loss, weights)
-        return lambda: operator.product(vector)
+
+        def product_of_operator() -> Any:
+            return operator.product(vector)
+
+        product_of_operator.refresh = operator.refresh
+        return product_of_operator
 
     return build
 
@@ -267,7 +272,10 @@ def in_process_of_its_own(workload: str, variant: str, depth: int) -> dict[str, 
 
 
 def interleaved_seconds(depth: int) -> dict[str, float]:
-    """Time products in turns, in one process; medians."""
+    """Time products in turns, in one process; medians.
+
+    Of operators also what is computed once for each point.
+    """
     import numpy as np
 
     names = ["gradient", "function", "recompute", "recompute-nested", "recompute-function"]
@@ -279,6 +287,10 @@ def interleaved_seconds(depth: int) -> dict[str, float]:
             _ = [np.asarray(part) for part in products[name]()]
             if turn > 0:
                 taken[name].append(time.perf_counter() - began)
+            if hasattr(products[name], "refresh"):
+                began = time.perf_counter()
+                products[name].refresh()
+                taken.setdefault(f"{name}, once", []).append(time.perf_counter() - began)
     return {name: statistics.median(values) for name, values in taken.items()}
 
 
@@ -333,9 +345,12 @@ def draw(results: dict[str, Any]) -> None:
         "cached": ("hvp, cached", "#f59e0b", "-"),
         "recompute": ("hvp, recompute", "#c2410c", "-"),
         "recompute-nested": ("hvp, nested recompute", "#7c2d12", "-"),
+        "recompute-tapes": ("tapes over hvp.recompute", "#fb923c", "-"),
         "jax": ("JAX", "#5eead4", "-"),
         "jax-checkpoint": ("JAX, jax.checkpoint", "#0f766e", "-"),
     }
+    shifts = {"jax": -5, "jax-checkpoint": 3, "tapes": 2, "function": -3}
+    shifts |= {"recompute": 4, "recompute-nested": -4, "recompute-tapes": -4}
     with plt.rc_context({"font.size": 8, "axes.linewidth": 0.6}):
         figure, axes = plt.subplots(figsize=(6.2, 3.8), layout="constrained")
         for variant, (label, colour, line) in styles.items():
@@ -352,7 +367,7 @@ def draw(results: dict[str, Any]) -> None:
                 (depths[-1], known[depths[-1]] / 1e3),
                 xytext=(
                     5,
-                    {"jax": -5, "jax-checkpoint": 3, "tapes": 2, "function": -3}.get(variant, 0),
+                    shifts.get(variant, 0),
                 ),
                 textcoords="offset points",
                 va="center",
