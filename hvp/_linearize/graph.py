@@ -16,7 +16,7 @@ import tensorflow as tf
 from hvp._linearize.compiled import Compiled, JitCompile
 from hvp._linearize.dataflow import CALLS, CONTROL_FLOW
 from hvp._linearize.flatten import Flattener
-from hvp._linearize.graph_parts import import_part, node_of
+from hvp._linearize.graph_parts import import_part, nbytes, node_of
 from hvp._linearize.inline import KEPT_WHOLE, inline_calls
 from hvp._linearize.packing import Packing
 from hvp._linearize.second_derivatives import refuse_missing_derivatives
@@ -164,6 +164,12 @@ class GraphProgram:
         made = [self.__dict__[name] for name in names if name in self.__dict__]
         return next((m.uses_xla for m in made if m.uses_xla is not None), None)
 
+    @property
+    def expected_nbytes(self) -> int:
+        """Bytes of the residuals, as far as their shapes are known."""
+        sizes = [nbytes(spec) for spec, owned in zip(self.residual_specs, self.owned) if owned]
+        return sum(sizes)
+
     def linearize(self) -> tuple[Any, GraphEngine]:
         """Run the first function, at the variables' values now."""
         finite, *results = self._once()
@@ -292,10 +298,10 @@ class GraphEngine:
         for tensor, owned in zip(self.residuals, self.program.owned):
             if not owned:
                 continue
-            nbytes = variant_nbytes(tensor) if tensor.dtype == tf.variant else _nbytes(tensor)
-            if nbytes is None:
+            size = variant_nbytes(tensor) if tensor.dtype == tf.variant else nbytes(tensor)
+            if size is None:
                 return None
-            total += nbytes
+            total += size
         return total
 
     def vjp(self, cotangents: Sequence[tf.Tensor], run: Run | None = None) -> list[tf.Tensor]:
@@ -365,10 +371,6 @@ def _is_not_vectorized(node: Any) -> bool:
     recomputes = node.op in CALLS and KEPT_WHOLE in node.attr["f"].func.name
     padded = "explicit_paddings" in node.attr and node.attr["explicit_paddings"].list.i
     return node.op in CONTROL_FLOW or recomputes or bool(padded)
-
-
-def _nbytes(tensor: tf.Tensor) -> int:
-    return int(tensor.dtype.size * tensor.shape.num_elements())
 
 
 def _present(names: Sequence[str | None]) -> list[str]:

@@ -9,6 +9,9 @@ import tensorflow as tf
 
 from hvp._linearize.dataflow import functions_of
 
+# Taken for the size of an axis whose size is not known.
+_UNKNOWN = 32
+
 
 def node_of(tensor: str) -> str:
     """Return the name of the node that makes a tensor, or that a control input waits for."""
@@ -116,3 +119,14 @@ def without_names(part: Any, inputs: Sequence[str], wanted: Sequence[str]) -> tu
         for i, tensor in enumerate(node.input):
             node.input[i] = renamed(tensor)
     return copy.SerializeToString(deterministic=True), tuple(map(renamed, wanted))
+
+
+def nbytes(tensor: Any) -> int:
+    """Return the bytes of a tensor; an unknown size counts as if it were small."""
+    shape, dtype = tf.TensorShape(tensor.shape), tf.as_dtype(tensor.dtype)
+    if shape.rank is None or not dtype.size:
+        return 0
+    total = dtype.size
+    for size in shape:
+        total *= _UNKNOWN if size is None else size
+    return int(total)

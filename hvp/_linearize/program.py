@@ -6,7 +6,7 @@ import contextlib
 import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Union
 
 import tensorflow as tf
 
@@ -24,6 +24,8 @@ from hvp._linearize.trace import Resource, Trace, trace
 from hvp._linearize.variables import VariableNest, all_variables, collect_variables
 
 Engine = Literal["graph", "tape"]
+# What holds a linearization.
+Linearized = Union[TapeEngine, GraphEngine]
 
 _log = logging.getLogger("hvp")
 
@@ -46,6 +48,9 @@ class Program:
         What is to hold a linearization; the tape serves where the graph cannot.
     jit_compile : bool or "auto"
         Whether XLA compiles the graph engine's products.
+    inputs : sequence of tf.Variable
+        Variables that hold what the function is called with: a linearization is not out of date
+        when they change.
 
     Attributes
     ----------
@@ -78,6 +83,7 @@ class Program:
         variables: Any,
         engine: Engine = "graph",
         jit_compile: JitCompile = False,
+        inputs: Sequence[tf.Variable] = (),
     ) -> None:
         if engine not in ("graph", "tape"):
             raise HvpError(f"the argument engine is {engine!r}", "'graph' or 'tape'")
@@ -102,13 +108,32 @@ class Program:
             self.reads, self._preserved = everything, everything
         else:
             refuse_missing_derivatives(self._trace.doubts.missing)
-            self.reads, self._preserved = self._trace.reads, self._trace.writes
+            given = {id(variable.handle) for variable in inputs}
+            self.reads = tuple(r for r in self._trace.reads if id(r.handle) not in given)
+            self._preserved = self._trace.writes
         if self.recomputes:
             gc.collect()  # what tracing leaves are graphs, in cycles; here memory is short
         self._graph = self._try_to_split(jit_compile) if engine == "graph" else None
         self.engine = "tape" if self._graph is None else "graph"
 
-    def nbytes(self, engine: TapeEngine | GraphEngine) -> int | None:
+    @property
+    def works_in_graphs(self) -> bool:
+        """Whether products can be added to a graph that is being traced."""
+        return self.engine == "graph"
+
+    @property
+    def draws(self) -> bool:
+        """Whether results depend on random draws whose state is not a variable."""
+        return self._trace is not None and self._trace.random
+
+    @property
+    def expected_nbytes(self) -> int:
+        """Bytes a linearization will keep, as far as shapes tell before it is made."""
+        if self._graph is not None:
+            return self._graph.expected_nbytes
+        return 0 if self._trace is None else self._trace.nbytes
+
+    def nbytes(self, engine: Linearized) -> int | None:
         """Bytes a linearization keeps, at most; None if it cannot be told."""
         if isinstance(engine, GraphEngine):
             return engine.nbytes
@@ -127,7 +152,7 @@ class Program:
         functions = self._trace.graph.graph_def.library.function
         return any(KEPT_WHOLE in function.signature.name for function in functions)
 
-    def linearize(self) -> tuple[Any, TapeEngine | GraphEngine]:
+    def linearize(self) -> tuple[Any, Linearized]:
         """Run the function at the variables' values now.
 
         Returns

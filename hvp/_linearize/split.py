@@ -18,7 +18,7 @@ from hvp._linearize.graph_parts import ancestors, cut_out, data_inputs, node_of
 # its buffer: constants of a product's graph, or views and repetitions of what is kept anyway.
 _REMADE = frozenset(
     """
-    BroadcastTo Const ExpandDims Fill Identity OnesLike Reshape Squeeze Tile ZerosLike
+    BroadcastTo Const EnsureShape ExpandDims Fill Identity OnesLike Reshape Squeeze Tile ZerosLike
     """.split()
 )
 

@@ -9,13 +9,84 @@ from typing import Any
 import tensorflow as tf
 
 from hvp._errors import HvpError, InvalidDataError, InvalidLossError
+from hvp._linearize.gradient import check_scalar
+from hvp._linearize.graph_parts import nbytes
 
-_EXPECTED = (
+EXPECTED = (
     "a tuple of arrays or tensors with a common first axis, such as (x, y), or a dict of them"
 )
 
 
-def bind_batch(loss: Callable[..., Any], data: Any) -> Callable[[], Any]:
+class Elements:
+    """The elements of one batch, as tensors: arguments of the loss.
+
+    Parameters
+    ----------
+    elements : dict
+        Nests of tensors, by position or by name.
+    by_name : bool
+        Whether they are keyword arguments.
+    """
+
+    def __init__(self, elements: dict[Any, Any], by_name: bool) -> None:
+        self._elements = elements
+        self._by_name = by_name
+
+    @property
+    def tensors(self) -> list[tf.Tensor]:
+        """The tensors in it, parts of ragged and sparse ones one by one."""
+        return tf.nest.flatten(self._elements, expand_composites=True)
+
+    @property
+    def examples(self) -> int:
+        """The length of the first axes."""
+        return int(tf.nest.flatten(self._elements)[0].shape[0])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(nbytes(tensor) for tensor in self.tensors)
+
+    def with_tensors(self, tensors: Sequence[Any]) -> Elements:
+        """Return the same with other tensors."""
+        packed = tf.nest.pack_sequence_as(self._elements, tensors, expand_composites=True)
+        return Elements(packed, self._by_name)
+
+    def call(self, function: Callable[..., Any]) -> Any:
+        """Call a function with the elements."""
+        if self._by_name:
+            return function(**{str(key): element for key, element in self._elements.items()})
+        return function(*self._elements.values())
+
+    def part(self, start: int, end: int) -> Elements:
+        """Return some of the examples."""
+        cut = tf.nest.map_structure(lambda leaf: leaf[start:end], self._elements)
+        return Elements(cut, self._by_name)
+
+    def differs(self, other: Elements) -> str:
+        """Tell how another batch is not of this kind; empty if it is."""
+        try:
+            tf.nest.assert_same_structure(self._elements, other._elements, expand_composites=False)
+        except (TypeError, ValueError):
+            return f"it has the elements {other._described()}, and not {self._described()}"
+        for one, two in zip(self.tensors, other.tensors):
+            if one.dtype != two.dtype:
+                return f"it has {two.dtype.name} where that has {one.dtype.name}"
+            if len(one.shape) != len(two.shape):
+                return f"it has the shape {two.shape} where that has {one.shape}"
+        return ""
+
+    def _described(self) -> str:
+        return str(tf.nest.map_structure(lambda leaf: "...", self._elements))
+
+
+def bind_batch(
+    loss: Callable[..., Any],
+    data: Any,
+    *,
+    regularization: Callable[[], Any] | None = None,
+    total: bool = False,
+) -> Callable[[], Any]:
     """Return the loss as a function of nothing, its arguments the elements of `data`.
 
     Parameters
@@ -25,6 +96,10 @@ def bind_batch(loss: Callable[..., Any], data: Any) -> Callable[[], Any]:
     data : tuple, dict or None
         Elements become positional arguments, entries keyword arguments; arrays are converted to
         tensors once, here.
+    regularization : callable, optional
+        Takes nothing; what it returns is added.
+    total : bool
+        Whether to sum over examples, not to average.
 
     Returns
     -------
@@ -38,23 +113,54 @@ def bind_batch(loss: Callable[..., Any], data: Any) -> Callable[[], Any]:
     InvalidDataError
         If `data` are of another kind, empty, or their first axes differ.
     """
+    loss = checked_loss(loss)
+    elements = None if data is None else convert_batch(data, "data")
+    factor = elements.examples if elements is not None and total else 1
+
+    def bound() -> Any:
+        value = loss() if elements is None else elements.call(loss)
+        if factor != 1:
+            value = check_scalar(value) * factor
+        if regularization is not None:
+            value = check_scalar(value) + tf.cast(regularization(), value.dtype)
+        return value
+
+    return bound
+
+
+def checked_loss(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse what is no loss; return it, traced anew if it is a `tf.function`."""
     _check_loss(loss)
     if isinstance(loss, tf.types.experimental.PolymorphicFunction):
         # An older trace may hold operations whose second derivatives are wrong (`moments`).
-        loss = tf.function(loss.python_function)
-    if data is None:
-        return loss
+        return tf.function(loss.python_function)
+    return loss
+
+
+def convert_batch(data: Any, name: str) -> Elements:
+    """Convert a batch to tensors.
+
+    Parameters
+    ----------
+    data : tuple or dict
+        Of nests of arrays and tensors.
+    name : str
+        What to call it in messages.
+
+    Raises
+    ------
+    InvalidDataError
+        If it is of another kind, empty, or the first axes differ.
+    """
     if isinstance(data, tf.data.Dataset) or not isinstance(data, (tuple, dict)):
         mend = "for a single array pass (x,)" if hasattr(data, "shape") else "pass one batch"
-        raise InvalidDataError(f"data is {type(data).__name__}", _EXPECTED, mend)
+        raise InvalidDataError(f"{name} is {type(data).__name__}", EXPECTED, mend)
     elements = data if isinstance(data, dict) else dict(enumerate(data))
     if not tf.nest.flatten(elements):
-        raise InvalidDataError("data has no elements", _EXPECTED)
-    batch = {key: _convert(element, f"data[{key!r}]") for key, element in elements.items()}
-    _check_first_axes(batch)
-    if isinstance(data, dict):
-        return lambda: loss(**{str(key): element for key, element in batch.items()})
-    return lambda: loss(*batch.values())
+        raise InvalidDataError(f"{name} has no elements", EXPECTED)
+    batch = {key: _convert(element, f"{name}[{key!r}]") for key, element in elements.items()}
+    check_first_axes(batch, name)
+    return Elements(batch, isinstance(data, dict))
 
 
 def explain_mixed_precision(
@@ -71,7 +177,7 @@ def explain_mixed_precision(
     variable_dtypes : callable
         Tells the variables'.
     """
-    if isinstance(error, HvpError) or data is None:
+    if isinstance(error, HvpError) or not isinstance(data, (tuple, dict)):
         return
     dtypes = variable_dtypes()
     elements = data if isinstance(data, dict) else dict(enumerate(data))
@@ -118,7 +224,7 @@ def _convert(element: Any, name: str) -> Any:
     if isinstance(element, (list, tuple)) and element and not hasattr(element[0], "shape"):
         raise InvalidDataError(
             f"{name} is a {type(element).__name__} of {type(element[0]).__name__}",
-            _EXPECTED,
+            EXPECTED,
             "pass np.asarray(...) of it",
         )
 
@@ -126,7 +232,7 @@ def _convert(element: Any, name: str) -> Any:
         if isinstance(leaf, tf.Variable) or isinstance(getattr(leaf, "value", None), tf.Variable):
             raise InvalidDataError(
                 f"{name} is a variable, whose changes and derivatives a copy would not see",
-                _EXPECTED,
+                EXPECTED,
                 "let the loss read the variable itself",
             )
         if isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)):
@@ -135,25 +241,26 @@ def _convert(element: Any, name: str) -> Any:
             return tf.convert_to_tensor(leaf)
         except (TypeError, ValueError) as error:
             raise InvalidDataError(
-                f"{name} is {type(leaf).__name__}, of which TensorFlow makes no tensor", _EXPECTED
+                f"{name} is {type(leaf).__name__}, of which TensorFlow makes no tensor", EXPECTED
             ) from error
 
     return tf.nest.map_structure(convert, element)
 
 
-def _check_first_axes(batch: dict[Any, Any]) -> None:
+def check_first_axes(batch: dict[Any, Any], name: str) -> None:
+    """Refuse elements that are not as many examples each."""
     lengths = {}
     for key, element in batch.items():
         for leaf in tf.nest.flatten(element):
             if len(leaf.shape) == 0:
                 raise InvalidDataError(
-                    f"data[{key!r}] is a scalar", _EXPECTED, "close over it in the loss instead"
+                    f"{name}[{key!r}] is a scalar", EXPECTED, "close over it in the loss instead"
                 )
-            lengths[f"data[{key!r}]"] = int(leaf.shape[0])
+            lengths[f"{name}[{key!r}]"] = int(leaf.shape[0])
     if len(set(lengths.values())) > 1:
         shown = ", ".join(f"{name} has {length}" for name, length in lengths.items())
         raise InvalidDataError(
             f"the first axes differ: {shown}", "one length, the number of examples"
         )
     if 0 in lengths.values():
-        raise InvalidDataError("data has no examples", "at least one")
+        raise InvalidDataError(f"{name} has no examples", "at least one")

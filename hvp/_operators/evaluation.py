@@ -16,11 +16,9 @@ from hvp._errors import (
     NonFiniteError,
     StaleOperatorError,
 )
-from hvp._linearize.compiled import JitCompile
-from hvp._linearize.gradient import value_and_gradient
 from hvp._linearize.graph import GraphEngine, Run
-from hvp._linearize.program import Engine, Program
-from hvp._linearize.tape import TapeEngine
+from hvp._linearize.program import Linearized, Program
+from hvp._operators.batched import BatchedEngine, BatchedProgram
 from hvp._operators.in_graph import InGraph
 from hvp._operators.staleness import Watch
 from hvp._operators.statistics import Statistics
@@ -33,30 +31,19 @@ class Evaluation:
 
     Parameters
     ----------
-    loss : callable
-        Takes nothing, returns a real scalar.
-    variables : nest
-        What to differentiate with respect to.
+    make_program : callable
+        Takes nothing; returns the traced gradient.
     on_stale : {"raise", "refresh", "ignore"}
         What to do when something is asked for after a variable the loss reads has changed.
-    engine : {"graph", "tape"}
-        What is to hold the linearization.
-    jit_compile : bool or "auto"
-        Whether XLA compiles the graph engine's products.
 
     Attributes
     ----------
-    program : Program
+    program : Program or BatchedProgram
         The traced gradient.
     """
 
     def __init__(
-        self,
-        loss: Callable[[], Any],
-        variables: Any,
-        on_stale: OnStale,
-        engine: Engine,
-        jit_compile: JitCompile,
+        self, make_program: Callable[[], Program | BatchedProgram], on_stale: OnStale
     ) -> None:
         if on_stale not in ("raise", "refresh", "ignore"):
             raise HvpError(
@@ -64,11 +51,11 @@ class Evaluation:
             )
         self.on_stale = on_stale
         self._counts = Statistics()
-        self._engine: TapeEngine | GraphEngine | None = None
+        self._engine: Linearized | BatchedEngine | None = None
         self._value: tf.Tensor | None = None
         self._in_graph: InGraph | None = None
         self._absent = "the operator is closed"
-        self.program = Program(value_and_gradient(loss), variables, engine, jit_compile)
+        self.program = make_program()
         self._watch = Watch(self.program.reads)
         self.refresh()
 
@@ -78,12 +65,25 @@ class Evaluation:
         return dataclasses.replace(
             self._counts,
             products=self._counts.products + (self._in_graph.products if self._in_graph else 0),
-            residual_bytes=0 if self._engine is None else self.program.nbytes(self._engine),
+            residual_bytes=0
+            if self._engine is None
+            else self.program.nbytes(cast(Any, self._engine)),
             traces=self.program.traces,
             engine=self.program.engine,
             jit_compile=self.program.uses_xla,
             note=self.program.note,
+            **self._batch_counts(),
         )
+
+    def _batch_counts(self) -> dict[str, Any]:
+        if not isinstance(self.program, BatchedProgram):
+            return {}
+        kept = self._engine.batches_kept if isinstance(self._engine, BatchedEngine) else 0
+        return {
+            "batches": self.program.batches,
+            "batches_kept": kept,
+            "batch_evaluations": self.program.batch_evaluations,
+        }
 
     def refresh(self) -> None:
         """Evaluate at the values the variables have now.
@@ -153,7 +153,7 @@ class Evaluation:
     @property
     def works_in_graphs(self) -> bool:
         """Whether products may be called for while a graph is traced."""
-        return self.program.engine == "graph"
+        return self.program.works_in_graphs
 
     def _to_graph(self, count: int | tf.Tensor) -> tuple[GraphEngine, Run]:
         """Return the engine, and what adds its next `count` products to the graph being traced."""
@@ -164,7 +164,7 @@ class Evaluation:
             self._in_graph = InGraph(self._current, watch, engine)
         return engine, functools.partial(self._in_graph.run, count)
 
-    def _current(self) -> TapeEngine | GraphEngine:
+    def _current(self) -> Linearized | BatchedEngine:
         """Return the engine, having made sure that it is there and true."""
         if self._engine is None:
             raise ClosedOperatorError(
@@ -191,7 +191,7 @@ class Evaluation:
             self._in_graph.empty()
         self._watch.release()
 
-    def _check(self, value: tf.Tensor, engine: TapeEngine | GraphEngine) -> None:
+    def _check(self, value: tf.Tensor, engine: Linearized | BatchedEngine) -> None:
         names, gradient = self.program.nest.names, engine.outputs
         if all(g is None for g in gradient):
             raise InvalidVariablesError(

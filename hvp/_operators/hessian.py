@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import tensorflow as tf
 
-from hvp._errors import RecomputeError
+from hvp._errors import HvpError, RecomputeError
 from hvp._linearize.compiled import JitCompile
-from hvp._linearize.program import Engine
+from hvp._linearize.gradient import value_and_gradient
+from hvp._linearize.program import Engine, Program
 from hvp._linearize.variables import collect_variables
-from hvp._operators.data import bind_batch, explain_mixed_precision
+from hvp._operators.batched import BatchedProgram
+from hvp._operators.batches import Batches
+from hvp._operators.data import bind_batch, checked_loss, explain_mixed_precision
 from hvp._operators.evaluation import Evaluation, OnStale
+from hvp._operators.memory import Budget
 from hvp._operators.operator import SymmetricOperator
 from hvp._recompute.keras_segments import in_segments
 
@@ -33,10 +37,29 @@ class HessianOperator(SymmetricOperator):
         What the second derivatives are with respect to: any nest of `tf.Variable` and
         `keras.Variable`; a `tf.Module`, Keras layer or model stands for its trainable variables.
         float16 and bfloat16 variables make a float32 operator.
-    data : tuple or dict of arrays, optional
-        The batch: elements become positional arguments of the loss, entries keyword arguments.
+    data : tuple or dict of arrays, or iterable of such, optional
+        The examples: elements become positional arguments of the loss, entries keyword arguments.
+        An iterable gives batches: a `tf.data.Dataset`, a Keras `PyDataset`, a list, or what else
+        gives the same batches each time it is gone through. The operator is the Hessian of the mean
+        over all examples, however they are divided.
+    batch_size : int, optional
+        Cuts a tuple or dict of arrays into batches of so many examples; the last may be smaller.
     damping : float, optional
         Adds `damping * v` to every product.
+    memory_limit : int or str, optional
+        Bytes (or such as ``"2GiB"``) that what is kept and one batch at work may take together. As
+        many batches are kept as fit, the others are evaluated again for each product; a batch that
+        does not fit is cut. By default all are kept, with a `RuntimeWarning` where memory gets
+        short.
+    reduction : {"mean", "sum"}, optional
+        ``"sum"`` multiplies by the number of examples, or by the sum of the weights.
+    regularization : callable, optional
+        Takes nothing, returns a scalar that is added once, whatever the batches and reduction.
+    weight : callable, optional
+        Takes the elements of a batch, as the loss does; returns how much the batch counts, where
+        its loss is a mean over something else than examples (unmasked tokens, sample weights).
+    progress : bool or "always", optional
+        Shows a bar over the batches, by tqdm, on a terminal; with ``"always"`` anywhere.
     on_stale : {"raise", "refresh", "ignore"}, optional
         What happens on use after a variable that the loss reads, trained or frozen, has changed:
         raise `StaleOperatorError`, evaluate again, or answer for the old values. Integers that the
@@ -122,16 +145,42 @@ class HessianOperator(SymmetricOperator):
         variables: Any,
         data: Any = None,
         *,
+        batch_size: int | None = None,
         damping: float = 0.0,
+        memory_limit: int | str | None = None,
+        reduction: Literal["mean", "sum"] = "mean",
+        regularization: Callable[[], Any] | None = None,
+        weight: Callable[..., Any] | None = None,
+        progress: bool | Literal["always"] = False,
         on_stale: OnStale = "raise",
         engine: Engine = "graph",
         jit_compile: JitCompile = False,
         recompute: bool | int | Sequence[Any] = False,
     ) -> None:
         wanted = recompute is not False
-        bound = bind_batch(in_segments(loss, variables, recompute) if wanted else loss, data)
+        if wanted:
+            loss = in_segments(loss, variables, recompute)
+        if reduction not in ("mean", "sum"):
+            raise HvpError(f"the argument reduction is {reduction!r}", "'mean' or 'sum'")
+        options: dict[str, Any] = {"engine": engine, "jit_compile": jit_compile}
+        one = data is None or isinstance(data, (tuple, dict))
+        if one and batch_size is None and memory_limit is None and weight is None:
+            total = reduction == "sum"
+            bound = bind_batch(loss, data, regularization=regularization, total=total)
+
+            def make() -> Any:
+                return Program(value_and_gradient(bound), variables, **options)
+        else:
+            loss, budget = checked_loss(loss), Budget(memory_limit)
+            batches = Batches(data, batch_size, weight)
+            options.update(regularization=regularization, total=reduction == "sum")
+            options.update(budget=budget, progress=progress)
+
+            def make() -> Any:
+                return BatchedProgram(loss, variables, batches, **options)
+
         try:
-            evaluation = Evaluation(bound, variables, on_stale, engine, jit_compile)
+            evaluation = Evaluation(make, on_stale)
         except (tf.errors.InvalidArgumentError, TypeError, ValueError) as error:
             explain_mixed_precision(error, data, lambda: collect_variables(variables).dtypes)
             raise

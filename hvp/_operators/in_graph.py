@@ -48,7 +48,7 @@ class InGraph:
         self._resources = () if watch is None else watch.resources
         self._program = engine.program
         # Of the residuals one by one, where they are packed: XLA would take them apart each time.
-        self._parts: list[_Slot] = []
+        self._parts: list[Slot] = []
         self._unpack = tf.function(self._program.unpack, autograph=False)
         # A tf.function being traced takes every variable made meanwhile in its thread for its own,
         # also those made in an init_scope, and is traced again.
@@ -61,13 +61,13 @@ class InGraph:
 
     def _make_parts(self) -> None:
         parts = self._program.unpack(_read(self._residuals))
-        self._parts = [_Slot(tensor, tensor.shape) for tensor in parts]
+        self._parts = [Slot(tensor, tensor.shape) for tensor in parts]
 
     def _make(self, engine: GraphEngine) -> None:
         self._there = tf.Variable(True, trainable=False)
         specs = engine.program.residual_specs
-        self._residuals = [_Slot(t, spec.shape) for t, spec in zip(engine.residuals, specs)]
-        self._watched = [_Slot(value, tf.TensorShape(None)) for value in self._values(engine)]
+        self._residuals = [Slot(t, spec.shape) for t, spec in zip(engine.residuals, specs)]
+        self._watched = [Slot(value, tf.TensorShape(None)) for value in self._values(engine)]
         self._count = tf.Variable(0, dtype=tf.int64, trainable=False)
 
     @property
@@ -159,24 +159,35 @@ class InGraph:
         return list(engine.watched or []) if self._resources and not packed else []
 
 
-class _Slot:
-    """A tensor that can be replaced, or let go."""
+class Slot:
+    """A tensor that can be replaced, or let go.
+
+    Parameters
+    ----------
+    tensor : tf.Tensor
+        What it is at first.
+    shape : tf.TensorShape
+        Of every tensor it will be.
+    """
 
     def __init__(self, tensor: tf.Tensor, shape: tf.TensorShape) -> None:
         self._shape = shape
-        self._variable = tf.Variable(tensor, shape=tf.TensorShape(None), trainable=False)
+        self.variable = tf.Variable(tensor, shape=tf.TensorShape(None), trainable=False)
         self._nothing = _nothing(tensor.dtype)
 
     def read(self) -> tf.Tensor:
-        value = self._variable.read_value()
+        """Return the tensor."""
+        value = self.variable.read_value()
         value.set_shape(self._shape)
         return value
 
     def assign(self, tensor: tf.Tensor) -> None:
+        """Replace the tensor; those read before stay what they were."""
         # The variable's own method costs several times as much.
-        tf.raw_ops.AssignVariableOp(resource=self._variable.handle, value=tensor)
+        tf.raw_ops.AssignVariableOp(resource=self.variable.handle, value=tensor)
 
     def empty(self) -> None:
+        """Let the tensor go."""
         self.assign(self._nothing)
 
 
@@ -188,5 +199,5 @@ def _nothing(dtype: tf.DType) -> tf.Tensor:
     return tf.zeros([0], dtype)
 
 
-def _read(slots: Sequence[_Slot]) -> list[tf.Tensor]:
+def _read(slots: Sequence[Slot]) -> list[tf.Tensor]:
     return [slot.read() for slot in slots]

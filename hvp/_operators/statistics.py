@@ -13,6 +13,11 @@ class Statistics:
     ----------
     gradient_evaluations : int
         Whole evaluations of the loss and its gradient over all data.
+    batches, batches_kept : int or None
+        How many batches the data are, and of how many the linearizations are kept; None where the
+        data are one batch.
+    batch_evaluations : int
+        Evaluations of the loss and its gradient over single batches, or pieces of them.
     products : int
         Products with a vector; the columns of a block count one each.
     traces : int
@@ -28,6 +33,9 @@ class Statistics:
     """
 
     gradient_evaluations: int = 0
+    batches: int | None = None
+    batches_kept: int | None = None
+    batch_evaluations: int = 0
     products: int = 0
     traces: int = 0
     residual_bytes: int | None = 0

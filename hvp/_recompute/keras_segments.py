@@ -12,10 +12,10 @@ from typing import Any
 import tensorflow as tf
 
 from hvp._errors import RecomputeError
+from hvp._linearize.graph_parts import nbytes
 from hvp._linearize.keras_losses import kept_losses
 from hvp._recompute.partition import fewest_bytes, smallest_largest
 from hvp._recompute.recompute import recompute, refuse_losses
-from hvp._recompute.schedule import nbytes
 
 
 def recompute_model(model: Any, segments: int | Sequence[Any] | None = None) -> Callable[..., Any]:

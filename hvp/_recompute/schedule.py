@@ -16,12 +16,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvp._linearize.graph_parts import cut_out, data_inputs, node_of
+from hvp._linearize.graph_parts import cut_out, data_inputs, nbytes, node_of
 
 # Smaller values are let alone: they cost no memory, and run side by side.
 _SMALL = 2**16
-# Taken for the size of an axis whose size is not known.
-_UNKNOWN = 32
 # Computed entry by entry: in little time, next to a matrix product or convolution.
 _ENTRYWISE = frozenset(
     """
@@ -84,17 +82,6 @@ def _sizes(part: Any, inputs: dict[str, tf.TensorSpec]) -> dict[str, list[int]]:
         tf.graph_util.import_graph_def(part, given, name="part")
         operations = {n.name: graph.get_operation_by_name(f"part/{n.name}") for n in part.node}
         return {name: [nbytes(t) for t in op.outputs] for name, op in operations.items()}
-
-
-def nbytes(tensor: Any) -> int:
-    """Return the bytes of a tensor; an unknown size counts as if it were small."""
-    shape, dtype = tf.TensorShape(tensor.shape), tf.as_dtype(tensor.dtype)
-    if shape.rank is None or not dtype.size:
-        return 0
-    total = dtype.size
-    for size in shape:
-        total *= _UNKNOWN if size is None else size
-    return int(total)
 
 
 def _order(nodes: Any, sizes: dict[str, list[int]], wanted: set[str]) -> list[str]:

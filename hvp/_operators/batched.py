@@ -1,0 +1,418 @@
+"""The loss over many batches: as many linearized and kept as memory allows, the rest each time."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvp._errors import HvpError, InvalidLossError, NonFiniteError, StaleOperatorError
+from hvp._linearize.flatten import Flattener
+from hvp._linearize.gradient import value_and_gradient
+from hvp._linearize.graph import Run
+from hvp._linearize.program import Engine, Linearized, Program
+from hvp._operators.batches import Batch, Batches
+from hvp._operators.data import Elements
+from hvp._operators.in_graph import Slot
+from hvp._operators.memory import Budget
+from hvp._operators.staleness import Watch
+
+# Shapes of batches that get a trace of their own; others share one, their lengths left open.
+_SHAPES = 3
+# Makes a program of a function of nothing that reads some inputs.
+_Make = Callable[[Callable[[], Any], Sequence[tf.Variable]], Program]
+
+
+class BatchedProgram:
+    """The mean of a loss over batches, to be linearized; has the interface of `Program`.
+
+    Parameters
+    ----------
+    loss : callable
+        Takes the elements of a batch; returns the mean over it.
+    variables : nest
+        What to differentiate with respect to.
+    batches : Batches
+        The data.
+    engine, jit_compile
+        As for `Program`.
+    budget : Budget
+        How much may be kept.
+    regularization : callable or None
+        Takes nothing; returns what is added once.
+    total : bool
+        Whether to sum over examples, not to average.
+    progress : bool or "always"
+        Whether to show a bar over the batches.
+
+    Attributes
+    ----------
+    nest, flattener, reads, engine
+        As of `Program`.
+    batch_evaluations : int
+        Evaluations of the gradient of a batch, or of a piece of one.
+    """
+
+    def __init__(
+        self,
+        loss: Callable[..., Any],
+        variables: Any,
+        batches: Batches,
+        *,
+        engine: Engine,
+        jit_compile: Any,
+        budget: Budget,
+        regularization: Callable[[], Any] | None,
+        total: bool,
+        progress: Any,
+    ) -> None:
+        def make(function: Callable[[], Any], inputs: Sequence[tf.Variable]) -> Program:
+            return Program(value_and_gradient(function), variables, engine, jit_compile, inputs)
+
+        self._loss, self._make = loss, make
+        self._batches, self._budget = batches, budget
+        self._total, self._progress = total, progress
+        self._shaped: dict[Any, _Shaped] = {}
+        self._note = ""
+        self._added = None if regularization is None else make(regularization, [])
+        self.batch_evaluations = 0
+        first = next(iter(batches))
+        self._first = self._of(first.elements).program
+        expected = self._first.expected_nbytes + first.elements.nbytes
+        self._examples = first.elements.examples
+        self._nbytes_each = expected / self._examples
+        self.nest, self.flattener = self._first.nest, self._first.flattener
+        self.reads, self.engine = self._first.reads, self._first.engine
+        if self._added is not None:
+            known = {id(resource.handle) for resource in self.reads}
+            self.reads += tuple(r for r in self._added.reads if id(r.handle) not in known)
+
+    @property
+    def batches(self) -> int | None:
+        """How many there are."""
+        return self._batches.count
+
+    @property
+    def works_in_graphs(self) -> bool:
+        """Never: batches come from Python."""
+        return False
+
+    @property
+    def uses_xla(self) -> bool | None:
+        """As of `Program`."""
+        return self._first.uses_xla
+
+    @property
+    def recomputes(self) -> bool | None:
+        """As of `Program`."""
+        return self._first.recomputes
+
+    @property
+    def traces(self) -> int:
+        """How often the loss was traced: for each of a few shapes of batches."""
+        return sum(shaped.program.traces for shaped in self._shaped.values())
+
+    @property
+    def note(self) -> str:
+        """As of `Program`."""
+        notes = [shaped.program.note for shaped in self._shaped.values()]
+        return "; ".join(dict.fromkeys(filter(None, [*notes, self._note])))
+
+    def nbytes(self, engine: Any) -> int | None:
+        """Bytes that are kept."""
+        return int(engine.nbytes)
+
+    def linearize(self) -> tuple[tf.Tensor, BatchedEngine]:
+        """Go through the batches, at the variables' values now; keep what fits."""
+        self._batches.forget()
+        watch = Watch(self.reads)
+        watch.set()
+        sums = _Sums(self.flattener)
+        kept: list[tuple[float, Linearized]] = []
+        used, all_kept = 0, True
+        try:
+            for batch in self.shown(self._batches):
+                pieces = self.pieces(batch)
+                for elements, weight in pieces:
+                    value, engine, nbytes = self._linearize(elements, batch.index)
+                    sums.add(weight, value, engine.outputs)
+                    self._budget.saw(nbytes)
+                    all_kept = all_kept and len(pieces) == 1 and self._budget.holds(used + nbytes)
+                    if all_kept:
+                        kept.append((weight, engine))
+                        used += nbytes
+                    else:
+                        engine.close()
+                if not all_kept:
+                    self._refuse_draws()
+            scale = 1.0 if self._total else sums.divide()
+            added = None
+            if self._added is not None:
+                value, added = self._added.linearize()
+                if all(output is None for output in added.outputs):
+                    raise InvalidLossError(
+                        "the regularization depends on none of the variables",
+                        "a function of the variables",
+                    )
+                sums.add(1.0, value, added.outputs)
+        except BaseException:
+            for _, engine in kept:
+                engine.close()
+            raise
+        if not all_kept:
+            self._note = "keeps some batches and evaluates the others for each product"
+        kept = [(weight * scale, engine) for weight, engine in kept]
+        if added is not None:
+            kept.append((1.0, added))
+        count = len(kept) - (added is not None)
+        later = None if all_kept else count
+        made = BatchedEngine(self, sums.gradient, kept, used, count, later, scale, watch)
+        return sums.value, made
+
+    def pieces(self, batch: Batch) -> list[tuple[Elements, float]]:
+        """Cut a batch into pieces that fit, with their weights."""
+        examples = batch.elements.examples
+        expected = round(self._nbytes_each * examples)
+        count = self._budget.pieces(expected)
+        if count <= 1:
+            return [(batch.elements, batch.weight)]
+        if examples < count:
+            raise self._budget.too_small(expected, examples)
+        ends = [round(i * examples / count) for i in range(count + 1)]
+        parts = [batch.elements.part(a, b) for a, b in zip(ends, ends[1:])]
+        return [(part, self._batches.weight_of(part, batch.index)) for part in parts]
+
+    def run(self, elements: Elements, index: int) -> Linearized:
+        """Linearize a batch for the moment."""
+        return self._linearize(elements, index)[1]
+
+    def later(self, count: int) -> Iterable[Batch]:
+        """Go through the batches from one on."""
+        return self.shown(self._batches.after(count))
+
+    def shown(self, batches: Iterable[Batch]) -> Iterable[Batch]:
+        """Show a bar, if one is wanted."""
+        if not self._progress:
+            return batches
+        try:
+            from tqdm import tqdm  # type: ignore[import-untyped]
+        except ImportError as error:
+            raise HvpError(
+                "progress is asked for, and tqdm is not installed",
+                "tqdm",
+                "pip install 'hvp[examples]'",
+            ) from error
+        disable = False if self._progress == "always" else not sys.stderr.isatty()
+        count = self._batches.count
+        return tqdm(batches, total=count, unit="batch", leave=False, disable=disable)
+
+    def _linearize(self, elements: Elements, index: int) -> tuple[tf.Tensor, Linearized, int]:
+        shaped = self._of(elements)
+        value, engine = shaped.linearize(elements)
+        self.batch_evaluations += 1
+        finite = [value, *(output for output in engine.outputs if output is not None)]
+        if not all(bool(tf.reduce_all(tf.math.is_finite(tensor))) for tensor in finite):
+            engine.close()
+            what = "gradient" if bool(tf.math.is_finite(value)) else "loss"
+            raise NonFiniteError(
+                f"the {what} of batch {index} is not finite",
+                "a loss that is finite and differentiable at this point, for every batch",
+                f"look at batch {index} of the data: NaN, infinite or extreme entries",
+            )
+        nbytes = (shaped.program.nbytes(engine) or 0) + elements.nbytes
+        if elements.examples >= self._examples:  # smaller ones would count what they share
+            self._examples = elements.examples
+            self._nbytes_each = max(self._nbytes_each, nbytes / elements.examples)
+        return value, engine, nbytes
+
+    def _of(self, elements: Elements) -> _Shaped:
+        """Return the program for batches of a shape."""
+        shapes = tuple(tuple(tensor.shape) for tensor in elements.tensors)
+        found = self._shaped.get(shapes)
+        if found is None and len(self._shaped) >= _SHAPES:
+            shapes = tuple((None,) * len(shape) for shape in shapes)
+            found = self._shaped.get(shapes)
+        if found is None:
+            found = self._shaped[shapes] = _Shaped(self._loss, elements, shapes, self._make)
+        return found
+
+    def _refuse_draws(self) -> None:
+        if self._first.draws:
+            raise HvpError(
+                "the loss draws random numbers, and not all batches fit in memory: those that are "
+                "evaluated for each product would be of another function each time",
+                "the same loss each time",
+                "raise memory_limit, or draw with a Keras seed generator or tf.random.stateless_*",
+            )
+
+
+class BatchedEngine:
+    """The derivative over all batches at a point; has the interface of `GraphEngine`.
+
+    Parameters
+    ----------
+    program : BatchedProgram
+        What it is of.
+    outputs : list of (tf.Tensor or None)
+        The gradient.
+    kept : list of (float, engine)
+        Linearizations that are kept, and how much each counts.
+    nbytes : int
+        What they take.
+    batches_kept : int
+        Of how many batches they are.
+    later : int or None
+        The first batch that is not kept; None if all are.
+    scale : float
+        Multiplies the weights of the rest.
+    watch : Watch
+        Of what the loss reads.
+    """
+
+    name = "batches"
+    finite = None
+    watched = None
+
+    def __init__(
+        self,
+        program: BatchedProgram,
+        outputs: list[Any],
+        kept: list[tuple[float, Linearized]],
+        nbytes: int,
+        batches_kept: int,
+        later: int | None,
+        scale: float,
+        watch: Watch,
+    ) -> None:
+        self.program, self.outputs, self.nbytes = program, outputs, nbytes
+        self.batches_kept = batches_kept
+        self._kept, self._later, self._scale, self._watch = kept, later, scale, watch
+
+    def vjp(self, cotangents: Sequence[tf.Tensor], run: Run | None = None) -> list[tf.Tensor]:
+        """Apply the transposed derivative; as `GraphEngine.vjp`."""
+        del run
+        # float16 would lose what one batch adds to many.
+        wide = self.program.flattener.dtype
+        sums = [tf.zeros(c.shape, wide) for c in cotangents]
+        for factor, engine in self._engines():
+            parts = engine.vjp(cotangents)
+            sums = [s + tf.cast(p, wide) * tf.constant(factor, wide) for s, p in zip(sums, parts)]
+        return [tf.cast(s, c.dtype) for s, c in zip(sums, cotangents)]
+
+    def vjp_flat(self, flat: tf.Tensor, flattener: Flattener, run: Run | None = None) -> tf.Tensor:
+        """Apply it to and from one flat vector."""
+        del run
+        return self._sum(lambda engine: engine.vjp_flat(flat, flattener), flat)
+
+    def vjp_flat_columns(
+        self, block: tf.Tensor, flattener: Flattener, run: Run | None = None
+    ) -> tf.Tensor:
+        """Apply it to each column of a block, all in one pass over the data."""
+        del run
+        return self._sum(lambda engine: engine.vjp_flat_columns(block, flattener), block)
+
+    def close(self) -> None:
+        """Release what is kept."""
+        for _, engine in self._kept:
+            engine.close()
+        self._kept = []
+        self._watch.release()
+
+    def _sum(self, multiply: Callable[[Linearized], tf.Tensor], like: tf.Tensor) -> tf.Tensor:
+        result = tf.zeros_like(like)
+        for factor, engine in self._engines():
+            result += multiply(engine) * tf.constant(factor, like.dtype)
+        return result
+
+    def _engines(self) -> Iterator[tuple[float, Linearized]]:
+        """Go through the linearizations of all batches, kept or for the moment."""
+        yield from self._kept
+        if self._later is None:
+            return
+        changed = self._watch.changed()
+        if changed:
+            raise StaleOperatorError(
+                f"variables that the loss reads have changed: {', '.join(map(repr, changed))}; and "
+                "not all batches are kept",
+                "the values at which the operator was evaluated",
+                "call refresh(), or raise memory_limit",
+            )
+        for batch in self.program.later(self._later):
+            for elements, weight in self.program.pieces(batch):
+                engine = self.program.run(elements, batch.index)
+                with contextlib.closing(engine):
+                    yield weight * self._scale, engine
+
+
+class _Shaped:
+    """A loss traced for batches of one shape, which it reads from variables."""
+
+    def __init__(
+        self,
+        loss: Callable[..., Any],
+        elements: Elements,
+        shapes: Sequence[Sequence[int | None]],
+        make: _Make,
+    ) -> None:
+        tensors = elements.tensors
+        self._slots = [Slot(t, tf.TensorShape(shape)) for t, shape in zip(tensors, shapes)]
+
+        def bound() -> Any:
+            # What a graph is told of a variable's shape is forgotten with the graph.
+            read = [tf.ensure_shape(s.read(), shape) for s, shape in zip(self._slots, shapes)]
+            return elements.with_tensors(read).call(loss)
+
+        self.program = make(bound, [slot.variable for slot in self._slots])
+
+    def linearize(self, elements: Elements) -> tuple[tf.Tensor, Linearized]:
+        for slot, tensor in zip(self._slots, elements.tensors):
+            slot.assign(tensor)
+        try:
+            return self.program.linearize()
+        finally:
+            for slot in self._slots:
+                slot.empty()
+
+
+class _Sums:
+    """Weighted sums of values and gradients."""
+
+    def __init__(self, flattener: Flattener) -> None:
+        self._value = tf.zeros([], tf.float64)
+        self._gradient: list[Any] = [None] * len(flattener.dtypes)
+        self._dtypes, self._wide = flattener.dtypes, flattener.dtype
+        self._weight = 0.0
+
+    def add(self, weight: float, value: tf.Tensor, gradient: Sequence[Any]) -> None:
+        """Add those of a batch."""
+        self._value += weight * tf.cast(value, tf.float64)
+        self._weight += weight
+        for i, part in enumerate(gradient):
+            if part is not None:
+                part = tf.cast(part, self._wide) * tf.constant(weight, self._wide)
+                self._gradient[i] = part if self._gradient[i] is None else self._gradient[i] + part
+
+    def divide(self) -> float:
+        """Divide by the sum of the weights; return what that means for each."""
+        if self._weight == 0:
+            raise HvpError("the weights of all batches are zero", "at least one that counts")
+        scale = 1 / self._weight
+        self._value *= scale
+        self._gradient = [
+            g if g is None else g * tf.constant(scale, g.dtype) for g in self._gradient
+        ]
+        return scale
+
+    @property
+    def value(self) -> tf.Tensor:
+        """The sum of the values."""
+        return self._value
+
+    @property
+    def gradient(self) -> list[Any]:
+        """The sum of the gradients, in the variables' types."""
+        pairs = zip(self._gradient, self._dtypes)
+        return [g if g is None else tf.cast(g, dtype) for g, dtype in pairs]

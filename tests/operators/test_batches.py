@@ -1,0 +1,313 @@
+"""Many batches: the Hessian of the mean over all examples, whatever is kept."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvp
+from tests.cases import Problem, dense_hessian, random, relative_error, set_random_weights
+
+N, IN, OUT = 23, 4, 2
+X, Y = random(0, N, IN, dtype="float64"), random(1, N, OUT, dtype="float64")
+
+
+class Network(tf.Module):
+    def __init__(self):
+        self.w = tf.Variable(random(2, IN, OUT, dtype="float64"))
+        self.b = tf.Variable(random(3, OUT, dtype="float64"))
+
+    def __call__(self, x):
+        return tf.tanh(x @ self.w + self.b)
+
+
+def mean_square(network):
+    return lambda x, y: tf.reduce_mean((network(x) - y) ** 2)
+
+
+class Sequence(keras.utils.PyDataset):
+    def __init__(self, sizes):
+        super().__init__()
+        self.parts = cut(sizes)
+
+    def __len__(self):
+        return len(self.parts)
+
+    def __getitem__(self, index):
+        return self.parts[index]
+
+
+def cut(sizes):
+    ends = np.cumsum([0, *sizes])
+    return [(X[a:b], Y[a:b]) for a, b in zip(ends, ends[1:])]
+
+
+SOURCES = {
+    "arrays": lambda sizes: ((X, Y), {"batch_size": sizes[0]}),
+    "Dataset": lambda sizes: (
+        tf.data.Dataset.from_tensor_slices((X, Y)).batch(sizes[0]),
+        {},
+    ),
+    "PyDataset": lambda sizes: (Sequence(sizes), {}),
+    "list": lambda sizes: (cut(sizes), {}),
+}
+SIZES = {"equal": [1] * N, "ragged": [10, 10, 3]}
+# In units of what is kept of one batch, of which one at work needs two and a half.
+LIMITS = {"cached": None, "partly": 4.0, "streamed": 2.8}
+
+
+@pytest.fixture(scope="module")
+def dense():
+    network = Network()
+    return dense_hessian(Problem(mean_square(network), network, (X, Y)))
+
+
+def bytes_kept(network, size, engine="graph"):
+    """What is kept of one batch."""
+    loss, data = mean_square(network), cut([size])
+    return hvp.HessianOperator(loss, network, data, engine=engine).stats.residual_bytes
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "engine"),
+    [
+        *((kind, "ragged", engine) for kind in SOURCES for engine in ("graph", "tape")),
+        ("arrays", "equal", "graph"),
+    ],
+)
+@pytest.mark.parametrize("limit", LIMITS)
+def test_the_hessian_of_all_examples(dense, kind, sizes, limit, engine):
+    network = Network()
+    source, options = SOURCES[kind](SIZES[sizes])
+    if LIMITS[limit] is not None:
+        each = bytes_kept(network, SIZES[sizes][0], engine)
+        options["memory_limit"] = round(each * LIMITS[limit])
+    H = hvp.HessianOperator(mean_square(network), network, source, engine=engine, **options)
+    assert relative_error(H.to_dense(), dense) < 1e-10
+    v = random(5, H.shape[0], dtype="float64")
+    assert relative_error(H @ v, dense @ v) < 1e-10
+    parts = H.product(H.unflatten(tf.constant(v)))
+    assert relative_error(H.flatten(parts), dense @ v) < 1e-10
+    whole = hvp.HessianOperator(mean_square(network), network, (X, Y), engine=engine)
+    assert relative_error(H.gradient, whole.gradient) < 1e-12
+    assert H.value == pytest.approx(whole.value, rel=1e-12)
+    stats = H.stats
+    assert stats.batches == len(SIZES[sizes])
+    assert stats.gradient_evaluations == 1
+    if limit == "cached":
+        assert stats.batches_kept == stats.batches == stats.batch_evaluations
+    else:
+        assert stats.batches_kept < stats.batches < stats.batch_evaluations
+        assert "for each product" in stats.note
+
+
+def test_a_batch_that_does_not_fit_is_cut(dense):
+    network = Network()
+    limit = round(2.8 * bytes_kept(network, 6))
+    H = hvp.HessianOperator(mean_square(network), network, (X, Y), memory_limit=limit)
+    assert relative_error(H.to_dense(), dense) < 1e-10
+    assert H.stats.batches == 1
+    assert H.stats.batches_kept == 0
+    with pytest.raises(hvp.TooLargeError, match="a memory_limit of at least"):
+        hvp.HessianOperator(mean_square(network), network, (X, Y), memory_limit=40)
+
+
+def test_sums_weights_and_regularization(dense):
+    network = Network()
+    loss = mean_square(network)
+    for options in ({}, {"batch_size": 5}):
+        H = hvp.HessianOperator(loss, network, (X, Y), reduction="sum", **options)
+        assert relative_error(H.to_dense(), N * dense) < 1e-10
+
+    def penalty():
+        return tf.reduce_sum(network.w**4) / 12
+
+    # In tf.Module's order: b, then w, of which the penalty's Hessian is w**2.
+    added = np.diag(np.concatenate([np.zeros(OUT), network.w.numpy().ravel() ** 2]))
+    for options in ({}, {"batch_size": 5}, {"batch_size": 5, "memory_limit": 3000}):
+        H = hvp.HessianOperator(loss, network, (X, Y), regularization=penalty, **options)
+        assert relative_error(H.to_dense(), dense + added) < 1e-10
+        H = hvp.HessianOperator(
+            loss, network, (X, Y), regularization=penalty, reduction="sum", **options
+        )
+        assert relative_error(H.to_dense(), N * dense + added) < 1e-10
+
+
+def test_sample_weights():
+    """A batch whose loss is a weighted mean counts as much as its weights."""
+    network = Network()
+    weights = np.abs(random(7, N, dtype="float64")) + 0.1
+
+    def loss(x, y, w):
+        each = tf.reduce_mean((network(x) - y) ** 2, axis=1)
+        return tf.reduce_sum(w * each) / tf.reduce_sum(w)
+
+    data = (X, Y, weights)
+    whole = dense_hessian(Problem(loss, network, data))
+    H = hvp.HessianOperator(
+        loss, network, data, batch_size=7, weight=lambda x, y, w: tf.reduce_sum(w)
+    )
+    assert relative_error(H.to_dense(), whole) < 1e-10
+    named = {"x": X, "y": Y, "w": weights}
+    H = hvp.HessianOperator(
+        loss, network, named, batch_size=7, weight=lambda x, y, w: tf.reduce_sum(w)
+    )
+    assert relative_error(H.to_dense(), whole) < 1e-10
+
+
+def test_nested_inputs_from_a_dataset(dense):
+    network = Network()
+    data = tf.data.Dataset.from_tensor_slices(({"x": X, "z": X[:, :1]}, Y)).batch(9)
+
+    def loss(inputs, y):
+        return tf.reduce_mean((network(inputs["x"]) - y) ** 2)
+
+    assert relative_error(hvp.HessianOperator(loss, network, data).to_dense(), dense) < 1e-10
+
+
+def test_a_keras_layer_alone_is_a_block_of_the_whole():
+    model = keras.Sequential(
+        [keras.Input((IN,)), keras.layers.Dense(3, "tanh"), keras.layers.Dense(OUT)]
+    )
+    model = keras.models.clone_model(model)
+    set_random_weights(model)
+    loss = mean_square(model)
+    data = (X.astype("float32"), Y.astype("float32"))
+    whole = hvp.HessianOperator(loss, model, data, batch_size=8).to_dense()
+    head = model.layers[-1]
+    size = sum(int(np.prod(v.shape)) for v in head.trainable_variables)
+    block = hvp.HessianOperator(loss, head, data, batch_size=8).to_dense()
+    np.testing.assert_allclose(block, whole[-size:, -size:], rtol=1e-5, atol=1e-6)
+
+
+def test_a_block_of_columns_passes_over_the_data_once():
+    network = Network()
+
+    class Counted:
+        passes = 0
+
+        def __iter__(self):
+            Counted.passes += 1
+            return iter(cut([10, 10, 3]))
+
+    H = hvp.HessianOperator(mean_square(network), network, Counted(), memory_limit=2500)
+    assert H.stats.batches_kept < 3
+    before = Counted.passes
+    H @ random(0, H.shape[0], 7, dtype="float64")
+    assert Counted.passes == before + 1
+
+
+def test_refresh_goes_through_the_data_again():
+    network = Network()
+    H = hvp.HessianOperator(mean_square(network), network, (X, Y), batch_size=5)
+    network.w.assign_add(tf.ones_like(network.w) * 0.1)
+    with pytest.raises(hvp.StaleOperatorError):
+        H @ np.ones(H.shape[0])
+    H.refresh()
+    whole = dense_hessian(Problem(mean_square(network), network, (X, Y)))
+    assert relative_error(H.to_dense(), whole) < 1e-10
+    assert H.stats.gradient_evaluations == 2
+    assert H.stats.traces == 2  # one for each shape
+
+
+class TestRefused:
+    def make(self, data, **options):
+        network = Network()
+        return hvp.HessianOperator(mean_square(network), network, data, **options)
+
+    def test_a_generator(self):
+        with pytest.raises(hvp.InvalidDataError, match="gone through once only"):
+            self.make(batch for batch in cut([10, 13]))
+
+    @pytest.mark.parametrize("then", [[10, 10], [10, 10, 2, 1], [10, 9, 4]])
+    def test_other_batches_the_second_time(self, then):
+        class Source:
+            sizes = (10, 10, 3)
+
+            def __iter__(self):
+                return iter(cut(Source.sizes))
+
+        H = self.make(Source(), memory_limit=2500)
+        Source.sizes = then
+        with pytest.raises(hvp.InvalidDataError, match="not the same when they are gone through"):
+            H @ np.ones(H.shape[0])
+
+    def test_shuffling_each_pass(self):
+        data = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(N).batch(10)
+        with pytest.raises(hvp.InvalidDataError, match="reshuffle_each_iteration=False"):
+            H = self.make(data, memory_limit=2500)
+            H @ np.ones(H.shape[0])
+
+    def test_batches_of_differing_structure(self):
+        with pytest.raises(hvp.InvalidDataError, match="Batch 1 differs from batch 0"):
+            self.make([(X, Y), (X, Y, Y)])
+        with pytest.raises(hvp.InvalidDataError, match="float32 where that has float64"):
+            self.make([(X, Y), (X.astype("float32"), Y)])
+
+    def test_nothing(self):
+        with pytest.raises(hvp.InvalidDataError, match="Data has no batches"):
+            self.make([])
+        with pytest.raises(hvp.InvalidDataError, match="Batch 1 has no examples"):
+            self.make([(X, Y), (X[:0], Y[:0])])
+
+    def test_a_nan_in_one_batch(self):
+        bad = X.copy()
+        bad[12] = np.nan
+        with pytest.raises(hvp.NonFiniteError, match="The loss of batch 2 is not finite"):
+            self.make((bad, Y), batch_size=5)
+
+    @pytest.mark.parametrize("size", [0, -1, 2.5, True])
+    def test_batch_sizes(self, size):
+        with pytest.raises(hvp.HvpError, match="batch_size"):
+            self.make((X, Y), batch_size=size)
+
+    @pytest.mark.parametrize("limit", [0, -5, "much", "12 apples", float("nan")])
+    def test_limits(self, limit):
+        with pytest.raises(hvp.HvpError, match="memory_limit"):
+            self.make((X, Y), memory_limit=limit)
+
+    def test_draws_that_cannot_be_repeated(self):
+        network = Network()
+
+        def loss(x, y):
+            return tf.reduce_mean((network(x) * tf.random.normal([OUT], dtype="float64") - y) ** 2)
+
+        with pytest.raises(hvp.HvpError, match="draws random numbers"):
+            hvp.HessianOperator(loss, network, cut([10, 13]), memory_limit=2500)
+
+
+def test_an_exception_of_the_source_leaves_the_operator_usable(dense):
+    class Source:
+        broken = False
+
+        def __iter__(self):
+            for i, batch in enumerate(cut([10, 10, 3])):
+                if Source.broken and i == 2:
+                    raise ZeroDivisionError("the disk is gone")
+                yield batch
+
+    network = Network()
+    H = hvp.HessianOperator(mean_square(network), network, Source(), memory_limit=2500)
+    v = np.ones(H.shape[0])
+    Source.broken = True
+    with pytest.raises(ZeroDivisionError, match="the disk is gone"):
+        H @ v
+    Source.broken = False
+    assert relative_error(H @ v, dense @ v) < 1e-10
+
+
+def test_limits_in_words():
+    network = Network()
+    for limit in ("1GiB", "1 GB", "500MB", "0.5 TiB", 2**30):
+        H = hvp.HessianOperator(mean_square(network), network, (X, Y), memory_limit=limit)
+        assert H.stats.batches_kept == 1
+
+
+def test_progress_is_shown(capfd):
+    network = Network()
+    pytest.importorskip("tqdm")
+    H = hvp.HessianOperator(mean_square(network), network, cut([10, 13]), progress="always")
+    assert "batch" in capfd.readouterr().err
+    hvp.HessianOperator(mean_square(network), network, cut([10, 13]), progress=True)
+    assert "batch" not in capfd.readouterr().err  # not a terminal
+    assert H.shape == (10, 10)
