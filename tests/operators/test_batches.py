@@ -234,9 +234,13 @@ class TestRefused:
 
     def test_shuffling_each_pass(self):
         data = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(N).batch(10)
-        with pytest.raises(hvp.InvalidDataError, match="reshuffle_each_iteration=False"):
+
+        def use():
             H = self.make(data, memory_limit=2500)
-            H @ np.ones(H.shape[0])
+            return H @ np.ones(H.shape[0])
+
+        with pytest.raises(hvp.InvalidDataError, match="reshuffle_each_iteration=False"):
+            use()
 
     def test_batches_of_differing_structure(self):
         with pytest.raises(hvp.InvalidDataError, match="Batch 1 differs from batch 0"):
