@@ -135,12 +135,12 @@ class BatchedProgram:
         used, all_kept = 0, True
         try:
             for batch in self.shown(self._batches):
-                pieces = self.pieces(batch)
-                for elements, weight in pieces:
+                for elements, weight in self.pieces(batch):
                     value, engine, nbytes = self._linearize(elements, batch.index)
                     sums.add(weight, value, engine.outputs)
                     self._budget.saw(nbytes)
-                    all_kept = all_kept and len(pieces) == 1 and self._budget.holds(used + nbytes)
+                    whole = elements is batch.elements
+                    all_kept = all_kept and whole and self._budget.holds(used + nbytes)
                     if all_kept:
                         kept.append((weight, engine))
                         used += nbytes
@@ -172,18 +172,20 @@ class BatchedProgram:
         made = BatchedEngine(self, sums.gradient, kept, used, count, later, scale, watch)
         return sums.value, made
 
-    def pieces(self, batch: Batch) -> list[tuple[Elements, float]]:
+    def pieces(self, batch: Batch) -> Iterator[tuple[Elements, float]]:
         """Cut a batch into pieces that fit, with their weights."""
         examples = batch.elements.examples
         expected = round(self._nbytes_each * examples)
         count = self._budget.pieces(expected)
         if count <= 1:
-            return [(batch.elements, batch.weight)]
+            yield batch.elements, batch.weight
+            return
         if examples < count:
             raise self._budget.too_small(expected, examples)
-        ends = [round(i * examples / count) for i in range(count + 1)]
-        parts = [batch.elements.part(a, b) for a, b in zip(ends, ends[1:])]
-        return [(part, self._batches.weight_of(part, batch.index)) for part in parts]
+        size = -(-examples // count)  # all alike but the last: other shapes are other traces
+        for start in range(0, examples, size):
+            part = batch.elements.part(start, min(start + size, examples))
+            yield part, self._batches.weight_of(part, batch.index)
 
     def run(self, elements: Elements, index: int) -> Linearized:
         """Linearize a batch for the moment."""
@@ -366,6 +368,7 @@ class _Shaped:
             return elements.with_tensors(read).call(loss)
 
         self.program = make(bound, [slot.variable for slot in self._slots])
+        self._empty()
 
     def linearize(self, elements: Elements) -> tuple[tf.Tensor, Linearized]:
         for slot, tensor in zip(self._slots, elements.tensors):
@@ -373,8 +376,11 @@ class _Shaped:
         try:
             return self.program.linearize()
         finally:
-            for slot in self._slots:
-                slot.empty()
+            self._empty()
+
+    def _empty(self) -> None:
+        for slot in self._slots:
+            slot.empty()
 
 
 class _Sums:

@@ -13,7 +13,7 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _UNITS.update({f"{unit}i": 2 ** (10 * i) for i, unit in enumerate("KMGT", start=1)})
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?|)B?\s*", re.IGNORECASE)
 # What is needed to linearize a batch and to multiply by it, in units of what is kept of it.
-_WORKING = 2.5
+_WORKING = 3.0
 
 
 class Budget:
