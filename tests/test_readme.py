@@ -10,7 +10,7 @@ README = Path(__file__).parents[1] / "README.md"
 
 def test_the_readmes_code_runs(capsys):
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     namespace = {}
     for block in blocks:
         exec(compile(block, str(README), "exec"), namespace)
@@ -18,6 +18,7 @@ def test_the_readmes_code_runs(capsys):
     assert namespace["info"] == 0
     assert namespace["largest"] > 0
     assert namespace["dense"].shape == (161, 161)
+    assert namespace["H"].stats.batches == namespace["H"].stats.batches_kept > 1
     assert namespace["again"].shape == namespace["block"].__wrapped__.kernel.shape
 
 

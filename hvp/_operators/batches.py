@@ -159,7 +159,9 @@ def _source(data: Any, batch_size: int | None) -> Callable[[], Iterator[Any]]:
         return lambda: (data[i] for i in range(data.num_batches))
     if not hasattr(data, "__iter__") or hasattr(data, "shape"):
         mend = "for a single array pass (x,)" if hasattr(data, "shape") else ""
-        raise InvalidDataError(f"data is {type(data).__name__}", EXPECTED, mend)
+        raise InvalidDataError(
+            f"data is {type(data).__name__}", f"{EXPECTED}, or batches of that kind", mend
+        )
     if iter(data) is data:
         raise InvalidDataError(
             f"data is a {type(data).__name__}, which can be gone through once only",

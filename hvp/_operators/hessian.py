@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import tensorflow as tf
 
-from hvp._errors import HvpError, RecomputeError
+from hvp._errors import HvpError, InvalidLossError, RecomputeError
 from hvp._linearize.compiled import JitCompile
 from hvp._linearize.gradient import value_and_gradient
 from hvp._linearize.program import Engine, Program
@@ -99,6 +99,8 @@ class HessianOperator(SymmetricOperator):
         If the loss or its gradient is not finite.
     SecondDerivativeError
         If an operation in the loss has no second derivative in TensorFlow.
+    TooLargeError
+        If a single example does not fit in `memory_limit`.
     RecomputeError
         If `recompute` is asked for and the model cannot be cut so, or the loss does not call it.
 
@@ -192,6 +194,80 @@ class HessianOperator(SymmetricOperator):
                 "call the model itself, not a tf.function of it that was traced before",
             )
         super().__init__(evaluation, damping)
+
+    @classmethod
+    def from_keras(
+        cls,
+        model: Any,
+        data: Any,
+        *,
+        variables: Any = None,
+        training: bool = False,
+        **options: Any,
+    ) -> HessianOperator:
+        """Return the Hessian of the loss a Keras model was compiled with.
+
+        Parameters
+        ----------
+        model : keras.Model
+            Compiled. Loss weights, several outputs and regularizers count as in `model.evaluate`.
+        data : tuple of arrays, or iterable of such
+            `(x, y)` or `(x, y, sample_weight)`, as for `model.fit`, or batches of them.
+        variables : nest, optional
+            What the second derivatives are with respect to; the model's trainable variables by
+            default.
+        training : bool, optional
+            Whether layers behave as in training (dropout, batch normalization).
+        **options
+            Of `HessianOperator`.
+
+        Returns
+        -------
+        HessianOperator
+
+        Raises
+        ------
+        InvalidLossError
+            If the model is not compiled, or its loss is a sum over the batch, not a mean.
+
+        Notes
+        -----
+        Keras divides by the number of examples, also with sample weights. Where it averages over
+        something else (outputs with a mask), say by `weight` how much a batch counts.
+
+        Examples
+        --------
+        >>> import keras
+        >>> import numpy as np
+        >>> import hvp
+        >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, use_bias=False)])
+        >>> model.compile(loss="mse")
+        >>> x, y = np.eye(3), np.ones(3)
+        >>> H = hvp.HessianOperator.from_keras(model, (x, y), batch_size=2)
+        >>> H.to_dense().round(3)
+        array([[0.667, 0.   , 0.   ],
+               [0.   , 0.667, 0.   ],
+               [0.   , 0.   , 0.667]], dtype=float32)
+        """
+        if not getattr(model, "compiled", False):
+            raise InvalidLossError(
+                f"the model is {type(model).__name__}, and has no compiled loss",
+                "a Keras model that was compiled with a loss",
+                "call model.compile(loss=...), or pass a loss to HessianOperator",
+            )
+        for part in tf.nest.flatten(model.loss):
+            if getattr(part, "reduction", None) in ("sum", "none"):
+                raise InvalidLossError(
+                    f"the compiled loss {part.name!r} has reduction {part.reduction!r}",
+                    "a mean over examples",
+                    "compile with the default reduction, and pass reduction='sum' here for a sum",
+                )
+
+        def loss(x: Any, y: Any, sample_weight: Any = None) -> Any:
+            made = model(x, training=training)
+            return model.compute_loss(x=x, y=y, y_pred=made, sample_weight=sample_weight)
+
+        return cls(loss, model if variables is None else variables, data, **options)
 
 
 def hessian_vector_product(

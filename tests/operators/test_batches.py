@@ -320,6 +320,69 @@ def test_progress_is_shown(capfd):
     assert H.shape == (10, 10)
 
 
+class TestFromKeras:
+    """The compiled loss, with all that Keras adds to it."""
+
+    @pytest.fixture
+    def model(self):
+        x = keras.Input((IN,))
+        regularizer = keras.regularizers.L2(0.1)
+        h = keras.layers.Dense(3, "tanh", name="hidden", kernel_regularizer=regularizer)(x)
+        outputs = {
+            "a": keras.layers.Dense(OUT, name="a")(h),
+            "b": keras.layers.Dense(3, name="b")(keras.layers.Dropout(0.5)(h)),
+        }
+        model = keras.Model(x, outputs)
+        set_random_weights(model)
+        cross_entropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(loss={"a": "mse", "b": cross_entropy}, loss_weights={"a": 0.5, "b": 2.0})
+        return model
+
+    def data(self, weighted):
+        y = {"a": Y.astype("float32"), "b": np.arange(N) % 3}
+        weights = np.linspace(0.5, 2, N, dtype="float32")
+        each = {"a": weights, "b": weights[::-1].copy()}
+        return (X.astype("float32"), y, each) if weighted else (X.astype("float32"), y)
+
+    @pytest.mark.parametrize("weighted", [False, True])
+    def test_is_what_keras_evaluates(self, model, weighted):
+        data = self.data(weighted)
+
+        def by_hand(x, y, w=None):
+            made = model(x, training=False)
+            a = tf.reduce_mean((made["a"] - y["a"]) ** 2, axis=1)
+            b = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y["b"], logits=made["b"])
+            a, b = (a, b) if w is None else (a * w["a"], b * w["b"])
+            kernel = model.get_layer("hidden").kernel
+            return tf.reduce_mean(0.5 * a + 2 * b) + 0.1 * tf.reduce_sum(kernel.value**2)
+
+        want = hvp.HessianOperator(by_hand, model, data).to_dense()
+        x, y, *weights = data
+        evaluated = model.evaluate(x, y, sample_weight=(weights or [None])[0], verbose=0)[0]
+        seen = [float(metric.result()) for metric in model.metrics if metric.name == "loss"]
+        for options in ({}, {"batch_size": 7}, {"batch_size": 7, "memory_limit": 20000}):
+            H = hvp.HessianOperator.from_keras(model, data, **options)
+            assert relative_error(H.to_dense(), want) < 1e-5
+        assert [float(m.result()) for m in model.metrics if m.name == "loss"] == seen
+        assert H.value == pytest.approx(evaluated, rel=1e-5)
+
+    def test_training_and_a_part(self, model):
+        data = self.data(False)
+        H = hvp.HessianOperator.from_keras(model, data, training=True)
+        assert H.value != pytest.approx(hvp.HessianOperator.from_keras(model, data).value, rel=1e-6)
+        head = model.get_layer("a")
+        block = hvp.HessianOperator.from_keras(model, data, variables=head)
+        assert block.shape == (4 * OUT, 4 * OUT)
+
+    def test_refused(self, model):
+        plain = keras.Sequential([keras.Input((IN,)), keras.layers.Dense(OUT)])
+        with pytest.raises(hvp.InvalidLossError, match="no compiled loss"):
+            hvp.HessianOperator.from_keras(plain, (X, Y))
+        plain.compile(loss=keras.losses.MeanSquaredError(reduction="sum"))
+        with pytest.raises(hvp.InvalidLossError, match="reduction 'sum'"):
+            hvp.HessianOperator.from_keras(plain, (X, Y))
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_limit_is_kept():
     """Peak growth of a process of its own, at most a fifth beyond the limit."""
