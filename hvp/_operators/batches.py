@@ -162,6 +162,12 @@ def _source(data: Any, batch_size: int | None) -> Callable[[], Iterator[Any]]:
         raise InvalidDataError(
             f"data is {type(data).__name__}", f"{EXPECTED}, or batches of that kind", mend
         )
+    if isinstance(data, list) and data and hasattr(data[0], "shape"):
+        raise InvalidDataError(
+            f"data is a list of {type(data[0]).__name__}",
+            "one batch, a tuple such as (x, y), or a list of batches, tuples too",
+            "pass tuple(data) if these are the arrays of one batch, else [(x,) for x in data]",
+        )
     if iter(data) is data:
         raise InvalidDataError(
             f"data is a {type(data).__name__}, which can be gone through once only",

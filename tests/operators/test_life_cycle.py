@@ -524,8 +524,8 @@ def test_random_draws_are_noted():
     ("data", "message"),
     [
         (np.ones((3, 2)), r"ndarray.*\(x,\)"),
-        ([np.ones((3, 2))], "list"),
-        (tf.data.Dataset.from_tensors(1.0), "Dataset"),
+        ([np.ones((3, 2))], r"list of ndarray.*\(x, y\)"),
+        (tf.data.Dataset.from_tensors(1.0), "scalar"),
         ((), "no elements"),
         ({}, "no elements"),
         ((np.ones((3, 2)), np.ones(4)), r"data\[0\] has 3, data\[1\] has 4"),
