@@ -47,7 +47,8 @@ print(f"model.evaluate: {model.evaluate(x, y, verbose=0):.6f}")
 # Its spectrum
 # ------------
 #
-# With ten classes, about ten eigenvalues are expected to stand out.
+# Nine eigenvalues stand out: one fewer than there are classes, since adding a number to all
+# logits changes no probability.
 
 eigenvalues = eigsh(H, 30, which="LA", return_eigenvectors=False, v0=np.ones(H.shape[0]))[::-1]
 print(f"{H.stats.products} products from one evaluation of the gradient")

@@ -22,6 +22,8 @@ from hvp._operators.staleness import Watch
 
 # Shapes of batches that get a trace of their own; others share one, their lengths left open.
 _SHAPES = 3
+# Examples in a batch from which the memory of larger ones is estimated.
+_PROBE = 32
 # Makes a program of a function of nothing that reads some inputs.
 _Make = Callable[[Callable[[], Any], Sequence[tf.Variable]], Program]
 
@@ -79,6 +81,8 @@ class BatchedProgram:
         self._note = ""
         self._added = None if regularization is None else make(regularization, [])
         self.batch_evaluations = 0
+        if budget.limited and batches.examples is not None:
+            self._cut(batches.examples)
         first = next(iter(batches))
         self._first = self._of(first.elements).program
         expected = self._first.expected_nbytes + first.elements.nbytes
@@ -89,6 +93,20 @@ class BatchedProgram:
         if self._added is not None:
             known = {id(resource.handle) for resource in self.reads}
             self.reads += tuple(r for r in self._added.reads if id(r.handle) not in known)
+
+    def _cut(self, examples: int) -> None:
+        """Cut arrays into batches that fit: two small ones, traced, tell how large they may be."""
+        sizes, expected = (max(1, min(_PROBE, examples) // 2), min(_PROBE, examples)), []
+        for size in sizes:
+            elements = self._batches.head(size)
+            expected.append(self._of(elements).program.expected_nbytes + elements.nbytes)
+        self._shaped.clear()
+        each = (expected[1] - expected[0]) / max(1, sizes[1] - sizes[0])
+        if sizes[0] == sizes[1]:
+            each = expected[0]
+        fits = self._budget.fitting(expected[0] - each * sizes[0], each)
+        count = -(-examples // fits)
+        self._batches.cut(-(-examples // count))
 
     @property
     def batches(self) -> int | None:

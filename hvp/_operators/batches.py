@@ -64,6 +64,22 @@ class Batches:
         if batch_size is not None:
             _check_batch_size(batch_size)
         self._source = _source(data, batch_size)
+        # Arrays that may be cut as memory wants it.
+        self._whole = data if batch_size is None and isinstance(data, (tuple, dict)) else None
+
+    @property
+    def examples(self) -> int | None:
+        """How many there are to be cut; None if the batches are given."""
+        return None if self._whole is None else len(tf.nest.flatten(self._whole)[0])
+
+    def head(self, count: int) -> Elements:
+        """Return the first examples of what is to be cut."""
+        return convert_batch(next(_slices(self._whole, count)), "data")
+
+    def cut(self, size: int) -> None:
+        """Make batches of so many examples."""
+        data, self._whole = self._whole, None
+        self._source = lambda: _slices(data, size)
 
     def __iter__(self) -> Iterator[Batch]:
         """Go through the batches; the next is fetched while the last is in use."""

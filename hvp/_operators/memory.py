@@ -14,6 +14,8 @@ _UNITS.update({f"{unit}i": 2 ** (10 * i) for i, unit in enumerate("KMGT", start=
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?|)B?\s*", re.IGNORECASE)
 # What is needed to linearize a batch and to multiply by it, in units of what is kept of it.
 _WORKING = 3.0
+# Where arrays are cut, a batch at work takes one part in so many.
+_PART = 4
 
 
 class Budget:
@@ -29,6 +31,29 @@ class Budget:
         self._limit = None if limit is None else _bytes(limit)
         self._largest = 0
         self._warned = False
+
+    @property
+    def limited(self) -> bool:
+        """Whether there is a limit."""
+        return self._limit is not None
+
+    def fitting(self, shared: float, each: float) -> int:
+        """Tell how many examples a batch should have, if arrays are to be cut.
+
+        Parameters
+        ----------
+        shared : float
+            Bytes that are kept of a batch of any size.
+        each : float
+            Bytes for each example besides.
+        """
+        assert self._limit is not None
+        # Batches that leave most of the limit to what is kept, if that is possible.
+        for part in (1 / _PART, 1.0):
+            size = int((self._limit * part / _WORKING - shared) / max(each, 1.0))
+            if size >= 1:
+                return size
+        raise self.too_small(round(shared + each), 1)
 
     def pieces(self, expected: int) -> int:
         """Tell in how many pieces to cut a batch of which so many bytes would be kept."""
