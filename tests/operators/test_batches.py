@@ -387,7 +387,8 @@ class TestFromKeras:
 
         want = hvp.HessianOperator(by_hand, model, data).to_dense()
         x, y, *weights = data
-        evaluated = model.evaluate(x, y, sample_weight=(weights or [None])[0], verbose=0)[0]
+        evaluated = model.evaluate(x, y, sample_weight=(weights or [None])[0], verbose=0)
+        evaluated = np.ravel(evaluated)[0]  # with other metrics, or alone, by Keras' version
         seen = [float(metric.result()) for metric in model.metrics if metric.name == "loss"]
         for options in ({}, {"batch_size": 7}, {"batch_size": 7, "memory_limit": 20000}):
             H = hvp.HessianOperator.from_keras(model, data, **options)
