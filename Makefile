@@ -46,6 +46,7 @@ docs: $(VENV)/.docs
 benchmark: $(VENV)/.examples
 	$(BIN)/python docs/benchmarks/products.py --figure
 	$(BIN)/python docs/benchmarks/memory.py --figure
+	$(BIN)/python docs/benchmarks/streaming.py
 
 clean:
 	rm -rf .venv .venv-* docs/_build docs/gallery build *.egg-info
