@@ -94,7 +94,14 @@ class Batches:
         """Return how much a batch, or part of one, counts."""
         if self._weight is None:
             return float(elements.examples)
-        weight = float(elements.call(self._weight))
+        said = np.asarray(elements.call(self._weight))
+        if said.ndim:
+            raise InvalidDataError(
+                f"the weight of batch {index} has shape {said.shape}",
+                "a scalar: how much the batch counts as a whole",
+                "take its sum: tf.reduce_sum(...)",
+            )
+        weight = float(said)
         if not (np.isfinite(weight) and weight >= 0):
             raise InvalidDataError(
                 f"the weight of batch {index} is {weight}", "a finite number that is not negative"

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import tensorflow as tf
 
-from hvp._errors import HvpError, InvalidLossError, RecomputeError
+from hvp._errors import HvpError, InvalidDataError, InvalidLossError, RecomputeError
 from hvp._linearize.compiled import JitCompile
 from hvp._linearize.gradient import value_and_gradient
 from hvp._linearize.program import Engine, Program
@@ -99,6 +99,9 @@ class HessianOperator(SymmetricOperator):
         If the loss or its gradient is not finite.
     SecondDerivativeError
         If an operation in the loss has no second derivative in TensorFlow.
+    HvpError
+        If another argument is not what it should be, all batches have weight zero, or the loss
+        draws random numbers that cannot be repeated where batches are evaluated again.
     TooLargeError
         If a single example does not fit in `memory_limit`.
     RecomputeError
@@ -164,6 +167,19 @@ class HessianOperator(SymmetricOperator):
             loss = in_segments(loss, variables, recompute)
         if reduction not in ("mean", "sum"):
             raise HvpError(f"the argument reduction is {reduction!r}", "'mean' or 'sum'")
+        for name, function in (("regularization", regularization), ("weight", weight)):
+            if not (function is None or callable(function)):
+                raise HvpError(
+                    f"the argument {name} is {type(function).__name__}", "a function, or None"
+                )
+        if progress not in (True, False, "always"):
+            raise HvpError(f"the argument progress is {progress!r}", "True, False or 'always'")
+        if data is None and not (batch_size is None and memory_limit is None and weight is None):
+            raise InvalidDataError(
+                "batch_size, memory_limit or weight is given, and no data",
+                "data that can be divided",
+                "pass data=(x, y), and a loss that takes x and y",
+            )
         options: dict[str, Any] = {"engine": engine, "jit_compile": jit_compile}
         one = data is None or isinstance(data, (tuple, dict))
         if one and batch_size is None and memory_limit is None and weight is None:
@@ -228,7 +244,9 @@ class HessianOperator(SymmetricOperator):
         Raises
         ------
         InvalidLossError
-            If the model is not compiled, or its loss is a sum over the batch, not a mean.
+            If the model is not compiled, or its loss is a sum over the batch, not a mean; if an
+            output has a mask, and the data are divided without `weight`; if `reduction` is
+            ``"sum"`` and the model has regularizers.
 
         Notes
         -----
@@ -263,8 +281,27 @@ class HessianOperator(SymmetricOperator):
                     "compile with the default reduction, and pass reduction='sum' here for a sum",
                 )
 
+        if options.get("reduction") == "sum" and model.losses:
+            raise InvalidLossError(
+                "reduction='sum' would multiply the model's regularizers too",
+                "a model without regularizers, or reduction='mean'",
+                "pass a loss without them to HessianOperator, and them as regularization=",
+            )
+        split = ("batch_size", "memory_limit")
+        whole = isinstance(data, (tuple, dict)) and all(options.get(s) is None for s in split)
+        by_examples = not whole and options.get("weight") is None
+
         def loss(x: Any, y: Any, sample_weight: Any = None) -> Any:
             made = model(x, training=training)
+            if by_examples and any(
+                getattr(output, "_keras_mask", None) is not None for output in tf.nest.flatten(made)
+            ):
+                raise InvalidLossError(
+                    "an output of the model has a mask, so that Keras averages over what is not "
+                    "masked, and not over examples",
+                    "weight=, a function that tells how much a batch counts",
+                    "for token 0 as mask: weight=lambda x, y: tf.math.count_nonzero(x)",
+                )
             return model.compute_loss(x=x, y=y, y_pred=made, sample_weight=sample_weight)
 
         return cls(loss, model if variables is None else variables, data, **options)

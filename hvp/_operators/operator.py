@@ -108,8 +108,8 @@ class SymmetricOperator(DtypePreserving):
         nothing can raise or call Python, the product of a stale operator is NaN, also with
         ``on_stale="refresh"``, until `refresh()` is called outside; that of a closed one, an error
         of TensorFlow's about shapes. XLA cannot compile the product of a loss with loops or
-        branches, or with max pooling. With the tape engine, products in graphs run through
-        `tf.py_function`, which XLA cannot compile either.
+        branches, or with max pooling. With the tape engine, and where the data are several batches,
+        products in graphs run through `tf.py_function`, which XLA cannot compile either.
 
         The operator belongs to one point: a tape around the product sees it depend on `v`, not on
         the variables.

@@ -343,6 +343,26 @@ def test_progress_is_shown(capfd):
     assert H.shape == (10, 10)
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"regularization": 0.1}, "regularization is float"),
+        ({"weight": 3}, "weight is int"),
+        ({"weight": lambda x, y: x[:, 0]}, "weight of batch 0 has shape"),
+        ({"weight": lambda x, y: -1.0}, "weight of batch 0 is -1"),
+        ({"weight": lambda x, y: 0.0}, "weights of all batches are zero"),
+        ({"progress": "alway"}, "progress is 'alway'"),
+        ({"reduction": "max"}, "reduction is 'max'"),
+        ({"data": None}, "and no data"),
+    ],
+)
+def test_arguments_that_are_refused(options, said):
+    network = Network()
+    options = {"data": (X, Y), "batch_size": 5, **options}
+    with pytest.raises(hvp.HvpError, match=said):
+        hvp.HessianOperator(mean_square(network), network, **options)
+
+
 class TestFromKeras:
     """The compiled loss, with all that Keras adds to it."""
 
@@ -390,6 +410,30 @@ class TestFromKeras:
         assert [float(m.result()) for m in model.metrics if m.name == "loss"] == seen
         assert H.value == pytest.approx(evaluated, rel=1e-5)
 
+    def test_masks_ask_for_a_weight(self):
+        layers = keras.layers
+        model = keras.Sequential(
+            [
+                keras.Input((6,), dtype="int32"),
+                layers.Embedding(5, 3, mask_zero=True),
+                layers.LSTM(3, return_sequences=True),
+                layers.Dense(1),
+            ]
+        )
+        set_random_weights(model)
+        model.compile(loss="mse")
+        tokens = np.random.default_rng(0).integers(1, 5, (9, 6))
+        tokens[np.arange(6) >= np.arange(9)[:, None] % 6 + 1] = 0
+        data = (tokens, random(0, 9, 6, 1))
+        with pytest.raises(hvp.InvalidLossError, match="has a mask"):
+            hvp.HessianOperator.from_keras(model, data, batch_size=4)
+        whole = hvp.HessianOperator.from_keras(model, data)
+        H = hvp.HessianOperator.from_keras(
+            model, data, batch_size=4, weight=lambda x, y: tf.math.count_nonzero(x)
+        )
+        v = random(1, H.shape[0])
+        assert relative_error(H @ v, whole @ v) < 1e-4
+
     def test_training_and_a_part(self, model):
         data = self.data(False)
         H = hvp.HessianOperator.from_keras(model, data, training=True)
@@ -402,6 +446,8 @@ class TestFromKeras:
         plain = keras.Sequential([keras.Input((IN,)), keras.layers.Dense(OUT)])
         with pytest.raises(hvp.InvalidLossError, match="no compiled loss"):
             hvp.HessianOperator.from_keras(plain, (X, Y))
+        with pytest.raises(hvp.InvalidLossError, match="regularizers too"):
+            hvp.HessianOperator.from_keras(model, self.data(False), reduction="sum")
         plain.compile(loss=keras.losses.MeanSquaredError(reduction="sum"))
         with pytest.raises(hvp.InvalidLossError, match="reduction 'sum'"):
             hvp.HessianOperator.from_keras(plain, (X, Y))
