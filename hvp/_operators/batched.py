@@ -180,8 +180,8 @@ class BatchedProgram:
             for _, engine in kept:
                 engine.close()
             raise
-        if not all_kept:
-            self._note = "keeps some batches and evaluates the others for each product"
+        streams = "keeps some batches and evaluates the others for each product"
+        self._note = "" if all_kept else streams
         kept = [(weight * scale, engine) for weight, engine in kept]
         if added is not None:
             kept.append((1.0, added))
@@ -233,8 +233,11 @@ class BatchedProgram:
         shaped = self._of(elements)
         value, engine = shaped.linearize(elements)
         self.batch_evaluations += 1
-        finite = [value, *(output for output in engine.outputs if output is not None)]
-        if not all(bool(tf.reduce_all(tf.math.is_finite(tensor))) for tensor in finite):
+        finite = engine.finite  # which the graph engine has computed
+        if finite is None:
+            results = [value, *(output for output in engine.outputs if output is not None)]
+            finite = all(bool(tf.reduce_all(tf.math.is_finite(tensor))) for tensor in results)
+        if not finite:
             engine.close()
             what = "gradient" if bool(tf.math.is_finite(value)) else "loss"
             raise NonFiniteError(

@@ -162,9 +162,6 @@ class HessianOperator(SymmetricOperator):
         jit_compile: JitCompile = False,
         recompute: bool | int | Sequence[Any] = False,
     ) -> None:
-        wanted = recompute is not False
-        if wanted:
-            loss = in_segments(loss, variables, recompute)
         if reduction not in ("mean", "sum"):
             raise HvpError(f"the argument reduction is {reduction!r}", "'mean' or 'sum'")
         for name, function in (("regularization", regularization), ("weight", weight)):
@@ -180,6 +177,9 @@ class HessianOperator(SymmetricOperator):
                 "data that can be divided",
                 "pass data=(x, y), and a loss that takes x and y",
             )
+        wanted = recompute is not False
+        if wanted:
+            loss = in_segments(loss, variables, recompute)
         options: dict[str, Any] = {"engine": engine, "jit_compile": jit_compile}
         one = data is None or isinstance(data, (tuple, dict))
         if one and batch_size is None and memory_limit is None and weight is None:
