@@ -18,7 +18,7 @@ from hvp._errors import (
 )
 from hvp._linearize.graph import GraphEngine, Run
 from hvp._linearize.program import Linearized, Program
-from hvp._operators.batched import BatchedEngine, BatchedProgram
+from hvp._operators.batched_program import BatchedEngine, BatchedProgram
 from hvp._operators.in_graph import InGraph
 from hvp._operators.staleness import Watch
 from hvp._operators.statistics import Statistics

@@ -13,7 +13,7 @@ from hvp._linearize.compiled import JitCompile
 from hvp._linearize.gradient import value_and_gradient
 from hvp._linearize.program import Engine, Program
 from hvp._linearize.variables import collect_variables
-from hvp._operators.batched import BatchedProgram
+from hvp._operators.batched_program import BatchedProgram
 from hvp._operators.batches import Batches
 from hvp._operators.data import bind_batch, checked_loss, explain_mixed_precision
 from hvp._operators.evaluation import Evaluation, OnStale
