@@ -6,6 +6,12 @@ The public names, all of them:
     The Hessian of a loss as a scipy `LinearOperator`.
 `hessian_vector_product`
     One product, and nothing kept.
+`minimize`
+    scipy's optimizers on a loss, each given the derivatives it takes.
+`NewtonCG`
+    A truncated Newton method, its inner iterations in a graph.
+`ScipyObjective`
+    The functions that scipy's optimizers ask for, for those who call them themselves.
 `linearize`
     Any function's value, and its derivative as a linear map.
 `recompute`
@@ -31,6 +37,9 @@ from hvp._errors import (
     TooLargeError,
 )
 from hvp._linearize.linearization import Linearization, linearize
+from hvp._minimize.minimize import minimize
+from hvp._minimize.newton_cg import NewtonCG, NewtonStep
+from hvp._minimize.objective import ScipyObjective
 from hvp._operators.hessian import HessianOperator, hessian_vector_product
 from hvp._operators.statistics import Statistics
 from hvp._recompute.keras_segments import recompute_model
@@ -48,14 +57,18 @@ __all__ = [
     "InvalidVariablesError",
     "InvalidVectorError",
     "Linearization",
+    "NewtonCG",
+    "NewtonStep",
     "NonFiniteError",
     "RecomputeError",
+    "ScipyObjective",
     "SecondDerivativeError",
     "StaleOperatorError",
     "Statistics",
     "TooLargeError",
     "hessian_vector_product",
     "linearize",
+    "minimize",
     "recompute",
     "recompute_model",
 ]

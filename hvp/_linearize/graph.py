@@ -220,7 +220,7 @@ class GraphProgram:
         return import_part(self.product_part, known, self._results)
 
     def _import_flat_product(self, flat: tf.Tensor, *residuals: tf.Tensor) -> tf.Tensor:
-        fed = self.fed(self._flattener.split(flat), self._outputs)
+        fed = self.fed(self._flattener.split(flat))
         products = self._import_product(*fed, *residuals)
         return self._flattener.join(self.with_zeros(products))
 
@@ -238,9 +238,9 @@ class GraphProgram:
         multiply = tf.map_fn if rolled else tf.vectorized_map
         return tf.transpose(multiply(product, tf.transpose(block)))
 
-    def fed(self, cotangents: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+    def fed(self, cotangents: Sequence[Any]) -> list[Any]:
         """Leave out the cotangents of outputs that are identically zero."""
-        return [c for c, output in zip(cotangents, outputs) if output is not None]
+        return [c for c, output in zip(cotangents, self._outputs) if output is not None]
 
     def with_zeros(self, products: Sequence[tf.Tensor]) -> list[Any]:
         """Put zeros where the transposed derivative is zero for a variable."""
@@ -315,7 +315,7 @@ class GraphEngine:
             Runs one of the program's functions on some tensors and residuals of its own; with
             those of this engine by default.
         """
-        fed = self.program.fed(cotangents, self.outputs)
+        fed = self.program.fed(cotangents)
         return self.program.with_zeros((run or self._run)(self.program.product, *fed))
 
     def watched_vjp_flat(self, flat: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -352,6 +352,10 @@ class GraphEngine:
         used = [t for t, name in zip(tangents, self.program.traced.vjp) if name is not None]
         results = iter(self.program.transposed(*used, *zeros, *self.residuals))
         return [None if output is None else next(results) for output in self.outputs]
+
+    def release_outputs(self) -> None:
+        """Let go of the results; `vjp` does without them, `jvp` does not."""
+        self.outputs = []
 
     def _run(self, function: Compiled, *tensors: tf.Tensor) -> Any:
         return function(*tensors, *self.residuals)

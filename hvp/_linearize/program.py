@@ -51,6 +51,8 @@ class Program:
     inputs : sequence of tf.Variable
         Variables that hold what the function is called with: a linearization is not out of date
         when they change.
+    products : bool
+        Whether the derivative is wanted, or only the results.
 
     Attributes
     ----------
@@ -84,6 +86,7 @@ class Program:
         engine: Engine = "graph",
         jit_compile: JitCompile = False,
         inputs: Sequence[tf.Variable] = (),
+        products: bool = True,
     ) -> None:
         if engine not in ("graph", "tape"):
             raise HvpError(f"the argument engine is {engine!r}", "'graph' or 'tape'")
@@ -98,6 +101,7 @@ class Program:
             )
         self.nest: VariableNest = collect_variables(variables)
         self._given = variables
+        self._products = products
         self.flattener = Flattener(self.nest)
         self._function = lambda: function(self.nest.variables)
         self.traces = 0
@@ -218,7 +222,7 @@ class Program:
     def _try_to_trace(self) -> Trace | None:
         try:
             with exact_moments(), kept_losses(self._given):
-                found = trace(self._function, self.nest.variables)
+                found = trace(self._function, self.nest.variables, self._products)
         except HvpError:
             raise
         except Exception as error:  # user code may raise anything when it meets a symbolic tensor

@@ -83,7 +83,8 @@ class TracedGraph:
     cotangents : list of str
         Placeholders, one for each output that is not None.
     vjp : list of (str or None)
-        The transposed derivative applied to the cotangents, for each variable.
+        The transposed derivative applied to the cotangents, for each variable; None where it is
+        zero, or was not wanted.
     error : Exception or None
         Why there is no transposed derivative, if there is none.
     transposed_doubts : callable
@@ -141,7 +142,9 @@ class Trace:
     python: bool
 
 
-def trace(function: Callable[[], Any], variables: Sequence[tf.Variable]) -> Trace:
+def trace(
+    function: Callable[[], Any], variables: Sequence[tf.Variable], transposed: bool = True
+) -> Trace:
     """Trace a function and its transposed derivative, without running them.
 
     Parameters
@@ -151,6 +154,8 @@ def trace(function: Callable[[], Any], variables: Sequence[tf.Variable]) -> Trac
         where one is identically zero.
     variables : sequence of tf.Variable
         Those it is to be differentiated with respect to.
+    transposed : bool
+        Whether the transposed derivative is wanted.
 
     Returns
     -------
@@ -161,7 +166,7 @@ def trace(function: Callable[[], Any], variables: Sequence[tf.Variable]) -> Trac
     Exception
         Whatever the function raises when it is traced.
     """
-    whole = _Whole(function, variables)
+    whole = _Whole(function, variables, transposed)
     concrete = concrete_function(whole)
     graph_def = concrete.graph.as_graph_def()
     flow = Dataflow(graph_def)
@@ -179,7 +184,7 @@ def trace(function: Callable[[], Any], variables: Sequence[tf.Variable]) -> Trac
             reads.append(resource)
         if id(resource.handle) in differentiated:
             sources.append(vertex)
-    doubts = find_doubts(flow, sources, targets)
+    doubts = find_doubts(flow, sources if transposed else [], targets)
     return Trace(
         graph=whole.graph(concrete, graph_def, flow),
         reads=tuple(reads),
@@ -195,9 +200,12 @@ def trace(function: Callable[[], Any], variables: Sequence[tf.Variable]) -> Trac
 class _Whole:
     """A function to be traced, which notes the tensors of its transposed derivative."""
 
-    def __init__(self, function: Callable[[], Any], variables: Sequence[tf.Variable]) -> None:
+    def __init__(
+        self, function: Callable[[], Any], variables: Sequence[tf.Variable], transposed: bool
+    ) -> None:
         self._function = function
         self._variables = list(variables)
+        self._transposed = transposed
 
     def __call__(self) -> Any:
         with tf.GradientTape(watch_accessed_variables=False) as tape:
@@ -210,7 +218,7 @@ class _Whole:
         self._vjp: list[Any] = [None] * len(self._variables)
         self._error: Exception | None = None
         try:
-            if present:
+            if present and self._transposed:
                 vjp = tape.gradient(present, self._variables, self._cotangents)
                 self._vjp = [densify(g, v.shape) for g, v in zip(vjp, self._variables)]
         except Exception as error:  # a tape may still manage, or tell better what is wrong

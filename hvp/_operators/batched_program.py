@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -12,13 +11,14 @@ import tensorflow as tf
 from hvp._errors import HvpError, InvalidLossError, NonFiniteError, StaleOperatorError
 from hvp._linearize.flatten import Flattener
 from hvp._linearize.gradient import value_and_gradient
-from hvp._linearize.graph import Run
+from hvp._linearize.graph import GraphEngine, Run
 from hvp._linearize.program import Engine, Linearized, Program
 from hvp._operators.batches import Batch, Batches
 from hvp._operators.data import Elements
 from hvp._operators.in_graph import Slot
 from hvp._operators.memory import Budget
 from hvp._operators.staleness import Watch
+from hvp._progress import progress_bar
 
 # Shapes of batches that get a trace of their own; others share one, their lengths left open.
 _SHAPES = 3
@@ -49,6 +49,8 @@ class BatchedProgram:
         Whether to sum over examples, not to average.
     progress : bool or "always"
         Whether to show a bar over the batches.
+    products : bool
+        Whether the derivative of the gradient is wanted; if not, nothing is kept of any batch.
 
     Attributes
     ----------
@@ -70,13 +72,15 @@ class BatchedProgram:
         regularization: Callable[[], Any] | None,
         total: bool,
         progress: Any,
+        products: bool = True,
     ) -> None:
         def make(function: Callable[[], Any], inputs: Sequence[tf.Variable]) -> Program:
-            return Program(value_and_gradient(function), variables, engine, jit_compile, inputs)
+            gradient = value_and_gradient(function)
+            return Program(gradient, variables, engine, jit_compile, inputs, products)
 
         self._loss, self._make = loss, make
         self._batches, self._budget = batches, budget
-        self._total, self._progress = total, progress
+        self._total, self._progress, self._products = total, progress, products
         self._shaped: dict[Any, _Shaped] = {}
         self._note = ""
         self._added = None if regularization is None else make(regularization, [])
@@ -158,8 +162,13 @@ class BatchedProgram:
                     sums.add(weight, value, engine.outputs)
                     self._budget.saw(nbytes)
                     whole = elements is batch.elements
+                    if not self._products:
+                        engine.close()
+                        continue
                     all_kept = all_kept and whole and self._budget.holds(used + nbytes)
                     if all_kept:
+                        if isinstance(engine, GraphEngine):  # n numbers, for each batch
+                            engine.release_outputs()
                         kept.append((weight, engine))
                         used += nbytes
                     else:
@@ -217,17 +226,7 @@ class BatchedProgram:
         """Show a bar, if one is wanted."""
         if not self._progress:
             return batches
-        try:
-            from tqdm import tqdm  # type: ignore[import-untyped]
-        except ImportError as error:
-            raise HvpError(
-                "progress is asked for, and tqdm is not installed",
-                "tqdm",
-                "pip install 'hvp[examples]'",
-            ) from error
-        disable = False if self._progress == "always" else not sys.stderr.isatty()
-        count = self._batches.count
-        return tqdm(batches, total=count, unit="batch", leave=False, disable=disable)
+        return progress_bar(self._progress, batches, total=self._batches.count, unit="batch")
 
     def _linearize(self, elements: Elements, index: int) -> tuple[tf.Tensor, Linearized, int]:
         shaped = self._of(elements)
@@ -313,6 +312,11 @@ class BatchedEngine:
         self.program, self.outputs, self.nbytes = program, outputs, nbytes
         self.batches_kept = batches_kept
         self._kept, self._later, self._scale, self._watch = kept, later, scale, watch
+
+    @property
+    def streams(self) -> bool:
+        """Whether some batches are not kept."""
+        return self._later is not None
 
     def vjp(self, cotangents: Sequence[tf.Tensor], run: Run | None = None) -> list[tf.Tensor]:
         """Apply the transposed derivative; as `GraphEngine.vjp`."""

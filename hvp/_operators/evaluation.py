@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -59,12 +60,40 @@ class Evaluation:
         self._watch = Watch(self.program.reads)
         self.refresh()
 
+    def another(self) -> Evaluation:
+        """Return an evaluation of the same program, for another point: empty until a `refresh`.
+
+        What it does counts with what this one does, and it answers for its point whatever becomes
+        of the variables.
+        """
+        twin = copy.copy(self)
+        twin.on_stale = "ignore"
+        twin._engine = twin._value = twin._in_graph = None
+        twin._absent = "nothing was evaluated yet"
+        twin._watch = Watch(self.program.reads)
+        return twin
+
+    @property
+    def products_eager(self) -> int:
+        """Products outside graphs, those of evaluations made by `another` included."""
+        return self._counts.products
+
+    @property
+    def products_in_graphs(self) -> int:
+        """Products inside graphs, of this evaluation alone."""
+        return self._in_graph.products if self._in_graph else 0
+
+    @property
+    def streams(self) -> bool:
+        """Whether products evaluate batches again, at the values the variables then have."""
+        return isinstance(self._engine, BatchedEngine) and self._engine.streams
+
     @property
     def statistics(self) -> Statistics:
         """Counts, as they are now."""
         return dataclasses.replace(
             self._counts,
-            products=self._counts.products + (self._in_graph.products if self._in_graph else 0),
+            products=self.products_eager + self.products_in_graphs,
             residual_bytes=0
             if self._engine is None
             else self.program.nbytes(cast(Any, self._engine)),

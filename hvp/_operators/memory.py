@@ -92,6 +92,11 @@ class Budget:
         )
 
 
+def part_of_limit(limit: Any, count: int) -> int:
+    """Return what each of several may take that share a limit."""
+    return max(1, _bytes(limit) // count)
+
+
 def _bytes(limit: Any) -> int:
     found = _SIZE.fullmatch(limit) if isinstance(limit, str) else None
     if found is not None:

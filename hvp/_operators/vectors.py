@@ -27,7 +27,9 @@ def make_array(array: Any) -> np.ndarray:
         ) from error
 
 
-def check_array(array: Any, rows: int, dtype: np.dtype, *, ndims: tuple[int, ...]) -> np.ndarray:
+def check_array(
+    array: Any, rows: int, dtype: np.dtype, *, ndims: tuple[int, ...], name: str = "v"
+) -> np.ndarray:
     """Return `array` as an ndarray of real, finite numbers in the operator's dtype.
 
     Parameters
@@ -40,6 +42,8 @@ def check_array(array: Any, rows: int, dtype: np.dtype, *, ndims: tuple[int, ...
         To cast to; integers and booleans are cast too (scipy sends int8 zeros).
     ndims : tuple of int
         The numbers of axes allowed.
+    name : str
+        What to call it in messages.
 
     Returns
     -------
@@ -54,11 +58,11 @@ def check_array(array: Any, rows: int, dtype: np.dtype, *, ndims: tuple[int, ...
     array = make_array(array)
     if array.dtype.kind not in "fiub" and array.dtype.name not in ("bfloat16",):
         mend = "multiply its real and imaginary parts separately" if array.dtype.kind == "c" else ""
-        raise InvalidVectorError(f"v is of type {array.dtype}", "real numbers", mend)
+        raise InvalidVectorError(f"{name} is of type {array.dtype}", "real numbers", mend)
     wrong_columns = array.ndim == 2 and ndims == (1, 2) and array.shape[1] != 1
     if array.ndim not in ndims or array.shape[0] != rows or wrong_columns:
         expected = f"({rows},) or ({rows}, 1)" if 1 in ndims else f"({rows}, k)"
-        raise InvalidVectorError(f"v has shape {array.shape}", f"shape {expected}")
+        raise InvalidVectorError(f"{name} has shape {array.shape}", f"shape {expected}")
     if array.dtype == dtype:
         cast = array
     else:
@@ -66,7 +70,7 @@ def check_array(array: Any, rows: int, dtype: np.dtype, *, ndims: tuple[int, ...
             cast = array.astype(dtype)
     if not _all_finite(cast):
         raise InvalidVectorError(
-            f"v has {int(np.sum(~np.isfinite(cast)))} entries that are not finite in {dtype}",
+            f"{name} has {int(np.sum(~np.isfinite(cast)))} entries that are not finite in {dtype}",
             "finite numbers",
             "look for the division or overflow that made them",
         )

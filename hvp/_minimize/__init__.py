@@ -1,0 +1,1 @@
+"""Layer 3: minimizing a loss with its Hessian."""

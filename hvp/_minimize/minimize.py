@@ -1,0 +1,353 @@
+"""`minimize`: scipy's optimizers, each given the derivatives it truly takes."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import scipy.optimize
+from scipy.optimize import OptimizeResult
+
+from hvp._errors import HvpError, TooLargeError
+from hvp._minimize.objective import OPERATOR_OPTIONS, ScipyObjective
+from hvp._operators.points import Points
+from hvp._operators.position import variables_size
+from hvp._progress import check_progress, progress_bar
+
+# Variables up to which a dense Hessian is made, as of `HessianOperator.to_dense`.
+_DENSE = 4096
+_STOPPED = 99  # scipy's status where a callback raised StopIteration
+
+_log = logging.getLogger("hvp")
+
+
+@dataclass(frozen=True)
+class _Method:
+    """What a method of scipy's takes.
+
+    Attributes
+    ----------
+    hessian : str
+        ``"products"``, ``"operator"``, ``"dense"`` or ``"none"``.
+    searches : bool
+        Whether it searches along lines by interpolation, which an infinite value would break.
+    """
+
+    hessian: str
+    searches: bool = False
+
+
+METHODS = {
+    "trust-krylov": _Method("products"),
+    "trust-ncg": _Method("products"),
+    "Newton-CG": _Method("operator", searches=True),
+    "trust-constr": _Method("operator"),
+    "trust-exact": _Method("dense"),
+    "dogleg": _Method("dense"),
+    "L-BFGS-B": _Method("none", searches=True),
+    "TNC": _Method("none", searches=True),
+    "BFGS": _Method("none", searches=True),
+    "CG": _Method("none", searches=True),
+    "SLSQP": _Method("none", searches=True),
+}
+
+
+def minimize(
+    loss: Any,
+    variables: Any = None,
+    data: Any = None,
+    method: str = "trust-krylov",
+    *,
+    x0: Any = None,
+    bounds: Any = None,
+    constraints: Any = (),
+    tol: float | None = None,
+    callback: Callable[..., Any] | None = None,
+    options: dict[str, Any] | None = None,
+    progress: bool | Literal["always"] = False,
+    **more: Any,
+) -> OptimizeResult:
+    """Minimize a loss by one of scipy's methods, and leave the variables at the solution.
+
+    Loss, gradient and Hessian-vector products at one point come from one evaluation, and the last
+    two points are kept, since trust-region methods go back.
+
+    Parameters
+    ----------
+    loss : callable or HessianOperator
+        As for `HessianOperator`. An operator, such as one of `HessianOperator.from_keras`, stands
+        for its loss, variables and data, and is left as it is, stale afterwards.
+    variables, data
+        As for `HessianOperator`.
+    method : str, optional
+        One of scipy's that use a gradient: ``"trust-krylov"``, ``"trust-ncg"``, ``"Newton-CG"`` and
+        ``"trust-constr"`` use products with the Hessian; ``"trust-exact"`` and ``"dogleg"`` all of
+        it, up to 4096 variables; ``"L-BFGS-B"``, ``"TNC"``, ``"BFGS"``, ``"CG"`` and ``"SLSQP"``
+        the gradient only, without asking for second derivatives.
+    x0 : array_like, optional
+        Where to begin, of shape `(n,)`; where the variables are by default.
+    bounds, constraints, tol, options
+        As for `scipy.optimize.minimize`.
+    callback : callable, optional
+        As for `scipy.optimize.minimize`. The variables are at the point in question when it is
+        called; it ends the run by raising `StopIteration`.
+    progress : bool or "always", optional
+        Shows the iterations, the loss and the norm of its gradient, by tqdm, on a terminal; with
+        ``"always"`` anywhere.
+    **more
+        Of `HessianOperator`: `batch_size`, `memory_limit` (of both points together), `reduction`,
+        `regularization`, `weight`, `engine`, `jit_compile`, `recompute`. What is none of these is
+        an option of the method: `maxiter`, `gtol`, ...
+
+    Returns
+    -------
+    scipy.optimize.OptimizeResult
+        With, besides what scipy tells, `gradient_evaluations` (of loss and gradient, one for each
+        point visited), `products`, `seconds`, `evaluation_seconds`, `product_seconds`, and
+        `non_finite`: at how many points the loss or its gradient was not finite.
+
+    Raises
+    ------
+    HvpError
+        As `HessianOperator`. If the method is none of those above, or a dense Hessian would be too
+        large.
+
+    Notes
+    -----
+    If it raises, the variables are where they were; after a `KeyboardInterrupt` they are at the
+    best point so far (with constraints: at the last iterate). scipy's arithmetic is float64; the
+    loss is evaluated in the variables' type.
+
+    A point where the loss or its gradient is not finite is never accepted. Trust-region methods see
+    an infinite value there and shrink the region. Line searches interpolate; they see the parabola
+    that has the value and slope of the best point so far, and its least value at a quarter of the
+    step. Both are told in the log and in the result's message.
+
+    Each method stops by its own test, and "success" means that it did: look at `result.jac` too.
+
+    Examples
+    --------
+    >>> import tensorflow as tf
+    >>> import hvp
+    >>> w = tf.Variable([-1.2, 1.0], dtype=tf.float64)
+    >>> rosenbrock = lambda: (1 - w[0]) ** 2 + 100 * (w[1] - w[0] ** 2) ** 2
+    >>> result = hvp.minimize(rosenbrock, w, method="trust-ncg", gtol=1e-8)
+    >>> w.numpy().round(6), result.success
+    (array([1., 1.]), True)
+    """
+    start = time.perf_counter()
+    name = _method(method)
+    wanted = METHODS[name]
+    check_progress(progress)
+    settings = {key: more.pop(key) for key in list(more) if key in OPERATOR_OPTIONS}
+    options = _merged(options, more)
+    if wanted.hessian == "dense":
+        _check_size(loss, variables, name)
+    points = Points.of(loss, variables, data, x0, products=wanted.hessian != "none", **settings)
+    run = _Run(points, name, callback, options, progress, free=bounds is None and not constraints)
+    try:
+        result = run(bounds=bounds, constraints=constraints, tol=tol)
+        points.position.write(result.x)
+    except KeyboardInterrupt:
+        points.position.write(run.best if run.free else run.last)
+        raise
+    except BaseException:
+        points.position.write_values(points.origin)
+        raise
+    finally:
+        points.forget()
+    result.seconds = time.perf_counter() - start
+    return result
+
+
+class _Run:
+    """One run of a method: what it is given, and what is remembered of it.
+
+    Attributes
+    ----------
+    best : ndarray
+        The point with the least loss so far.
+    last : ndarray
+        The last iterate.
+    """
+
+    def __init__(
+        self,
+        points: Points,
+        name: str,
+        callback: Callable[..., Any] | None,
+        options: dict[str, Any],
+        progress: Any,
+        free: bool,
+    ) -> None:
+        self.free = free
+        self._points, self._name, self._method = points, name, METHODS[name]
+        self._objective = ScipyObjective._of(points)
+        self._callback, self._style = callback, _style(callback)
+        self._options, self._progress = options, progress
+        self._iterations = 0
+        self.best = self.last = self._objective.x0
+        self._least = self._objective.fun(self.best)
+        self._slope = self._objective.jac(self.best)
+
+    def __call__(self, **given: Any) -> OptimizeResult:
+        """Run it."""
+        objective, wanted = self._objective, self._method.hessian
+        if self.free and not np.any(self._slope):
+            return self._ended(True, 0, "The gradient is zero at the start.")
+        if self._options.get("maxiter") == 0:
+            return self._ended(False, 1, "No iterations were asked for.")
+        derivatives: dict[str, Any] = {"jac": self.jac}
+        if wanted == "products":
+            derivatives["hessp"] = objective.hessp
+        elif wanted != "none":
+            derivatives["hess"] = objective.hess if wanted == "operator" else objective.hess_dense
+        with progress_bar(self._progress, unit=" iterations") as self._bar:
+            try:
+                result = scipy.optimize.minimize(
+                    self.fun,
+                    objective.x0,
+                    method=self._name,
+                    callback=self._after_iteration,
+                    options=self._options,
+                    **derivatives,
+                    **given,
+                )
+            except StopIteration:  # from the callback, of methods that do not know it
+                said = "`callback` raised `StopIteration`."
+                result = self._ended(False, _STOPPED, said, self.last)
+        return self._told(result)
+
+    def fun(self, x: np.ndarray) -> float:
+        """Return the loss, or what makes the method turn back."""
+        value = self._objective.fun(x)
+        if math.isfinite(value):
+            if value < self._least:
+                self.best, self._least = np.array(x), value
+                if self._method.searches:
+                    self._slope = self._objective.jac(x)
+            return value
+        _log.info("the loss or its gradient is not finite at a trial point: the step shrinks")
+        return self._parabola(x)[0] if self._method.searches else value
+
+    def jac(self, x: np.ndarray) -> np.ndarray:
+        """Return the gradient, or that of what makes the method turn back."""
+        gradient = self._objective.jac(x)
+        if self._method.searches and not np.isfinite(gradient).all():
+            return self._parabola(x)[1]
+        return gradient
+
+    def _parabola(self, x: np.ndarray) -> tuple[float, np.ndarray]:
+        """Return value and gradient at `x` of a parabola through the best point so far.
+
+        With the slope there, and its least value at a quarter of the way.
+        """
+        step = x - self.best
+        slope = float(self._slope @ step)
+        rise = max(abs(slope), 1e-8 * (1 + abs(self._least)))
+        return self._least + rise, (2 * rise - slope) / float(step @ step) * step
+
+    def _after_iteration(self, intermediate_result: Any) -> Any:
+        """Note the iterate, show it, call the caller's callback at it."""
+        state = intermediate_result
+        if isinstance(state, np.ndarray):  # from methods that give no more
+            state = OptimizeResult(x=state.copy(), fun=self._objective.fun(state))
+        self.last = np.array(state.x)
+        self._iterations += 1
+        if not self._bar.disable:
+            norm = float(np.linalg.norm(self._objective.jac(self.last)))
+            self._bar.set_postfix_str(f"loss {float(state.fun):.6g}, gradient {norm:.3g}", False)
+            self._bar.update()
+        if self._callback is None:
+            return None
+        self._points.position.write(self.last)
+        if self._style == "result":
+            return self._callback(intermediate_result=state)
+        if self._name == "trust-constr":
+            return self._callback(self.last.copy(), state)
+        return self._callback(self.last.copy())
+
+    def _ended(
+        self, success: bool, status: int, message: str, x: np.ndarray | None = None
+    ) -> OptimizeResult:
+        """Return a result of our own."""
+        x = self.best if x is None else x
+        result = OptimizeResult(
+            x=x,
+            fun=self._objective.fun(x),
+            jac=self._objective.jac(x),
+            success=success,
+            status=status,
+            message=message,
+            nit=self._iterations,
+        )
+        return self._told(result)
+
+    def _told(self, result: OptimizeResult) -> OptimizeResult:
+        """Add what was done, and make sure that the loss is finite where it ends."""
+        result.x = np.asarray(result.x).astype(self._points.position.dtype).astype(np.float64)
+        if not math.isfinite(self._objective.fun(result.x)):
+            result.x, result.fun, result.success = self.best, self._least, False
+            result.jac = self._objective.jac(result.x)
+            result.message = f"{result.message} The loss was not finite there: back at the best."
+        work = self._points.work
+        result.gradient_evaluations, result.products = work.evaluations, self._points.products
+        result.evaluation_seconds = work.evaluation_seconds
+        result.product_seconds = work.product_seconds
+        result.non_finite = work.non_finite
+        if work.non_finite and "not finite" not in result.message:
+            result.message += (
+                f" At {work.non_finite} trial points the loss or its gradient was not finite, and "
+                "the step was made shorter."
+            )
+        return result
+
+
+def _method(method: Any) -> str:
+    found = {name.lower(): name for name in METHODS}.get(str(method).lower())
+    if found is None:
+        raise HvpError(
+            f"the argument method is {method!r}",
+            "a method of scipy's that uses a gradient: " + ", ".join(METHODS),
+            "for those that use none call scipy.optimize.minimize with hvp.ScipyObjective",
+        )
+    return found
+
+
+def _merged(options: dict[str, Any] | None, more: dict[str, Any]) -> dict[str, Any]:
+    twice = sorted(set(options or {}) & set(more))
+    if twice:
+        raise HvpError(
+            f"given twice, in options and by themselves: {', '.join(twice)}", "each option once"
+        )
+    return {**(options or {}), **more}
+
+
+def _check_size(loss: Any, variables: Any, name: str) -> None:
+    size = variables_size(loss, variables)
+    if size > _DENSE:
+        raise TooLargeError(
+            f"{name} needs the Hessian of {size} variables as a matrix",
+            f"at most {_DENSE} variables",
+            "use trust-krylov, which needs products only",
+        )
+
+
+def _style(callback: Callable[..., Any] | None) -> str:
+    """How scipy would call it: with a result, or with where it is."""
+    if callback is None:
+        return ""
+    return "result" if set(_parameters(callback)) == {"intermediate_result"} else "x"
+
+
+def _parameters(function: Callable[..., Any]) -> list[str]:
+    try:
+        return list(inspect.signature(function).parameters)
+    except ValueError:  # of something built in
+        return []

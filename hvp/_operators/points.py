@@ -1,0 +1,325 @@
+"""A loss at the points that an optimizer visits, the last few of them kept.
+
+One trace serves all points. Each point that is kept has a linearization of its own, which stays
+true while the variables move on.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import tensorflow as tf
+
+from hvp._errors import HvpError, NonFiniteError, StaleOperatorError
+from hvp._linearize.variables import collect_variables
+from hvp._operators.evaluation import Evaluation
+from hvp._operators.loss_evaluation import evaluate_loss
+from hvp._operators.memory import part_of_limit
+from hvp._operators.operator import SymmetricOperator
+from hvp._operators.position import Position
+from hvp._operators.staleness import Watch
+
+
+@dataclass
+class Work:
+    """What was done at all points.
+
+    Attributes
+    ----------
+    evaluations : int
+        Evaluations of loss and gradient.
+    non_finite : int
+        How many of them were not finite.
+    evaluation_seconds, product_seconds : float
+        How long they took, and how long products called from Python took.
+    """
+
+    evaluations: int = 0
+    non_finite: int = 0
+    evaluation_seconds: float = 0.0
+    product_seconds: float = 0.0
+
+
+class Point:
+    """The loss at one point.
+
+    Attributes
+    ----------
+    x : ndarray or None
+        Where it is, in the variables' type; None before it is used.
+    value : float
+        The loss; infinite where it, or its gradient, is not finite.
+    operator : SymmetricOperator
+        The Hessian there.
+    """
+
+    def __init__(self, evaluation: Evaluation, work: Work) -> None:
+        self.evaluation = evaluation
+        self.operator = SymmetricOperator(evaluation, 0.0)
+        self.x: np.ndarray | None = None
+        self.value = math.inf
+        self._work = work
+        self._gradient: np.ndarray | None = None
+
+    @property
+    def finite(self) -> bool:
+        """Whether loss and gradient are finite here."""
+        return math.isfinite(self.value)
+
+    @property
+    def gradient(self) -> np.ndarray:
+        """The gradient, float64, of shape `(n,)`; NaN where it, or the loss, is not finite."""
+        if self._gradient is None:
+            if self.finite:
+                self._gradient = self.operator.gradient.astype(np.float64)
+            else:
+                self._gradient = np.full(self.operator.shape[:1], np.nan)
+        return self._gradient.copy()
+
+    @property
+    def gradient_tensor(self) -> tf.Tensor:
+        """The gradient on the device, in the operator's type."""
+        return self.evaluation.program.flattener.join(self.evaluation.gradient())
+
+    def product(self, v: np.ndarray) -> np.ndarray:
+        """Multiply the Hessian here by a vector, in float64."""
+        start = time.perf_counter()
+        try:
+            return self.operator.matvec(v).astype(np.float64, copy=False)
+        finally:
+            self._work.product_seconds += time.perf_counter() - start
+
+    def evaluate(self, x: np.ndarray | None) -> None:
+        """Evaluate where the variables are; what was kept of the point before is released."""
+        start = time.perf_counter()
+        self.x, self.value, self._gradient = None, math.inf, None
+        try:
+            self.evaluation.refresh()
+            self.value = self.operator.value
+        except NonFiniteError:
+            self._work.non_finite += 1
+        self.x = x
+        self._work.evaluations += 1
+        self._work.evaluation_seconds += time.perf_counter() - start
+
+    def adopt(self, x: np.ndarray) -> None:
+        """Take over what was evaluated already."""
+        self.x, self.value = x, self.operator.value
+        self._work.evaluations += 1
+
+    def release(self) -> None:
+        """Let go of what is kept."""
+        self.x, self.value, self._gradient = None, math.inf, None
+        self.evaluation.close()
+
+
+class Points:
+    """The loss wherever an optimizer goes.
+
+    Parameters
+    ----------
+    evaluation : Evaluation
+        Of the loss.
+    kept : int
+        How many points to keep.
+    adopt : bool
+        Whether the evaluation, which is one of where the variables are, serves for that point;
+        if not it is left as it is.
+    on_stale : {"raise", "refresh"}
+        What happens when variables that the loss reads, and that are not trained, have changed.
+
+    Attributes
+    ----------
+    position : Position
+        Of the variables.
+    work : Work
+        What was done so far.
+    origin : list of tf.Tensor
+        Where the variables were before all this.
+    """
+
+    def __init__(
+        self,
+        evaluation: Evaluation,
+        *,
+        kept: int = 2,
+        adopt: bool,
+        on_stale: Literal["raise", "refresh"] = "raise",
+    ) -> None:
+        program = evaluation.program
+        self.position = Position(program.nest)
+        self.origin = self.position.values()
+        self.work = Work()
+        self._on_stale = on_stale
+        trained = {id(variable.handle) for variable in program.nest.variables}
+        self._watch = Watch([r for r in program.reads if id(r.handle) not in trained])
+        self._watch.set()
+        self._counted = evaluation
+        # The least recently used first.
+        self._points = [Point(evaluation.another(), self.work) for _ in range(kept - adopt)]
+        if adopt:
+            evaluation.on_stale = "ignore"
+            self._points.append(Point(evaluation, self.work))
+            self._points[-1].adopt(self.position.read().numpy())
+
+    @classmethod
+    def of(
+        cls,
+        loss: Any,
+        variables: Any = None,
+        data: Any = None,
+        x0: Any = None,
+        *,
+        kept: int = 2,
+        products: bool = True,
+        on_stale: Literal["raise", "refresh"] = "raise",
+        **options: Any,
+    ) -> Points:
+        """Make them of a loss, variables and data, or of an operator that has all of these.
+
+        Parameters
+        ----------
+        loss : callable or SymmetricOperator
+            If an operator, it stands for `variables`, `data` and `options` too, and is itself left
+            as it is.
+        variables, data, **options
+            As for `HessianOperator`; `memory_limit` is for all points together.
+        x0 : array_like, optional
+            Where to begin; where the variables are by default. They are left there.
+        kept : int
+            How many points to keep.
+        products : bool
+            Whether products are wanted.
+        on_stale : {"raise", "refresh"}
+            As above.
+
+        Returns
+        -------
+        Points
+            Evaluated at the beginning.
+
+        Raises
+        ------
+        HvpError
+            As `HessianOperator`; the variables are then where they were.
+        """
+        if isinstance(loss, SymmetricOperator):
+            _check_alone(loss, {"variables": variables, "data": data, **options})
+            made = cls(loss._evaluation, kept=kept, adopt=False, on_stale=on_stale)
+            with made.position.restored(only_if_it_fails=True):
+                start = made.position.read().numpy() if x0 is None else made.position.checked(x0)
+                if not made.at(start).finite:
+                    raise NonFiniteError(*_NOT_FINITE)
+            return made
+        if variables is None:
+            raise HvpError("no variables are given", "those that the loss is a function of")
+        if options.get("memory_limit") is not None:
+            options["memory_limit"] = part_of_limit(options["memory_limit"], kept)
+        position = Position(collect_variables(variables))
+        origin = position.values()
+        with position.restored(only_if_it_fails=True):
+            if x0 is not None:
+                position.write(position.checked(x0, "x0"))
+            evaluation = evaluate_loss(
+                loss, variables, data, on_stale="ignore", products=products, **options
+            )
+            made = cls(evaluation, kept=kept, adopt=True, on_stale=on_stale)
+            made.origin = origin
+            return made
+
+    @property
+    def products(self) -> int:
+        """How many products there were, those in graphs included."""
+        counts = {id(p.evaluation): p.evaluation.products_in_graphs for p in self._points}
+        return self._counted.products_eager + sum(counts.values())
+
+    def at(self, x: np.ndarray) -> Point:
+        """Return a point; it is evaluated if it is not kept.
+
+        Parameters
+        ----------
+        x : ndarray
+            Of shape `(n,)`, finite. The variables are left there if it is evaluated, or if products
+            need them there.
+
+        Returns
+        -------
+        Point
+        """
+        x = x.astype(self.position.dtype, copy=False)
+        self._heed_changes()
+        for point in reversed(self._points):
+            if point.x is not None and np.array_equal(point.x, x):
+                self._use(point)
+                if point.evaluation.streams:
+                    self.position.write(x)
+                return point
+        return self._evaluate(self._points[0], x, x.copy())
+
+    def visit(self, x: tf.Tensor, keep: Point | None = None) -> Point:
+        """Evaluate at a point given as a tensor, which need not be finite.
+
+        Parameters
+        ----------
+        x : tf.Tensor
+            Of shape `(n,)`. The variables are left there.
+        keep : Point, optional
+            The point that must be kept.
+
+        Returns
+        -------
+        Point
+        """
+        self._heed_changes()
+        return self._evaluate(next(p for p in self._points if p is not keep), x, None)
+
+    def forget(self) -> None:
+        """Let go of all points."""
+        for point in self._points:
+            point.release()
+
+    def _evaluate(self, point: Point, x: Any, key: np.ndarray | None) -> Point:
+        self.position.write(x)
+        point.evaluate(key)
+        self._use(point)
+        return point
+
+    def _use(self, point: Point) -> None:
+        self._points.remove(point)
+        self._points.append(point)
+
+    def _heed_changes(self) -> None:
+        changed = self._watch.changed()
+        if not changed:
+            return
+        self.forget()
+        self._watch.set()
+        if self._on_stale == "raise":
+            raise StaleOperatorError(
+                "variables that the loss reads, and that are not minimized over, have changed: "
+                + ", ".join(map(repr, changed)),
+                "one function from beginning to end",
+                "leave them alone meanwhile, or begin anew after each change",
+            )
+
+
+_NOT_FINITE = ("the loss or its gradient is not finite at the start", "a start where both are")
+
+
+def _check_alone(operator: SymmetricOperator, others: dict[str, Any]) -> None:
+    given = [name for name, value in others.items() if value is not None]
+    if given:
+        raise HvpError(
+            f"an operator is given, and {', '.join(given)} beside it",
+            "an operator alone, which has its loss, variables, data and options",
+        )
+    if operator.damping:
+        raise HvpError(
+            f"the operator has damping {operator.damping}, which its loss does not have",
+            "an operator without damping",
+            "add to the loss what is to be minimized: lam / 2 times the sum of squares",
+        )

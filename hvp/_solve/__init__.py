@@ -1,0 +1,1 @@
+"""Layer 3: solving with an operator."""
