@@ -23,6 +23,7 @@ from hvp._progress import check_progress, progress_bar
 # Variables up to which a dense Hessian is made, as of `HessianOperator.to_dense`.
 _DENSE = 4096
 _STOPPED = 99  # scipy's status where a callback raised StopIteration
+_BROKEN = 98
 
 _log = logging.getLogger("hvp")
 
@@ -166,6 +167,10 @@ def minimize(
     return result
 
 
+class _BreakdownError(Exception):
+    """A method asked for something that is not finite."""
+
+
 class _Run:
     """One run of a method: what it is given, and what is remembered of it.
 
@@ -205,7 +210,7 @@ class _Run:
             return self._ended(False, 1, "No iterations were asked for.")
         derivatives: dict[str, Any] = {"jac": self.jac}
         if wanted == "products":
-            derivatives["hessp"] = objective.hessp
+            derivatives["hessp"] = self.hessp
         elif wanted != "none":
             derivatives["hess"] = objective.hess if wanted == "operator" else objective.hess_dense
         with progress_bar(self._progress, unit=" iterations") as self._bar:
@@ -222,6 +227,9 @@ class _Run:
             except StopIteration:  # from the callback, of methods that do not know it
                 said = "`callback` raised `StopIteration`."
                 result = self._ended(False, _STOPPED, said, self.last)
+            except _BreakdownError:
+                said = f"{self._name} came to a direction that is not finite; back at the best."
+                result = self._ended(False, _BROKEN, said)
         return self._told(result)
 
     def fun(self, x: np.ndarray) -> float:
@@ -242,6 +250,15 @@ class _Run:
         if self._method.searches and not np.isfinite(gradient).all():
             return self._parabola(x)[1]
         return gradient
+
+    def hessp(self, x: np.ndarray, p: np.ndarray) -> np.ndarray:
+        """Return a product; end the run where the method's own arithmetic has broken down.
+
+        It would go on for ever.
+        """
+        if not np.isfinite(p).all():
+            raise _BreakdownError
+        return self._objective.hessp(x, p)
 
     def _parabola(self, x: np.ndarray) -> tuple[float, np.ndarray]:
         """Return value and gradient at `x` of a parabola through the best point so far.

@@ -7,9 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvp._errors import HvpError, NonFiniteError
+from hvp._errors import HvpError
 from hvp._minimize.samples import Samples
-from hvp._operators.hessian import HessianOperator
 from hvp._operators.loss_evaluation import evaluate_loss
 from hvp._operators.operator import SymmetricOperator
 from hvp._operators.points import Point, Points

@@ -240,6 +240,11 @@ class NewtonCG(tf.Module):
             tf.Variable(tf.zeros(shape, position.dtype), trainable=False)
             for shape in self._subproblem.shapes(position.size)
         ]
+        self._state = [
+            *(self._radius, self._damping, self._forcing, self._norm_before),
+            *(self._iterations, self._served),
+        ]
+        self._beginning = tuple(variable.numpy().item() for variable in self._state)
 
     @property
     def iterations(self) -> int:
@@ -322,8 +327,8 @@ class NewtonCG(tf.Module):
             `x`, `fun`, `jac`, `success`, `status`, `message`, `nit`; `history`, a list of
             `NewtonStep`; `gradient_evaluations`, `products`, `non_finite` (at how many points the
             loss or its gradient was not finite); `seconds` and, of them, `evaluation_seconds` and
-            `cg_seconds`. Counts are of this call. `status` is 0 where the gradient is small, 1 after
-            `maxiter`, 2 where rounding allows no more, 99 after `StopIteration`.
+            `cg_seconds`. Counts are of this call. `status` is 0 where the gradient is small, 1
+            after `maxiter`, 2 where rounding allows no more, 99 after `StopIteration`.
 
         Raises
         ------
@@ -340,6 +345,11 @@ class NewtonCG(tf.Module):
         run = _Run(self, callback)
         with progress_bar(progress, total=None, unit=" steps") as bar:
             return run(bar, gtol, rtol, maxiter, leave_saddles)
+
+    def reset(self) -> None:
+        """Forget all steps: trust region, damping and preconditioner are as at the beginning."""
+        for variable, value in zip(self._state, self._beginning):
+            variable.assign(value)
 
     def close(self) -> None:
         """Release what is kept; the next step evaluates again."""
@@ -358,8 +368,7 @@ class NewtonCG(tf.Module):
 
     def _step(self, here: Point, wanted: float) -> NewtonStep:
         """Take one step from a point whose gradient is wanted as small as this."""
-        gradient = here.gradient_tensor
-        norm = _norm(gradient)
+        gradient, norm = here.gradient_tensor, here.gradient_norm
         forcing = self._next_forcing(norm, wanted)
         start = time.perf_counter()
         operator = self._model.operator(self.iterations + 1)
@@ -376,11 +385,9 @@ class NewtonCG(tf.Module):
         )
         self._seconds += time.perf_counter() - start
         self._served.assign_add(result.iterations)
-        return self._try(here, gradient, result, forcing)
+        return self._try(here, result, forcing)
 
-    def _try(
-        self, here: Point, gradient: tf.Tensor, result: SteihaugResult, forcing: float
-    ) -> NewtonStep:
+    def _try(self, here: Point, result: SteihaugResult, forcing: float) -> NewtonStep:
         """Evaluate where a step leads, take it or not, and adapt the region and the damping."""
         if result.outcome == Outcome.NOT_FINITE or not math.isfinite(result.predicted):
             raise NonFiniteError(
@@ -388,17 +395,17 @@ class NewtonCG(tf.Module):
                 "a loss that is twice differentiable where the variables are",
                 "look for norms and square roots near zero, or begin elsewhere",
             )
-        norm, ratio, there = _norm(gradient), math.nan, here
+        ratio, there = math.nan, here
         accepted = below = False
         if result.predicted > 0:
             values = self._position.values()
             there = self._model.there(self._position.read() + result.step)
             below = self._is_below_rounding(here, there, result)
-            ratio = self._ratio(here, there, gradient, result, below)
+            ratio = self._ratio(here, there, result, below)
             accepted = ratio > _TAKEN
             if accepted:
                 self._model.accept(there)
-                self._norm_before.assign(norm)
+                self._norm_before.assign(here.gradient_norm)
                 self._forcing.assign(forcing)
             else:
                 self._position.write_values(values)
@@ -409,7 +416,7 @@ class NewtonCG(tf.Module):
         return NewtonStep(
             iteration=self.iterations,
             loss=now.value,
-            gradient_norm=_norm(now.gradient_tensor),
+            gradient_norm=now.gradient_norm,
             accepted=accepted,
             ratio=ratio,
             radius=self.radius,
@@ -427,19 +434,17 @@ class NewtonCG(tf.Module):
         size = max(abs(here.value), abs(there.value))
         return result.predicted < _ROUNDINGS * self._eps * size
 
-    def _ratio(
-        self, here: Point, there: Point, gradient: tf.Tensor, result: SteihaugResult, below: bool
-    ) -> float:
+    def _ratio(self, here: Point, there: Point, result: SteihaugResult, below: bool) -> float:
         """Return by how much the loss falls, in units of what the model promises."""
         if not there.finite:
             _log.info("the loss or its gradient is not finite at a trial point: the step shrinks")
             return -math.inf
         if not below:
             return (here.value - there.value) / result.predicted
-        both = _wide(gradient) + _wide(there.gradient_tensor)
+        both = _wide(here.gradient_tensor) + _wide(there.gradient_tensor)
         fall = -float(tf.tensordot(both, _wide(result.step), 1)) / 2
         inside = result.outcome in (Outcome.CONVERGED, Outcome.MAXITER)
-        if inside and _norm(there.gradient_tensor) >= _norm(gradient):
+        if inside and there.gradient_norm >= here.gradient_norm:
             fall = min(fall, 0.0)  # the gradient is at its rounding too
         return fall / result.predicted
 
@@ -478,7 +483,12 @@ class NewtonCG(tf.Module):
         step = direction * tf.constant(radius, direction.dtype)
         promised = -float(tf.tensordot(gradient, step, 1)) - curvature * radius**2 / 2
         result = SteihaugResult(step, Outcome.NEGATIVE_CURVATURE, products, radius, promised)
-        return self._try(here, gradient, result, float(self._forcing))
+        return self._try(here, result, float(self._forcing))
+
+    def _is_exhausted(self) -> bool:
+        """Whether no step in the trust region would change the variables."""
+        eps = self._eps
+        return self.radius < math.sqrt(eps) and self.radius < eps * _norm(self._position.read())
 
     @property
     def _eps(self) -> float:
@@ -584,14 +594,14 @@ class _Run:
         while True:
             with newton._position.restored(only_if_it_fails=True):
                 here = newton._here()
-                norm = _norm(here.gradient_tensor)
+                norm = here.gradient_norm
                 wanted = max(gtol, rtol * norm) if wanted is None else wanted
                 small, over = norm <= wanted, len(self._history) >= maxiter
                 if small and (over or not leave_saddles):
                     return self._told(here, 0, "The gradient is small enough.")
                 if over:
                     return self._told(here, 1, "As many steps were taken as were allowed.")
-                if idle >= _IDLE or newton.radius < newton._eps * _norm(newton._position.read()):
+                if idle >= _IDLE or newton._is_exhausted():
                     return self._told(here, 2, "Rounding of the loss allows no further step.")
                 step = newton._leave_saddle(here) if small else newton._step(here, wanted)
             if step is None:

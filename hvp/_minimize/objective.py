@@ -173,8 +173,7 @@ class ScipyObjective:
         ndarray
             Of shape `(n,)`, float64.
         """
-        with self._position.restored():
-            return self._points.at(self._position.checked(x)).product(np.asarray(p))
+        return self._points.product(self._position.checked(x), np.asarray(p))
 
     def hess(self, x: Any) -> LinearOperator:
         """Return the Hessian at `x`, for ``Newton-CG`` and ``trust-constr``.
@@ -210,9 +209,10 @@ class ScipyObjective:
         TooLargeError
             If `n` is more than 4096.
         """
+        x = self._position.checked(x)
         with self._position.restored():
-            point = self._points.at(self._position.checked(x))
-            return point.operator.to_dense().astype(np.float64)
+            self._position.write(x)  # where batches may be evaluated again
+            return self._points.at(x).operator.to_dense().astype(np.float64)
 
     def assign(self, x: Any) -> None:
         """Write a vector to the variables.
@@ -232,8 +232,7 @@ class ScipyObjective:
         """Return the point at x; None if that is not finite."""
         if not np.all(np.isfinite(x)):
             return None
-        with self._position.restored():
-            return self._points.at(self._position.checked(x))
+        return self._points.at(self._position.checked(x))
 
 
 class _HessianAt(LinearOperator):

@@ -67,6 +67,6 @@ class Samples:
         tf.nest.map_structure(lambda slot, leaf: slot.assign(leaf[chosen]), self._slots, self._data)
 
     def loss(self) -> Any:
-        """The loss over the sample drawn last."""
+        """Return the loss over the sample drawn last."""
         read = tf.nest.map_structure(lambda slot: slot.read_value(), self._slots)
         return self._loss(**read) if isinstance(read, dict) else self._loss(*read)

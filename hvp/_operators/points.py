@@ -60,10 +60,12 @@ class Point:
     def __init__(self, evaluation: Evaluation, work: Work) -> None:
         self.evaluation = evaluation
         self.operator = SymmetricOperator(evaluation, 0.0)
+        self._work = work
         self.x: np.ndarray | None = None
         self.value = math.inf
-        self._work = work
         self._gradient: np.ndarray | None = None
+        self._tensor: tf.Tensor | None = None
+        self._norm: float | None = None
 
     @property
     def finite(self) -> bool:
@@ -83,7 +85,16 @@ class Point:
     @property
     def gradient_tensor(self) -> tf.Tensor:
         """The gradient on the device, in the operator's type."""
-        return self.evaluation.program.flattener.join(self.evaluation.gradient())
+        if self._tensor is None:
+            self._tensor = self.evaluation.program.flattener.join(self.evaluation.gradient())
+        return self._tensor
+
+    @property
+    def gradient_norm(self) -> float:
+        """The gradient's Euclidean norm."""
+        if self._norm is None:
+            self._norm = float(tf.norm(tf.cast(self.gradient_tensor, tf.float64)))
+        return self._norm
 
     def product(self, v: np.ndarray) -> np.ndarray:
         """Multiply the Hessian here by a vector, in float64."""
@@ -96,7 +107,7 @@ class Point:
     def evaluate(self, x: np.ndarray | None) -> None:
         """Evaluate where the variables are; what was kept of the point before is released."""
         start = time.perf_counter()
-        self.x, self.value, self._gradient = None, math.inf, None
+        self._forget()
         try:
             self.evaluation.refresh()
             self.value = self.operator.value
@@ -113,8 +124,12 @@ class Point:
 
     def release(self) -> None:
         """Let go of what is kept."""
-        self.x, self.value, self._gradient = None, math.inf, None
+        self._forget()
         self.evaluation.close()
+
+    def _forget(self) -> None:
+        self.x, self.value = None, math.inf
+        self._gradient = self._tensor = self._norm = None
 
 
 class Points:
@@ -214,6 +229,7 @@ class Points:
                 start = made.position.read().numpy() if x0 is None else made.position.checked(x0)
                 if not made.at(start).finite:
                     raise NonFiniteError(*_NOT_FINITE)
+                made.position.write(start)
             return made
         if variables is None:
             raise HvpError("no variables are given", "those that the loss is a function of")
@@ -243,8 +259,7 @@ class Points:
         Parameters
         ----------
         x : ndarray
-            Of shape `(n,)`, finite. The variables are left there if it is evaluated, or if products
-            need them there.
+            Of shape `(n,)`, finite. The variables are put back to where they were.
 
         Returns
         -------
@@ -255,10 +270,18 @@ class Points:
         for point in reversed(self._points):
             if point.x is not None and np.array_equal(point.x, x):
                 self._use(point)
-                if point.evaluation.streams:
-                    self.position.write(x)
                 return point
-        return self._evaluate(self._points[0], x, x.copy())
+        with self.position.restored():
+            return self._evaluate(self._points[0], x, x.copy())
+
+    def product(self, x: np.ndarray, v: np.ndarray) -> np.ndarray:
+        """Multiply the Hessian at a point by a vector, in float64; as `at`."""
+        point = self.at(x)
+        if not point.evaluation.streams:
+            return point.product(v)
+        with self.position.restored():  # batches are evaluated again, where the variables are
+            self.position.write(point.x)
+            return point.product(v)
 
     def visit(self, x: tf.Tensor, keep: Point | None = None) -> Point:
         """Evaluate at a point given as a tensor, which need not be finite.

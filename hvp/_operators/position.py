@@ -45,7 +45,11 @@ class Position:
 
     def values(self) -> list[tf.Tensor]:
         """Return what each variable holds now; costs no memory until it is written to."""
-        return [variable.read_value() for variable in self.variables]
+        # The variables' own methods, here and below, cost several times as much.
+        return [
+            tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
+            for variable in self.variables
+        ]
 
     def read(self) -> tf.Tensor:
         """Return the vector."""
@@ -58,7 +62,6 @@ class Position:
     def write_values(self, values: Sequence[tf.Tensor]) -> None:
         """Write what each variable is to hold."""
         for variable, value in zip(self.variables, values):
-            # The variable's own method costs several times as much.
             tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value)
 
     @contextlib.contextmanager
