@@ -212,18 +212,20 @@ class _Run:
         if wanted == "products":
             derivatives["hessp"] = self.hessp
         elif wanted != "none":
-            derivatives["hess"] = objective.hess if wanted == "operator" else objective.hess_dense
+            derivatives["hess"] = objective.hess if wanted == "operator" else self.hess
         with progress_bar(self._progress, unit=" iterations") as self._bar:
             try:
-                result = scipy.optimize.minimize(
-                    self.fun,
-                    objective.x0,
-                    method=self._name,
-                    callback=self._after_iteration,
-                    options=self._options,
-                    **derivatives,
-                    **given,
-                )
+                # trust-krylov divides zero by zero where a Krylov space ends; seen below.
+                with np.errstate(invalid="ignore"):
+                    result = scipy.optimize.minimize(
+                        self.fun,
+                        objective.x0,
+                        method=self._name,
+                        callback=self._after_iteration,
+                        options=self._options,
+                        **derivatives,
+                        **given,
+                    )
             except StopIteration:  # from the callback, of methods that do not know it
                 said = "`callback` raised `StopIteration`."
                 result = self._ended(False, _STOPPED, said, self.last)
@@ -259,6 +261,14 @@ class _Run:
         if not np.isfinite(p).all():
             raise _BreakdownError
         return self._objective.hessp(x, p)
+
+    def hess(self, x: np.ndarray) -> np.ndarray:
+        """Return the dense Hessian; where there is none any will do, but no NaN.
+
+        trust-exact looks at it before it turns back.
+        """
+        hessian = self._objective.hess_dense(x)
+        return hessian if math.isfinite(self._objective.fun(x)) else np.zeros_like(hessian)
 
     def _parabola(self, x: np.ndarray) -> tuple[float, np.ndarray]:
         """Return value and gradient at `x` of a parabola through the best point so far.
@@ -303,6 +313,8 @@ class _Run:
             status=status,
             message=message,
             nit=self._iterations,
+            nfev=self._points.work.evaluations,
+            njev=self._points.work.evaluations,
         )
         return self._told(result)
 

@@ -212,7 +212,10 @@ class ScipyObjective:
         x = self._position.checked(x)
         with self._position.restored():
             self._position.write(x)  # where batches may be evaluated again
-            return self._points.at(x).operator.to_dense().astype(np.float64)
+            point = self._points.at(x)
+            if not point.finite:
+                return np.full((x.size, x.size), np.nan)
+            return point.operator.to_dense().astype(np.float64)
 
     def assign(self, x: Any) -> None:
         """Write a vector to the variables.

@@ -97,7 +97,9 @@ class Point:
         return self._norm
 
     def product(self, v: np.ndarray) -> np.ndarray:
-        """Multiply the Hessian here by a vector, in float64."""
+        """Multiply the Hessian here by a vector, in float64; NaN where the gradient is."""
+        if not self.finite:
+            return np.full(v.shape, np.nan)
         start = time.perf_counter()
         try:
             return self.operator.matvec(v).astype(np.float64, copy=False)
@@ -222,6 +224,8 @@ class Points:
         HvpError
             As `HessianOperator`; the variables are then where they were.
         """
+        if on_stale not in ("raise", "refresh"):
+            raise HvpError(f"the argument on_stale is {on_stale!r}", "'raise' or 'refresh'")
         if isinstance(loss, SymmetricOperator):
             _check_alone(loss, {"variables": variables, "data": data, **options})
             made = cls(loss._evaluation, kept=kept, adopt=False, on_stale=on_stale)

@@ -1,0 +1,88 @@
+"""Losses to minimize, with what is known of them from elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import scipy.optimize
+import tensorflow as tf
+
+from tests.cases import random
+
+
+@dataclass
+class Minimized:
+    """A loss, its variables, and its minimum."""
+
+    loss: Callable[..., Any]
+    variables: Any
+    data: Any
+    solution: np.ndarray
+
+
+def ridge_logistic(dtype: str = "float64", examples: int = 30) -> Minimized:
+    """Logistic regression with weight decay; the minimum by Newton's method in NumPy."""
+    x = random(0, examples, 3, dtype="float64")
+    y = (x @ [1.0, -2.0, 0.5] + random(1, examples, dtype="float64") > 0).astype("float64")
+    weights = tf.Variable(random(2, 3, dtype=dtype))
+    bias = tf.Variable(np.zeros((), dtype))
+
+    def loss(x: Any, y: Any) -> Any:
+        logits = tf.linalg.matvec(x, weights) + bias
+        entropy = tf.nn.sigmoid_cross_entropy_with_logits(y, logits)
+        return tf.reduce_mean(entropy) + 0.05 * (tf.reduce_sum(weights**2) + bias**2)
+
+    # In tf.nest order of the dict below: bias first.
+    A = np.concatenate([np.ones((examples, 1)), x], axis=1)
+    w = np.zeros(4)
+    for _ in range(50):
+        p = 1 / (1 + np.exp(-A @ w))
+        gradient = A.T @ (p - y) / examples + 0.1 * w
+        hessian = (A.T * (p * (1 - p))) @ A / examples + 0.1 * np.eye(4)
+        w = w - np.linalg.solve(hessian, gradient)
+    assert np.abs(gradient).max() < 1e-14
+    data = (x.astype(dtype), y.astype(dtype))
+    return Minimized(loss, {"bias": bias, "weights": weights}, data, w)
+
+
+def rosenbrock_start(size: int) -> np.ndarray:
+    """The usual hard start."""
+    return np.where(np.arange(size) % 2 == 0, -1.2, 1.0)
+
+
+def rosenbrock(size: int, dtype: str = "float64") -> Minimized:
+    """Rosenbrock's function as scipy has it."""
+    w = tf.Variable(rosenbrock_start(size).astype(dtype))
+
+    def loss() -> Any:
+        return tf.reduce_sum(100 * (w[1:] - w[:-1] ** 2) ** 2 + (1 - w[:-1]) ** 2)
+
+    return Minimized(loss, w, None, np.ones(size))
+
+
+def extended_rosenbrock(size: int) -> Minimized:
+    """As many functions of two variables each as there are pairs."""
+    w = tf.Variable(rosenbrock_start(size))
+
+    def loss() -> Any:
+        odd, even = w[::2], w[1::2]
+        return tf.reduce_sum(100 * (even - odd**2) ** 2 + (1 - odd) ** 2)
+
+    return Minimized(loss, w, None, np.ones(size))
+
+
+def saddle(dtype: str = "float64", at: tuple[float, float] = (1.0, 0.0)) -> Minimized:
+    """A saddle at (0, 0), minima at (0, 1) and (0, -1); on the first axis it looks convex."""
+    w = tf.Variable(np.array(at, dtype))
+
+    def loss() -> Any:
+        return w[0] ** 2 / 2 + w[1] ** 4 / 4 - w[1] ** 2 / 2
+
+    return Minimized(loss, w, None, np.array([0.0, 1.0]))
+
+
+rosen, rosen_der = scipy.optimize.rosen, scipy.optimize.rosen_der
+rosen_hess_prod = scipy.optimize.rosen_hess_prod

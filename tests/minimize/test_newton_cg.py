@@ -1,0 +1,384 @@
+"""`NewtonCG`: where it gets to, what it costs, how it goes on after a stop."""
+
+import gc
+import logging
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvp
+from tests.cases import random
+from tests.minimize.problems import (
+    extended_rosenbrock,
+    ridge_logistic,
+    rosen,
+    rosen_der,
+    rosenbrock,
+    saddle,
+)
+
+
+def newton(problem, **options):
+    return hvp.NewtonCG(problem.loss, problem.variables, problem.data, **options)
+
+
+def flat(variables):
+    return np.concatenate([np.ravel(v.numpy()) for v in tf.nest.flatten(variables)])
+
+
+@pytest.mark.parametrize("preconditioner", [None, "diagonal", "nystrom"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_finds_the_minimum(dtype, preconditioner):
+    problem = ridge_logistic(dtype)
+    gtol = 1e-5 if dtype == "float32" else 1e-11
+    result = newton(problem, preconditioner=preconditioner, rank=3).minimize(gtol=gtol)
+    assert result.success, result.message
+    tolerance = 1e-3 if dtype == "float32" else 1e-9
+    np.testing.assert_allclose(flat(problem.variables), problem.solution, atol=tolerance)
+    np.testing.assert_array_equal(result.x, flat(problem.variables))
+    assert np.linalg.norm(result.jac) <= gtol
+    assert result.nit == len(result.history) < 15
+    assert result.gradient_evaluations == sum(s.ratio == s.ratio for s in result.history)
+    assert result.products >= sum(step.cg_iterations for step in result.history)
+
+
+def test_rosenbrock():
+    problem = rosenbrock(100)
+    result = newton(problem).minimize(gtol=1e-9)
+    assert result.success
+    assert np.abs(rosen_der(result.x)).max() < 1e-9
+    assert result.fun == pytest.approx(rosen(result.x), abs=1e-15)
+    losses = [step.loss for step in result.history]
+    assert losses == sorted(losses, reverse=True)
+    assert result.nit < 1000  # 340 or 510, after how numbers are rounded
+
+
+def test_a_hundred_thousand_variables():
+    problem = extended_rosenbrock(100_000)
+    result = newton(problem).minimize(gtol=1e-8)
+    assert result.success
+    np.testing.assert_allclose(result.x, 1.0, atol=1e-7)
+    assert result.nit < 100
+
+
+def test_one_step_is_newtons_where_the_model_is_true():
+    """On a quadratic function, against a dense solution; the ratio is one."""
+    A = random(0, 6, 6, dtype="float64")
+    A = A @ A.T + np.eye(6)
+    b = random(1, 6, dtype="float64")
+    w = tf.Variable(np.zeros(6))
+    method = hvp.NewtonCG(
+        lambda: tf.tensordot(w, tf.linalg.matvec(A, w), 1) / 2 - tf.tensordot(b, w, 1),
+        w,
+        radius=100.0,
+        forcing=1e-12,
+    )
+    step = method.step()
+    np.testing.assert_allclose(w.numpy(), np.linalg.solve(A, b), rtol=1e-9)
+    assert step.accepted
+    assert step.outcome == "converged"
+    assert step.ratio == pytest.approx(1.0)
+    assert step.cg_iterations <= 7
+    assert method.products == step.cg_iterations
+
+
+@pytest.mark.parametrize("preconditioner", [None, "diagonal"])
+def test_trust_region_bounds_the_step(preconditioner):
+    problem = rosenbrock(4)
+    method = newton(problem, radius=1e-3, preconditioner=preconditioner)
+    before = problem.variables.numpy()
+    step = method.step()
+    assert step.outcome == "boundary"
+    moved = problem.variables.numpy() - before
+    if preconditioner is None:
+        assert np.linalg.norm(moved) == pytest.approx(1e-3, rel=1e-6)
+        assert method.radius == pytest.approx(2e-3)
+    else:
+        assert 0 < np.linalg.norm(moved) < 1e-3
+
+
+def test_damping_is_added_and_follows_the_ratio():
+    w = tf.Variable([1.0, 2.0], dtype=tf.float64)
+    method = hvp.NewtonCG(
+        lambda: tf.reduce_sum(w**2) / 2, w, damping=3.0, forcing=1e-10, radius=10.0
+    )
+    step = method.step()
+    np.testing.assert_allclose(w.numpy(), [0.75, 1.5])  # 1 - 1 / (1 + 3)
+    assert step.ratio > 1
+    assert method.damping == pytest.approx(2.0)
+    uneven = hvp.NewtonCG(lambda: tf.reduce_sum(tf.cos(w)), w, damping=1e-3, radius=50.0)
+    for _ in range(5):
+        if not uneven.step().accepted:
+            break
+    assert uneven.damping != 1e-3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("at", [(0.5, 1e-3), (0.5, 0.0), (0.0, 0.0)])
+def test_saddle_is_left(at, dtype):
+    """Also where the gradient says nothing of it, or is zero."""
+    problem = saddle(dtype, at)
+    result = newton(problem).minimize(gtol=1e-5)
+    assert result.success
+    np.testing.assert_allclose(np.abs(result.x), problem.solution, atol=1e-4)
+    assert any(step.outcome == "negative curvature" for step in result.history)
+    stays = saddle(dtype, (0.0, 0.0))
+    result = newton(stays).minimize(leave_saddles=False)
+    assert result.success
+    np.testing.assert_array_equal(result.x, [0.0, 0.0])
+
+
+def test_minimum_has_no_negative_curvature_and_says_so():
+    problem = ridge_logistic()
+    method = newton(problem)
+    method.minimize(gtol=1e-10)
+    before = method.products
+    result = method.minimize(gtol=1e-10)
+    assert "no curvature negative" in result.message
+    assert result.nit == 0
+    assert method.products - before <= 22
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_gradient_converges_to_its_rounding(dtype):
+    """Far below where differences of the loss, here near 1000, mean anything."""
+    w = tf.Variable(random(0, 20, dtype=dtype))
+    scales = np.geomspace(1, 100, 20).astype(dtype)
+    method = hvp.NewtonCG(lambda: 1000 + tf.reduce_sum(scales * (tf.exp(w) - w)), w)
+    result = method.minimize(gtol=0.0, maxiter=60)
+    assert result.status in (0, 2), result.message
+    eps = np.finfo(dtype).eps
+    assert np.linalg.norm(result.jac) < 1000 * eps
+    np.testing.assert_allclose(result.x, 0.0, atol=100 * eps)
+    assert any(step.from_gradients and step.accepted for step in result.history)
+
+
+def test_nan_at_a_trial_point_makes_the_region_smaller(caplog):
+    w = tf.Variable([3.0, 1.0], dtype=tf.float64)
+    method = hvp.NewtonCG(
+        lambda: w[0] - tf.math.log(w[0]) + (w[1] - 2) ** 2, w, radius=100.0, forcing=1e-6
+    )
+    with caplog.at_level(logging.INFO, logger="hvp"):
+        step = method.step()
+    assert not step.accepted
+    assert step.ratio == -np.inf
+    assert step.radius < 100
+    np.testing.assert_array_equal(w.numpy(), [3.0, 1.0])
+    assert "not finite" in caplog.text
+    result = method.minimize(gtol=1e-10)
+    np.testing.assert_allclose(w.numpy(), [1.0, 2.0])
+    w.assign([3.0, 1.0])
+    method.reset()
+    result = method.minimize(gtol=1e-10)
+    assert result.non_finite > 0
+    assert f"At {result.non_finite} trial points" in result.message
+
+
+def test_start_or_product_that_is_not_finite_raises():
+    w = tf.Variable([1.0, 1.0], dtype=tf.float64)
+    method = hvp.NewtonCG(lambda: tf.reduce_sum(tf.sqrt(w)), w)
+    w.assign([-1.0, 1.0])
+    with pytest.raises(hvp.NonFiniteError, match="where the variables are"):
+        method.step()
+    np.testing.assert_array_equal(w.numpy(), [-1.0, 1.0])
+    v = tf.Variable([0.0, 1.0], dtype=tf.float64)
+    kink = hvp.NewtonCG(lambda: tf.reduce_sum(tf.abs(v) ** 1.5 + v), v)
+    with pytest.raises(hvp.NonFiniteError, match="product with the Hessian"):
+        kink.step()
+    np.testing.assert_array_equal(v.numpy(), [0.0, 1.0])
+
+
+def test_losses_without_a_minimum_end():
+    w = tf.Variable([1.0, -2.0], dtype=tf.float64)
+    result = hvp.NewtonCG(lambda: 2 * w[0] - w[1], w).minimize(maxiter=10)
+    assert result.status == 1
+    assert result.fun < -1000  # along the gradient, twice as far each time
+    w.assign([1.0, -2.0])
+    result = hvp.NewtonCG(lambda: tf.reduce_sum(tf.abs(w)), w).minimize(maxiter=200)
+    assert np.isfinite(result.x).all()
+    assert result.fun < 3
+    w.assign([0.0, 0.0])
+    result = hvp.NewtonCG(lambda: tf.reduce_sum(w**2), w).minimize()
+    assert (result.nit, result.success) == (0, True)
+    w.assign([1.0, 1.0])
+    result = hvp.NewtonCG(lambda: tf.reduce_sum(w**2), w).minimize(maxiter=0)
+    assert (result.nit, result.status) == (0, 1)
+    np.testing.assert_array_equal(w.numpy(), [1.0, 1.0])
+
+
+def test_callback_and_interrupt():
+    problem = rosenbrock(4)
+    method = newton(problem)
+    seen = []
+
+    def stop(step):
+        assert isinstance(step, hvp.NewtonStep)
+        assert step.loss == pytest.approx(rosen(problem.variables.numpy()))
+        seen.append(step)
+        if len(seen) == 3:
+            raise StopIteration
+
+    result = method.minimize(callback=stop)
+    assert (result.status, result.nit) == (99, 3)
+    np.testing.assert_array_equal(result.x, problem.variables.numpy())
+
+    def interrupt(step):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        method.minimize(callback=interrupt)
+    assert rosen(problem.variables.numpy()) <= result.fun
+    assert method.minimize(gtol=1e-8).success
+
+
+def test_variables_changed_between_steps_are_noticed():
+    problem = rosenbrock(4)
+    method = newton(problem)
+    method.step()
+    problem.variables.assign([0.5, 0.5, 0.5, 0.5])
+    steps = [method.step() for _ in range(5)]
+    assert steps[0].loss <= rosen([0.5] * 4)
+    assert steps[-1].loss < rosen([0.5] * 4)
+
+
+@pytest.mark.parametrize("preconditioner", [None, "diagonal", "nystrom"])
+@pytest.mark.parametrize("sampled", [False, True], ids=["whole", "sampled"])
+def test_a_run_ended_between_steps_goes_on_with_the_same_iterates(
+    tmp_path, preconditioner, sampled
+):
+    options = {"preconditioner": preconditioner, "rank": 2, "damping": 0.1, "seed": 3}
+    if sampled:
+        options.update(hessian_batch_size=10, gradient_batch_size=20)
+
+    def make():
+        problem = ridge_logistic()
+        return problem, newton(problem, radius=0.1, **options)
+
+    problem, method = make()
+    wanted = []
+    for k in range(8):
+        method.step()
+        wanted.append(flat(problem.variables))
+        if k == 3:
+            path = tf.train.Checkpoint(optimizer=method).save(str(tmp_path / "run"))
+    problem, method = make()
+    tf.train.Checkpoint(optimizer=method).restore(path).assert_consumed()
+    assert method.iterations == 4
+    np.testing.assert_array_equal(flat(problem.variables), wanted[3])
+    for k in range(4, 8):
+        method.step()
+        np.testing.assert_array_equal(flat(problem.variables), wanted[k])
+
+
+@pytest.mark.parametrize("gradient_batch_size", [None, 400])
+def test_samples(gradient_batch_size):
+    problem = ridge_logistic(examples=500)
+    method = newton(
+        problem, hessian_batch_size=50, gradient_batch_size=gradient_batch_size, batch_size=100
+    )
+    result = method.minimize(gtol=1e-6 if gradient_batch_size is None else 1e-2, maxiter=60)
+    if gradient_batch_size is None:  # the same minimum, though every Hessian is of other examples
+        assert result.success
+        np.testing.assert_allclose(flat(problem.variables), problem.solution, atol=1e-4)
+    else:
+        np.testing.assert_allclose(flat(problem.variables), problem.solution, atol=0.1)
+    assert result.products > 0
+
+
+def test_a_sample_of_all_examples_is_the_whole():
+    whole, sampled = ridge_logistic(), ridge_logistic()
+    one, other = newton(whole), newton(sampled, hessian_batch_size=1000)
+    for _ in range(5):
+        assert one.step().loss == pytest.approx(other.step().loss, rel=1e-12)
+    np.testing.assert_allclose(flat(sampled.variables), flat(whole.variables), rtol=1e-8)
+
+
+@pytest.mark.parametrize("engine", ["graph", "tape"])
+@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("batch_size", [None, 7])
+def test_engines_and_batches_agree(engine, jit_compile, batch_size):
+    reference, problem = ridge_logistic(), ridge_logistic()
+    newton(reference, forcing=0.1).minimize(gtol=1e-9)
+    options = {"engine": engine, "jit_compile": jit_compile, "batch_size": batch_size}
+    result = newton(problem, forcing=0.1, **options).minimize(gtol=1e-9)
+    assert result.success
+    np.testing.assert_allclose(flat(problem.variables), flat(reference.variables), atol=1e-8)
+
+
+def test_keras_model_with_an_operator():
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [keras.Input((3,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)]
+    )
+    model.compile(loss="mse")
+    rng = np.random.default_rng(0)
+    x, y = rng.standard_normal((50, 3)), rng.standard_normal((50, 1))
+    H = hvp.HessianOperator.from_keras(model, (x, y))
+    method = hvp.NewtonCG(H)
+    before = model.evaluate(x, y, verbose=0)
+    result = method.minimize(maxiter=30)
+    assert model.evaluate(x, y, verbose=0) == pytest.approx(result.fun, rel=1e-5)
+    assert result.fun < 0.8 * before
+
+
+def test_memory_stays_flat_over_five_hundred_steps():
+    problem = rosenbrock(1000)
+    method = newton(problem)
+
+    def tensors():
+        gc.collect()
+        return sum(isinstance(found, tf.__internal__.EagerTensor) for found in gc.get_objects())
+
+    def objects():
+        gc.collect()
+        return len(gc.get_objects())
+
+    for _ in range(20):
+        method.step()
+    before = tensors(), objects()
+    for _ in range(500):
+        method.step()
+    after = tensors(), objects()
+    assert after[0] <= before[0]
+    assert after[1] <= before[1] + 100
+    np.testing.assert_array_equal(method.iterations, 520)
+
+
+def test_bad_arguments_are_refused():
+    problem = ridge_logistic()
+    for options, message in (
+        ({"radius": 0.0}, "radius is 0.0"),
+        ({"radius": np.inf}, "radius is inf"),
+        ({"damping": -1.0}, "damping is -1.0"),
+        ({"forcing": 1.5}, "forcing is 1.5"),
+        ({"forcing": "newton"}, "forcing is 'newton'"),
+        ({"max_cg_iterations": 0}, "max_cg_iterations is 0"),
+        ({"rank": 1.5}, "rank is 1.5"),
+        ({"preconditioner": "jacobi"}, "preconditioner is 'jacobi'"),
+        ({"gradient_batch_size": 5}, "without hessian_batch_size"),
+        ({"hessian_batch_size": 0}, "hessian_batch_size is 0"),
+        ({"hessian_batch_size": 5, "reduction": "sum"}, "[Rr]eduction is given"),
+    ):
+        with pytest.raises(hvp.HvpError, match=message):
+            newton(problem, **options)
+    with pytest.raises(TypeError, match="lerning_rate"):
+        newton(problem, lerning_rate=1)
+    dataset = tf.data.Dataset.from_tensors(problem.data)
+    with pytest.raises(hvp.InvalidDataError, match="hessian_batch_size goes with"):
+        hvp.NewtonCG(problem.loss, problem.variables, dataset, hessian_batch_size=5)
+    H = hvp.HessianOperator(problem.loss, problem.variables, problem.data)
+    with pytest.raises(hvp.HvpError, match="goes with an operator"):
+        hvp.NewtonCG(H, hessian_batch_size=5)
+    method = newton(problem)
+    for options in ({"gtol": -1}, {"rtol": np.nan}, {"maxiter": -1}, {"progress": 3}):
+        with pytest.raises(hvp.HvpError, match=next(iter(options))):
+            method.minimize(**options)
+    assert method.iterations == 0
+
+
+def test_progress_is_shown(capfd):
+    pytest.importorskip("tqdm")
+    newton(rosenbrock(4)).minimize(progress="always", maxiter=5)
+    assert "steps" in capfd.readouterr().err

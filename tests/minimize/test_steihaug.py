@@ -1,0 +1,98 @@
+"""Conjugate gradients in a trust region, against dense matrices."""
+
+import numpy as np
+import pytest
+import scipy.linalg
+import tensorflow as tf
+
+import hvp
+from hvp._minimize.steihaug import Outcome, Steihaug
+from hvp._solve.preconditioners import PRECONDITIONERS
+
+SIZE = 12
+
+
+def matrix(eigenvalues, seed=0):
+    Q = scipy.linalg.qr(np.random.default_rng(seed).standard_normal((SIZE, SIZE)))[0]
+    return (Q * eigenvalues) @ Q.T
+
+
+def operator_of(A):
+    w = tf.Variable(np.zeros(len(A)))
+    return hvp.HessianOperator(lambda: tf.tensordot(w, tf.linalg.matvec(A, w), 1) / 2, w)
+
+
+def solve(A, g, preconditioner=None, **options):
+    H = operator_of(A)
+    kind = PRECONDITIONERS.get(preconditioner)
+    tensors = [] if kind is None else kind.make(H, 5, [0, 1])
+    limits = {"radius": 1e6, "tolerance": 1e-11, "maxiter": 200, **options}
+    solver = Steihaug(H, None if kind is None else kind.solve)
+    return solver.solve(tf.constant(g), tensors=tensors, **limits), tensors
+
+
+def model(A, g, p):
+    return g @ p + p @ A @ p / 2
+
+
+@pytest.mark.parametrize("preconditioner", [None, *PRECONDITIONERS])
+@pytest.mark.parametrize("damping", [0.0, 0.5])
+def test_inside_it_solves(preconditioner, damping):
+    A, g = matrix(np.geomspace(1, 1e3, SIZE)), np.arange(1.0, SIZE + 1)
+    result, _ = solve(A, g, preconditioner, damping=damping)
+    wanted = np.linalg.solve(A + damping * np.eye(SIZE), -g)
+    np.testing.assert_allclose(result.step, wanted, rtol=1e-8)
+    assert result.outcome == Outcome.CONVERGED
+    assert result.predicted == pytest.approx(-model(A + damping * np.eye(SIZE), g, wanted))
+    if preconditioner is None:
+        assert result.norm == pytest.approx(np.linalg.norm(wanted))
+
+
+@pytest.mark.parametrize("preconditioner", [None, *PRECONDITIONERS])
+@pytest.mark.parametrize("eigenvalues", ["positive", "indefinite", "negative"])
+def test_at_the_boundary(eigenvalues, preconditioner):
+    spectrum = np.geomspace(1, 100, SIZE)
+    spectrum[: {"positive": 0, "indefinite": 4, "negative": SIZE}[eigenvalues]] *= -1
+    A, g = matrix(spectrum), np.arange(1.0, SIZE + 1)
+    result, tensors = solve(A, g, preconditioner, radius=0.05)
+    step = result.step.numpy()
+    if preconditioner is None:
+        norm = np.linalg.norm(step)
+    else:
+        inverse = PRECONDITIONERS[preconditioner].solve
+        columns = [inverse(tf.constant(e), tensors).numpy() for e in np.eye(SIZE)]
+        norm = np.sqrt(step @ np.linalg.solve(np.stack(columns), step))
+    assert norm == pytest.approx(0.05, rel=1e-6)
+    assert result.norm == pytest.approx(0.05, rel=1e-6)
+    assert result.outcome in (Outcome.BOUNDARY, Outcome.NEGATIVE_CURVATURE)
+    assert result.predicted == pytest.approx(-model(A, g, step))
+    # At least what the best step along the gradient gives, as theory asks.
+    if preconditioner is None:
+        slope, bend = g @ g, g @ A @ g
+        length = 0.05 / np.sqrt(slope)
+        if bend > 0:
+            length = min(length, slope / bend)
+        assert result.predicted >= -model(A, g, -length * g) * (1 - 1e-9)
+
+
+def test_it_stops_where_it_is_told_to():
+    A, g = matrix(np.geomspace(1, 1e4, SIZE)), np.arange(1.0, SIZE + 1)
+    result, _ = solve(A, g, maxiter=3)
+    assert (result.outcome, result.iterations) == (Outcome.MAXITER, 3)
+    loose, _ = solve(A, g, tolerance=0.1 * np.linalg.norm(g))
+    assert loose.outcome == Outcome.CONVERGED
+    assert np.linalg.norm(A @ loose.step.numpy() + g) <= 0.1 * np.linalg.norm(g)
+    tight, _ = solve(A, g)
+    assert tight.iterations > loose.iterations
+
+
+def test_products_are_counted_and_the_operator_may_move():
+    w = tf.Variable(np.ones(SIZE))
+    H = hvp.HessianOperator(lambda: tf.reduce_sum(w**4) / 12, w)
+    solver = Steihaug(H)
+    for at in (1.0, 2.0):
+        w.assign(np.full(SIZE, at))
+        H.refresh()
+        result = solver.solve(tf.ones(SIZE, tf.float64), radius=9.0, tolerance=1e-9, maxiter=50)
+        np.testing.assert_allclose(result.step, -np.ones(SIZE) / at**2)
+    assert H.stats.products == 2

@@ -1,0 +1,56 @@
+"""Preconditioners, against the dense matrices they approximate."""
+
+import numpy as np
+import pytest
+import scipy.linalg
+import tensorflow as tf
+
+import hvp
+from hvp._solve.preconditioners import PRECONDITIONERS
+
+SIZE = 40
+
+
+def inverse_of(A, name, rank, dtype="float64"):
+    w = tf.Variable(np.zeros(len(A), dtype))
+    H = hvp.HessianOperator(lambda: tf.tensordot(w, tf.linalg.matvec(A.astype(dtype), w), 1) / 2, w)
+    kind = PRECONDITIONERS[name]
+    tensors = kind.make(H, rank, [0, 1])
+    assert H.stats.products == kind.products(rank)
+    assert [list(t.shape) for t in tensors] == kind.shapes(len(A), rank)
+    return np.stack(
+        [kind.solve(tf.constant(e), tensors).numpy() for e in np.eye(len(A), dtype=dtype)]
+    )
+
+
+def matrix(eigenvalues, seed=0):
+    Q = scipy.linalg.qr(np.random.default_rng(seed).standard_normal((SIZE, SIZE)))[0]
+    return (Q * eigenvalues) @ Q.T
+
+
+def test_diagonal_of_a_diagonal_is_exact():
+    d = np.linspace(-3, 5, SIZE)
+    got = inverse_of(np.diag(d), "diagonal", 0)
+    least = 1e-2 * np.abs(d).mean()
+    np.testing.assert_allclose(got, np.diag(1 / np.maximum(np.abs(d), least)), rtol=1e-10)
+
+
+def test_nystrom_makes_a_matrix_of_low_rank_well_conditioned():
+    """A sketch finds the small eigenvalues too small, by a factor that its rank bounds."""
+    A = matrix(np.concatenate([np.geomspace(1e6, 10, 8), np.zeros(SIZE - 8)])) + np.eye(SIZE)
+    P = inverse_of(A, "nystrom", 12)
+    np.testing.assert_allclose(P, P.T, atol=1e-10)
+    eigenvalues = np.linalg.eigvals(P @ A).real
+    assert np.linalg.cond(A) > 1e5
+    assert eigenvalues.max() / eigenvalues.min() < 20
+
+
+@pytest.mark.parametrize("name", PRECONDITIONERS)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("spectrum", ["positive", "indefinite", "negative", "zero"])
+def test_inverse_is_positive_definite_whatever_the_matrix(name, dtype, spectrum):
+    values = np.geomspace(1e-3, 1e3, SIZE)
+    values[: {"positive": 0, "indefinite": 30, "negative": SIZE, "zero": 0}[spectrum]] *= -1
+    A = matrix(values if spectrum != "zero" else 0 * values)
+    P = inverse_of(A, name, 10, dtype).astype("float64")
+    assert np.linalg.eigvalsh((P + P.T) / 2).min() > 0
