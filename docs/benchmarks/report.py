@@ -18,7 +18,7 @@ HERE = Path(__file__).parent
 JSON, CSV = HERE / "products.json", HERE / "products.csv"
 
 PEERS = ("jax", "torch", "curvlinops-for-pytorch")
-PACKAGES = ("tensorflow", "keras", "numpy", "scipy", *PEERS)
+PACKAGES = ("tensorflow", "keras", "numpy", "scipy", *PEERS, "pytorch-minimize")
 RATE_SIZE = 2048
 
 # Columns of the table for the documentation: heading, variant, and which of its figures.

@@ -385,7 +385,7 @@ def test_bad_arguments_are_refused_before_any_work():
         hvp.minimize(loss)
     with pytest.raises(hvp.TooLargeError, match="ogleg needs the Hessian of 5000"):
         hvp.minimize(lambda: tf.reduce_sum(many**2), many, method="dogleg")
-    with pytest.raises(hvp.HvpError, match="an operator is given, and variables beside"):
+    with pytest.raises(hvp.HvpError, match="n operator is given, and variables beside"):
         hvp.minimize(operator, w)
     with pytest.raises(hvp.HvpError, match="damping"):
         hvp.minimize(operator.damped(1.0))
