@@ -15,6 +15,7 @@ in NumPy, nor TensorFlow's, which needs a positive definite operator, do this.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,8 +24,9 @@ import tensorflow as tf
 
 from hvp._operators.operator import SymmetricOperator
 
-# Iterations in one call: between calls Python sees interrupts.
-_CALL = 32
+# Iterations in one call, between which Python sees interrupts; fewer where each product goes through
+# Python, and may take long.
+_CALL, _CALL_OF_PYTHON = 32, 4
 
 
 class Outcome(enum.IntEnum):
@@ -84,8 +86,11 @@ class Steihaug:
     ) -> None:
         self._operator = operator
         self._precondition = precondition
-        self._begin = tf.function(self._first, autograph=False)
-        self._advance = tf.function(self._more, autograph=False)
+        stats = operator.stats
+        in_python = stats.engine == "tape" or stats.batches is not None
+        self._call = _CALL_OF_PYTHON if in_python else _CALL
+        self._begin = tf.function(self._from_the_middle, autograph=False)
+        self._continue = tf.function(self._further, autograph=False)
 
     def solve(
         self,
@@ -118,26 +123,44 @@ class Steihaug:
         -------
         SteihaugResult
         """
-        dtype = gradient.dtype
-        limits = [tf.constant(number, dtype) for number in (radius, tolerance, damping)]
-        state = self._begin(gradient, list(tensors))
-        done = 0
-        while int(state[0]) == Outcome.RUNNING and done < maxiter:
-            count = min(_CALL, maxiter - done)
-            last = tf.constant(done + count)
-            state = self._advance(state, limits, list(tensors), last, damping != 0)
-            done += count
-        predicted, squared = self._told(gradient, state)
-        outcome = Outcome(int(state[0])) or Outcome.MAXITER
-        return SteihaugResult(
-            state[2], outcome, int(state[1]), float(squared) ** 0.5, float(predicted)
-        )
+        limits = tf.constant([radius, tolerance, damping], gradient.dtype)
+        tensors, damped, done = list(tensors), damping != 0, min(self._call, maxiter)
+        state, told = self._begin(gradient, limits, tensors, tf.constant(done), damped)
+        said = told.numpy()
+        while int(said[0]) == Outcome.RUNNING and done < maxiter:
+            done = min(done + self._call, maxiter)
+            last = tf.constant(done)
+            state, told = self._continue(gradient, state, limits, tensors, last, damped)
+            said = told.numpy()
+        outcome = Outcome(int(said[0])) or Outcome.MAXITER
+        norm, predicted = math.sqrt(max(said[2], 0.0)), float(said[3])
+        return SteihaugResult(state[2], outcome, int(said[1]), norm, predicted)
 
-    @staticmethod
-    def _told(gradient: tf.Tensor, state: Sequence[tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
-        step, residual = tf.cast(state[2], tf.float64), tf.cast(state[3], tf.float64)
-        both = tf.cast(gradient, tf.float64) + residual
-        return -_dot(step, both) / 2, tf.maximum(state[6], 0)
+    def _from_the_middle(
+        self,
+        gradient: tf.Tensor,
+        limits: tf.Tensor,
+        tensors: list[tf.Tensor],
+        last: tf.Tensor,
+        damped: bool,
+    ) -> Any:
+        state = self._first(gradient, tensors)
+        return self._further(gradient, state, limits, tensors, last, damped)
+
+    def _further(
+        self,
+        gradient: tf.Tensor,
+        state: list[tf.Tensor],
+        limits: tf.Tensor,
+        tensors: list[tf.Tensor],
+        last: tf.Tensor,
+        damped: bool,
+    ) -> Any:
+        """Return the state after some iterations, and what Python has to know of it."""
+        state = self._more(state, limits, tensors, last, damped)
+        step, both = (tf.cast(t, tf.float64) for t in (state[2], gradient + state[3]))
+        told = [state[0], state[1], state[6], -_dot(step, both) / 2]
+        return state, tf.stack([tf.cast(number, tf.float64) for number in told])
 
     def _inverse(self, vector: tf.Tensor, tensors: Sequence[tf.Tensor]) -> tf.Tensor:
         return vector if self._precondition is None else self._precondition(vector, tensors)
@@ -157,12 +180,12 @@ class Steihaug:
     def _more(
         self,
         state: list[tf.Tensor],
-        limits: list[tf.Tensor],
+        limits: tf.Tensor,
         tensors: list[tf.Tensor],
         last: tf.Tensor,
         damped: bool,
     ) -> Any:
-        radius, tolerance, damping = limits
+        radius, tolerance, damping = tf.unstack(limits, 3)
 
         def running(outcome: tf.Tensor, iterations: tf.Tensor, *rest: tf.Tensor) -> tf.Tensor:
             del rest
