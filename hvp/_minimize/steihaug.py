@@ -24,8 +24,8 @@ import tensorflow as tf
 
 from hvp._operators.operator import SymmetricOperator
 
-# Iterations in one call, between which Python sees interrupts; fewer where each product goes through
-# Python, and may take long.
+# Iterations in one call, between which Python sees interrupts; fewer where each product goes
+# through Python, and may take long.
 _CALL, _CALL_OF_PYTHON = 32, 4
 
 
