@@ -195,7 +195,7 @@ class GraphProgram:
         """Pack residuals, with the values of the variables to compare with, if they are small."""
         specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
         packing = Packing(specs)
-        if not packing.pays or packing.buffers == len(tensors) - watched:
+        if not self._results or not packing.pays or packing.buffers == len(tensors) - watched:
             return tensors[watched:]
         self._packing = packing
         return self._packing.pack(tensors)
