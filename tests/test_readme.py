@@ -10,7 +10,7 @@ README = Path(__file__).parents[1] / "README.md"
 
 def test_the_readmes_code_runs(capsys):
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     namespace = {}
     for block in blocks:
         exec(compile(block, str(README), "exec"), namespace)
@@ -19,6 +19,8 @@ def test_the_readmes_code_runs(capsys):
     assert namespace["largest"] > 0
     assert namespace["dense"].shape == (161, 161)
     assert namespace["H"].stats.batches == namespace["H"].stats.batches_kept > 1
+    assert namespace["result"].gradient_evaluations == len(namespace["result"].history)
+    assert namespace["result"].fun < namespace["loss_value"]
     assert namespace["again"].shape == namespace["block"].__wrapped__.kernel.shape
 
 
