@@ -156,12 +156,12 @@ def test_keras_model_and_batches():
     model.compile(loss="mse")
     rng = np.random.default_rng(0)
     x, y = rng.standard_normal((50, 3)), rng.standard_normal((50, 1))
-    before = model.evaluate(x, y, verbose=0)
+    before = model.evaluate(x, y, batch_size=50, verbose=0)
     H = hvp.HessianOperator.from_keras(model, (x, y), batch_size=16)
     weights = [v.numpy() for v in model.trainable_variables]
     result = hvp.minimize(H, maxiter=20)
     assert result.fun < 0.8 * before
-    assert model.evaluate(x, y, verbose=0) == pytest.approx(result.fun, rel=1e-5)
+    assert model.evaluate(x, y, batch_size=50, verbose=0) == pytest.approx(result.fun, rel=1e-5)
     with pytest.raises(hvp.StaleOperatorError):
         _ = H.value
     # The same by the loss and the data, of which a limit lets nothing be kept.

@@ -317,9 +317,9 @@ def test_keras_model_with_an_operator():
     x, y = rng.standard_normal((50, 3)), rng.standard_normal((50, 1))
     H = hvp.HessianOperator.from_keras(model, (x, y))
     method = hvp.NewtonCG(H)
-    before = model.evaluate(x, y, verbose=0)
+    before = model.evaluate(x, y, batch_size=50, verbose=0)
     result = method.minimize(maxiter=30)
-    assert model.evaluate(x, y, verbose=0) == pytest.approx(result.fun, rel=1e-5)
+    assert model.evaluate(x, y, batch_size=50, verbose=0) == pytest.approx(result.fun, rel=1e-5)
     assert result.fun < 0.8 * before
 
 
