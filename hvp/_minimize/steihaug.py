@@ -89,8 +89,8 @@ class Steihaug:
         stats = operator.stats
         in_python = stats.engine == "tape" or stats.batches is not None
         self._call = _CALL_OF_PYTHON if in_python else _CALL
-        self._begin = tf.function(self._from_the_middle, autograph=False)
-        self._continue = tf.function(self._further, autograph=False)
+        self._in_python = in_python
+        self._functions: tuple[Any, Any] | None = None
 
     def solve(
         self,
@@ -125,16 +125,30 @@ class Steihaug:
         """
         limits = tf.constant([radius, tolerance, damping], gradient.dtype)
         tensors, damped, done = list(tensors), damping != 0, min(self._call, maxiter)
-        state, told = self._begin(gradient, limits, tensors, tf.constant(done), damped)
+        if self._functions is None:
+            self._functions = self._compile(gradient)
+        begin, go_on = self._functions
+        state, told = begin(gradient, limits, tensors, tf.constant(done), damped)
         said = told.numpy()
         while int(said[0]) == Outcome.RUNNING and done < maxiter:
             done = min(done + self._call, maxiter)
             last = tf.constant(done)
-            state, told = self._continue(gradient, state, limits, tensors, last, damped)
+            state, told = go_on(gradient, state, limits, tensors, last, damped)
             said = told.numpy()
         outcome = Outcome(int(said[0])) or Outcome.MAXITER
         norm, predicted = math.sqrt(max(said[2], 0.0)), float(said[3])
         return SteihaugResult(state[2], outcome, int(said[1]), norm, predicted)
+
+    def _compile(self, vector: tf.Tensor) -> tuple[Any, Any]:
+        """Make the functions; by XLA where it computes the operator's products."""
+        if not self._in_python and self._operator.stats.jit_compile is None:
+            self._operator.product(vector)  # the first product settles it
+        with_xla = not self._in_python and bool(self._operator.stats.jit_compile)
+        options: dict[str, Any] = {"autograph": False, "jit_compile": with_xla or None}
+        return (
+            tf.function(self._from_the_middle, **options),
+            tf.function(self._further, **options),
+        )
 
     def _from_the_middle(
         self,
