@@ -205,9 +205,9 @@ class _Run:
         """Run it."""
         objective, wanted = self._objective, self._method.hessian
         if self.free and not np.any(self._slope):
-            return self._ended(True, 0, "The gradient is zero at the start.")
+            return self._told(self._ended(True, 0, "The gradient is zero at the start."))
         if self._options.get("maxiter") == 0:
-            return self._ended(False, 1, "No iterations were asked for.")
+            return self._told(self._ended(False, 1, "No iterations were asked for."))
         derivatives: dict[str, Any] = {"jac": self.jac}
         if wanted == "products":
             derivatives["hessp"] = self.hessp
@@ -303,9 +303,9 @@ class _Run:
     def _ended(
         self, success: bool, status: int, message: str, x: np.ndarray | None = None
     ) -> OptimizeResult:
-        """Return a result of our own."""
+        """Return a result of our own, at the best point or another."""
         x = self.best if x is None else x
-        result = OptimizeResult(
+        return OptimizeResult(
             x=x,
             fun=self._objective.fun(x),
             jac=self._objective.jac(x),
@@ -316,7 +316,6 @@ class _Run:
             nfev=self._points.work.evaluations,
             njev=self._points.work.evaluations,
         )
-        return self._told(result)
 
     def _told(self, result: OptimizeResult) -> OptimizeResult:
         """Add what was done, and make sure that the loss is finite where it ends."""
@@ -324,13 +323,13 @@ class _Run:
         if not math.isfinite(self._objective.fun(result.x)):
             result.x, result.fun, result.success = self.best, self._least, False
             result.jac = self._objective.jac(result.x)
-            result.message = f"{result.message} The loss was not finite there: back at the best."
+            result.message = f"{result.message} The loss is not finite there: back at the best."
         work = self._points.work
         result.gradient_evaluations, result.products = work.evaluations, self._points.products
         result.evaluation_seconds = work.evaluation_seconds
         result.product_seconds = work.product_seconds
         result.non_finite = work.non_finite
-        if work.non_finite and "not finite" not in result.message:
+        if work.non_finite:
             result.message += (
                 f" At {work.non_finite} trial points the loss or its gradient was not finite, and "
                 "the step was made shorter."

@@ -370,6 +370,9 @@ class NewtonCG(tf.Module):
         """Take one step from a point whose gradient is wanted as small as this."""
         gradient, norm = here.gradient_tensor, here.gradient_norm
         forcing = self._next_forcing(norm, wanted)
+        if norm == 0:
+            nothing = SteihaugResult(tf.zeros_like(gradient), Outcome.CONVERGED, 0, 0.0, 0.0)
+            return self._try(here, nothing, forcing)
         start = time.perf_counter()
         operator = self._model.operator(self.iterations + 1)
         if self._subproblem.is_due(int(self._served)):
@@ -449,6 +452,9 @@ class NewtonCG(tf.Module):
         return fall / result.predicted
 
     def _adapt(self, ratio: float, result: SteihaugResult) -> None:
+        """Make the region and the damping larger or smaller."""
+        if result.norm == 0:
+            return
         boundary = result.outcome in (Outcome.BOUNDARY, Outcome.NEGATIVE_CURVATURE)
         if not ratio >= _POOR:
             self._radius.assign(_SHRINK * min(result.norm, self.radius))

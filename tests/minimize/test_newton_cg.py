@@ -200,7 +200,10 @@ def test_losses_without_a_minimum_end():
     assert np.isfinite(result.x).all()
     assert result.fun < 3
     w.assign([0.0, 0.0])
-    result = hvp.NewtonCG(lambda: tf.reduce_sum(w**2), w).minimize()
+    still = hvp.NewtonCG(lambda: tf.reduce_sum(w**2), w)
+    step = still.step()
+    assert (step.accepted, step.cg_iterations, step.radius) == (False, 0, 1.0)
+    result = still.minimize()
     assert (result.nit, result.success) == (0, True)
     w.assign([1.0, 1.0])
     result = hvp.NewtonCG(lambda: tf.reduce_sum(w**2), w).minimize(maxiter=0)
