@@ -22,11 +22,14 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvp._linearize.compiled import Compiled
 from hvp._operators.operator import SymmetricOperator
 
 # Iterations in one call, between which Python sees interrupts; fewer where each product goes
 # through Python, and may take long.
 _CALL, _CALL_OF_PYTHON = 32, 4
+# Tensors of a state.
+_STATE = 9
 
 
 class Outcome(enum.IntEnum):
@@ -90,7 +93,7 @@ class Steihaug:
         in_python = stats.engine == "tape" or stats.batches is not None
         self._call = _CALL_OF_PYTHON if in_python else _CALL
         self._in_python = in_python
-        self._functions: tuple[Any, Any] | None = None
+        self._functions: dict[bool, tuple[Compiled, Compiled]] = {}
 
     def solve(
         self,
@@ -124,57 +127,45 @@ class Steihaug:
         SteihaugResult
         """
         limits = tf.constant([radius, tolerance, damping], gradient.dtype)
-        tensors, damped, done = list(tensors), damping != 0, min(self._call, maxiter)
-        if self._functions is None:
-            self._functions = self._compile(gradient)
-        begin, go_on = self._functions
-        state, told = begin(gradient, limits, tensors, tf.constant(done), damped)
+        rest, done = [limits, gradient, *tensors], min(self._call, maxiter)
+        begin, go_on = self._compiled(gradient, tensors, damping != 0)
+        told, *state = begin(tf.constant(done), *rest)
         said = told.numpy()
         while int(said[0]) == Outcome.RUNNING and done < maxiter:
             done = min(done + self._call, maxiter)
-            last = tf.constant(done)
-            state, told = go_on(gradient, state, limits, tensors, last, damped)
+            told, *state = go_on(*state, tf.constant(done), *rest)
             said = told.numpy()
         outcome = Outcome(int(said[0])) or Outcome.MAXITER
         norm, predicted = math.sqrt(max(said[2], 0.0)), float(said[3])
         return SteihaugResult(state[2], outcome, int(said[1]), norm, predicted)
 
-    def _compile(self, vector: tf.Tensor) -> tuple[Any, Any]:
-        """Make the functions; by XLA where it computes the operator's products."""
-        if not self._in_python and self._operator.stats.jit_compile is None:
-            self._operator.product(vector)  # the first product settles it
-        with_xla = not self._in_python and bool(self._operator.stats.jit_compile)
-        options: dict[str, Any] = {"autograph": False, "jit_compile": with_xla or None}
-        return (
-            tf.function(self._from_the_middle, **options),
-            tf.function(self._further, **options),
-        )
+    def _compiled(
+        self, vector: tf.Tensor, tensors: Sequence[tf.Tensor], damped: bool
+    ) -> tuple[Compiled, Compiled]:
+        """Return what begins and what goes on; by XLA where it computes the operator's products."""
+        found = self._functions.get(damped)
+        if found is None:
+            if not self._in_python and self._operator.stats.jit_compile is None:
+                self._operator.product(vector)  # the first product settles it
+            with_xla = not self._in_python and bool(self._operator.stats.jit_compile)
 
-    def _from_the_middle(
-        self,
-        gradient: tf.Tensor,
-        limits: tf.Tensor,
-        tensors: list[tf.Tensor],
-        last: tf.Tensor,
-        damped: bool,
-    ) -> Any:
-        state = self._first(gradient, tensors)
-        return self._further(gradient, state, limits, tensors, last, damped)
+            def begin(last: tf.Tensor, *rest: tf.Tensor) -> list[tf.Tensor]:
+                return self._further(self._first(rest[1], rest[2:]), last, rest, damped)
 
-    def _further(
-        self,
-        gradient: tf.Tensor,
-        state: list[tf.Tensor],
-        limits: tf.Tensor,
-        tensors: list[tf.Tensor],
-        last: tf.Tensor,
-        damped: bool,
-    ) -> Any:
-        """Return the state after some iterations, and what Python has to know of it."""
-        state = self._more(state, limits, tensors, last, damped)
-        step, both = (tf.cast(t, tf.float64) for t in (state[2], gradient + state[3]))
-        told = [state[0], state[1], state[6], -_dot(step, both) / 2]
-        return state, tf.stack([tf.cast(number, tf.float64) for number in told])
+            def go_on(*given: tf.Tensor) -> list[tf.Tensor]:
+                state, last, rest = given[:_STATE], given[_STATE], given[_STATE + 1 :]
+                return self._further(state, last, rest, damped)
+
+            count, number = tf.TensorSpec([], tf.int32), tf.TensorSpec([], vector.dtype)
+            like = tf.TensorSpec(vector.shape, vector.dtype)
+            state = [count, count, like, like, like, number, number, number, number]
+            rest = [tf.TensorSpec([3], vector.dtype), like]
+            rest += [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
+            found = self._functions[damped] = (
+                Compiled(begin, [count, *rest], with_xla, _ignore),
+                Compiled(go_on, [*state, count, *rest], with_xla, _ignore),
+            )
+        return found
 
     def _inverse(self, vector: tf.Tensor, tensors: Sequence[tf.Tensor]) -> tf.Tensor:
         return vector if self._precondition is None else self._precondition(vector, tensors)
@@ -190,6 +181,16 @@ class Steihaug:
         zero = tf.zeros([], gradient.dtype)
         start = [tf.zeros_like(gradient), tf.identity(gradient), -descent]
         return [tf.constant(0), tf.constant(0), *start, squared, zero, zero, squared]
+
+    def _further(
+        self, state: Sequence[tf.Tensor], last: tf.Tensor, rest: Sequence[tf.Tensor], damped: bool
+    ) -> list[tf.Tensor]:
+        """Return what Python has to know of the state after some iterations, and the state."""
+        limits, gradient, *tensors = rest
+        state = list(self._more(list(state), limits, tensors, last, damped))
+        step, both = (tf.cast(t, tf.float64) for t in (state[2], gradient + state[3]))
+        told = [state[0], state[1], state[6], -_dot(step, both) / 2]
+        return [tf.stack([tf.cast(number, tf.float64) for number in told]), *state]
 
     def _more(
         self,
@@ -264,6 +265,10 @@ class Steihaug:
             ]
 
         return tf.while_loop(running, iterate, state, parallel_iterations=1)
+
+
+def _ignore(said: str) -> None:
+    """XLA's refusal, which is in the log."""
 
 
 def _dot(one: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
