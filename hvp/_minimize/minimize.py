@@ -92,19 +92,22 @@ def minimize(
         it, up to 4096 variables; ``"L-BFGS-B"``, ``"TNC"``, ``"BFGS"``, ``"CG"`` and ``"SLSQP"``
         the gradient only, without asking for second derivatives.
     x0 : array_like, optional
-        Where to begin, of shape `(n,)`; where the variables are by default.
+        Where to begin, of shape `(n,)`, in the order of `HessianOperator.flatten`; where the
+        variables are by default.
     bounds, constraints, tol, options
         As for `scipy.optimize.minimize`.
     callback : callable, optional
-        As for `scipy.optimize.minimize`. The variables are at the point in question when it is
-        called; it ends the run by raising `StopIteration`.
+        As for `scipy.optimize.minimize`: takes `x`, or the keyword `intermediate_result`, and of
+        ``"trust-constr"`` `x` and a state. The variables are at the point in question when it is
+        called, what it writes to them has no effect; it ends the run by raising `StopIteration`.
     progress : bool or "always", optional
         Shows the iterations, the loss and the norm of its gradient, by tqdm, on a terminal; with
         ``"always"`` anywhere.
     **more
         Of `HessianOperator`: `batch_size`, `memory_limit` (of both points together), `reduction`,
         `regularization`, `weight`, `engine`, `jit_compile`, `recompute`. What is none of these is
-        an option of the method: `maxiter`, `gtol`, ...
+        an option of the method, as scipy names them: `maxiter` (of TNC `maxfun`), `gtol` (of
+        Newton-CG `xtol`), ...
 
     Returns
     -------
@@ -130,7 +133,9 @@ def minimize(
     that has the value and slope of the best point so far, and its least value at a quarter of the
     step. Both are told in the log and in the result's message.
 
-    Each method stops by its own test, and "success" means that it did: look at `result.jac` too.
+    Each method stops by its own test, and "success" means that it did: look at `result.jac` too
+    (of ``"trust-constr"``, whose `jac` is of the constraints, `result.grad`). A gradient that is
+    zero at the start ends every method, also at a saddle; `NewtonCG` leaves it.
 
     Examples
     --------
@@ -324,6 +329,8 @@ class _Run:
             result.x, result.fun, result.success = self.best, self._least, False
             result.jac = self._objective.jac(result.x)
             result.message = f"{result.message} The loss is not finite there: back at the best."
+        elif not math.isfinite(result.fun):  # lost by the method, after a step too far
+            result.fun = self._objective.fun(result.x)
         work = self._points.work
         result.gradient_evaluations, result.products = work.evaluations, self._points.products
         result.evaluation_seconds = work.evaluation_seconds
@@ -343,12 +350,25 @@ def _method(method: Any) -> str:
         raise HvpError(
             f"the argument method is {method!r}",
             "a method of scipy's that uses a gradient: " + ", ".join(METHODS),
-            "for those that use none call scipy.optimize.minimize with hvp.ScipyObjective",
+            "for methods without a gradient call scipy.optimize.minimize with hvp.ScipyObjective; "
+            "for hvp.NewtonCG, its own minimize()",
         )
     return found
 
 
 def _merged(options: dict[str, Any] | None, more: dict[str, Any]) -> dict[str, Any]:
+    if not (options is None or isinstance(options, dict)):
+        raise HvpError(f"the argument options is {type(options).__name__}", "a dict")
+    ours = sorted({"jac", "hess", "hessp", "args", "fun"} & set(more))
+    if ours:
+        raise HvpError(
+            f"given: {', '.join(ours)}",
+            "none of these: the loss's derivatives are computed",
+            "for functions of your own call scipy.optimize.minimize",
+        )
+    maxiter = {**(options or {}), **more}.get("maxiter")
+    if maxiter is not None and maxiter < 0:
+        raise HvpError(f"the option maxiter is {maxiter}", "zero or more")
     twice = sorted(set(options or {}) & set(more))
     if twice:
         raise HvpError(

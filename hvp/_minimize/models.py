@@ -30,10 +30,11 @@ class WholeModel:
     def here(self, iteration: int, moved: bool) -> Point:
         """Return where the variables are, as the next step sees it."""
         del iteration
-        if moved or self._here is None:
-            self._here = None
-            self._here = self.points.visit(self.points.position.read())
-        return self._here
+        here, self._here = self._here, None  # should something raise
+        if moved or here is None or not self.points.heed_changes():
+            here = self.points.visit(self.points.position.read())
+        self._here = here
+        return here
 
     def operator(self, iteration: int) -> SymmetricOperator:
         """Return the Hessian there."""
@@ -93,6 +94,12 @@ class SampledModel(WholeModel):
                     f"{name} is given, and the Hessian is of samples",
                     "the mean over examples, each counting the same",
                 )
+        if gradient_batch_size is not None and gradient_batch_size < hessian_batch_size:
+            raise HvpError(
+                f"gradient_batch_size is {gradient_batch_size}, and hessian_batch_size is "
+                f"{hessian_batch_size}",
+                "the gradient over no fewer examples than the Hessian",
+            )
         self._samples = Samples(loss, data, hessian_batch_size, 2 * seed, "hessian_batch_size")
         self._gradient_samples: Samples | None = None
         split = ("batch_size", "memory_limit")  # samples are not cut

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 from scipy.optimize import OptimizeResult
 
-from hvp._errors import HvpError, NonFiniteError
+from hvp._errors import GraphModeError, HvpError, NonFiniteError
 from hvp._linearize.trace import Resource
 from hvp._minimize.models import SampledModel, WholeModel
 from hvp._minimize.objective import check_count, check_options
@@ -109,7 +109,7 @@ class NewtonCG(tf.Module):
         dict of arrays. By default it is over all, from the same evaluation as the gradient.
     gradient_batch_size : int, optional
         With `hessian_batch_size`, take loss and gradient over so many examples, drawn anew for each
-        step, the same at both its ends. By default over all.
+        step, the same at both its ends, no fewer than for the Hessian. By default over all.
     radius : float, optional
         Of the trust region at first, in the units of the variables (of the preconditioner's norm,
         if there is one).
@@ -198,6 +198,11 @@ class NewtonCG(tf.Module):
         **options: Any,
     ) -> None:
         super().__init__(name="newton_cg")
+        later = sorted({"gtol", "rtol", "maxiter", "callback", "progress"} & set(options))
+        if later:
+            raise HvpError(
+                f"given to NewtonCG: {', '.join(later)}", "an argument of its method minimize"
+            )
         check_options(options, "NewtonCG")
         _check_arguments(
             radius=radius,
@@ -206,6 +211,7 @@ class NewtonCG(tf.Module):
             max_cg_iterations=max_cg_iterations,
             preconditioner=preconditioner,
             rank=rank,
+            seed=seed,
         )
         if hessian_batch_size is None:
             if gradient_batch_size is not None:
@@ -290,6 +296,7 @@ class NewtonCG(tf.Module):
         -----
         If it raises, the variables are where they were.
         """
+        _check_eager()
         with self._position.restored(only_if_it_fails=True):
             return self._step(self._here(), 0.0)
 
@@ -328,7 +335,8 @@ class NewtonCG(tf.Module):
             `NewtonStep`; `gradient_evaluations`, `products`, `non_finite` (at how many points the
             loss or its gradient was not finite); `seconds` and, of them, `evaluation_seconds` and
             `cg_seconds`. Counts are of this call. `status` is 0 where the gradient is small, 1
-            after `maxiter`, 2 where rounding allows no more, 99 after `StopIteration`.
+            after `maxiter`, 2 where rounding allows no more, 3 where a product with the Hessian is
+            not finite, 99 after `StopIteration`.
 
         Raises
         ------
@@ -341,6 +349,9 @@ class NewtonCG(tf.Module):
         loss and gradient over all data each step that is taken lowers the loss.
         """
         _check_tolerances(gtol, rtol, maxiter)
+        if not (callback is None or callable(callback)):
+            raise HvpError(f"the argument callback is {callback!r}", "a function, or None")
+        _check_eager()
         check_progress(progress)
         run = _Run(self, callback)
         with progress_bar(progress, total=None, unit=" steps") as bar:
@@ -395,8 +406,8 @@ class NewtonCG(tf.Module):
         if result.outcome == Outcome.NOT_FINITE or not math.isfinite(result.predicted):
             raise NonFiniteError(
                 "a product with the Hessian is not finite",
-                "a loss that is twice differentiable where the variables are",
-                "look for norms and square roots near zero, or begin elsewhere",
+                "a loss that is twice differentiable where the variables are, and bounded below",
+                "look for norms and square roots near zero, and for overflow",
             )
         ratio, there = math.nan, here
         accepted = below = False
@@ -609,7 +620,12 @@ class _Run:
                     return self._told(here, 1, "As many steps were taken as were allowed.")
                 if idle >= _IDLE or newton._is_exhausted():
                     return self._told(here, 2, "Rounding of the loss allows no further step.")
-                step = newton._leave_saddle(here) if small else newton._step(here, wanted)
+                try:
+                    step = newton._leave_saddle(here) if small else newton._step(here, wanted)
+                except NonFiniteError as error:
+                    if not self._history:
+                        raise
+                    return self._told(here, 3, str(error))
             if step is None:
                 return self._told(here, 0, "The gradient is small enough, no curvature negative.")
             idle = 0 if step.accepted else idle + step.from_gradients
@@ -650,6 +666,15 @@ class _Run:
         )
 
 
+def _check_eager() -> None:
+    if not tf.executing_eagerly():
+        raise GraphModeError(
+            "a step is to be taken while TensorFlow traces a graph",
+            "eager execution",
+            "call it outside the tf.function",
+        )
+
+
 def _number(value: float) -> tf.Variable:
     return tf.Variable(value, dtype=tf.float64, trainable=False)
 
@@ -677,8 +702,8 @@ def _check_arguments(**given: Any) -> None:
                 "forcing": "'eisenstat-walker', or a number between 0 and 1",
             }
             raise HvpError(f"the argument {name} is {value!r}", expected[name])
-    for name in ("max_cg_iterations", "rank"):
-        check_count(given[name], name)
+    for name, least in (("max_cg_iterations", 1), ("rank", 1), ("seed", 0)):
+        check_count(given[name], name, least)
     if given["preconditioner"] not in (None, *PRECONDITIONERS):
         raise HvpError(
             f"the argument preconditioner is {given['preconditioner']!r}",

@@ -10,6 +10,7 @@ from scipy.sparse.linalg import LinearOperator
 
 from hvp._errors import HvpError
 from hvp._operators.points import Point, Points
+from hvp._operators.vectors import make_array
 
 # Options of `HessianOperator` that have a meaning for a loss at many points.
 OPERATOR_OPTIONS = frozenset(
@@ -233,7 +234,8 @@ class ScipyObjective:
 
     def _at(self, x: Any) -> Point | None:
         """Return the point at x; None if that is not finite."""
-        if not np.all(np.isfinite(x)):
+        x = make_array(x)
+        if x.dtype.kind == "f" and not np.isfinite(x).all():
             return None
         return self._points.at(self._position.checked(x))
 

@@ -180,6 +180,12 @@ def _source(data: Any, batch_size: int | None) -> Callable[[], Iterator[Any]]:
         )
     if hasattr(data, "__getitem__") and hasattr(data, "num_batches"):  # a Keras PyDataset
         return lambda: (data[i] for i in range(data.num_batches))
+    if isinstance(data, tf.data.Dataset) and data.cardinality() == tf.data.INFINITE_CARDINALITY:
+        raise InvalidDataError(
+            "data is a tf.data.Dataset without end",
+            "batches that can all be gone through",
+            "leave out repeat(), or take(n) batches",
+        )
     if not hasattr(data, "__iter__") or hasattr(data, "shape"):
         mend = "for a single array pass (x,)" if hasattr(data, "shape") else ""
         raise InvalidDataError(

@@ -236,7 +236,11 @@ class Points:
                 made.position.write(start)
             return made
         if variables is None:
-            raise HvpError("no variables are given", "those that the loss is a function of")
+            raise HvpError(
+                "no variables are given",
+                "those that the loss is a function of",
+                "for a compiled Keras model pass hvp.HessianOperator.from_keras(model, data) alone",
+            )
         if options.get("memory_limit") is not None:
             options["memory_limit"] = part_of_limit(options["memory_limit"], kept)
         position = Position(collect_variables(variables))
@@ -270,7 +274,7 @@ class Points:
         Point
         """
         x = x.astype(self.position.dtype, copy=False)
-        self._heed_changes()
+        self.heed_changes()
         for point in reversed(self._points):
             if point.x is not None and np.array_equal(point.x, x):
                 self._use(point)
@@ -301,7 +305,7 @@ class Points:
         -------
         Point
         """
-        self._heed_changes()
+        self.heed_changes()
         return self._evaluate(next(p for p in self._points if p is not keep), x, None)
 
     def forget(self) -> None:
@@ -319,10 +323,20 @@ class Points:
         self._points.remove(point)
         self._points.append(point)
 
-    def _heed_changes(self) -> None:
+    def heed_changes(self) -> bool:
+        """Tell whether what is kept is still true; if not, forget it.
+
+        It is not where variables that the loss reads, and that are not minimized over, have
+        changed.
+
+        Raises
+        ------
+        StaleOperatorError
+            In that case, unless new evaluations are asked for.
+        """
         changed = self._watch.changed()
         if not changed:
-            return
+            return True
         self.forget()
         self._watch.set()
         if self._on_stale == "raise":
@@ -332,6 +346,7 @@ class Points:
                 "one function from beginning to end",
                 "leave them alone meanwhile, or begin anew after each change",
             )
+        return False
 
 
 _NOT_FINITE = ("the loss or its gradient is not finite at the start", "a start where both are")

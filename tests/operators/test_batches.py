@@ -491,3 +491,10 @@ def test_the_limit_is_kept():
         assert measured["norm"] == pytest.approx(whole["norm"], rel=1e-5)
         assert measured["grown"] < 1.2 * limit
         assert (measured["kept"] > 0) == (limit == 512 or each is cut)
+
+
+def test_data_without_end_are_refused():
+    dataset = tf.data.Dataset.from_tensors((tf.ones((2, 3)),)).repeat()
+    w = tf.Variable(tf.ones(3))
+    with pytest.raises(hvp.InvalidDataError, match="without end"):
+        hvp.HessianOperator(lambda x: tf.reduce_mean(tf.linalg.matvec(x, w) ** 2), w, dataset)
