@@ -254,7 +254,9 @@ def check_first_axes(batch: dict[Any, Any], name: str) -> None:
         for leaf in tf.nest.flatten(element):
             if len(leaf.shape) == 0:
                 raise InvalidDataError(
-                    f"{name}[{key!r}] is a scalar", EXPECTED, "close over it in the loss instead"
+                    f"{name}[{key!r}] is a scalar",
+                    EXPECTED,
+                    "batch the data, dataset.batch(n); or close over it in the loss",
                 )
             lengths[f"{name}[{key!r}]"] = int(leaf.shape[0])
     if len(set(lengths.values())) > 1:

@@ -61,9 +61,8 @@ def check_array(
         raise InvalidVectorError(f"{name} is of type {array.dtype}", "real numbers", mend)
     wrong_columns = array.ndim == 2 and ndims == (1, 2) and array.shape[1] != 1
     if array.ndim not in ndims or array.shape[0] != rows or wrong_columns:
-        expected = {(1,): f"({rows},)", (2,): f"({rows}, k)"}.get(
-            ndims, f"({rows},) or ({rows}, 1)"
-        )
+        block = f"({rows}, k)" if 1 not in ndims else f"({rows},) or ({rows}, 1)"
+        expected = f"({rows},)" if ndims == (1,) else block
         raise InvalidVectorError(f"{name} has shape {array.shape}", f"shape {expected}")
     if array.dtype == dtype:
         cast = array

@@ -347,6 +347,14 @@ def test_start_that_is_not_finite_is_refused():
     np.testing.assert_array_equal(w.numpy(), [3.0, 1.0])
 
 
+def test_value_lost_by_a_method_that_diverges_is_told():
+    w = tf.Variable([0.1, 0.2], dtype=tf.float64)
+    with np.errstate(all="ignore"):
+        result = hvp.minimize(lambda: -tf.reduce_sum(w**2), w, method="L-BFGS-B")
+    assert np.isfinite(result.fun)
+    np.testing.assert_array_equal(result.x, w.numpy())
+
+
 def test_first_order_methods_ask_for_no_second_derivative():
     image = tf.Variable(np.random.default_rng(0).standard_normal((1, 4, 4, 1)))
 
@@ -376,6 +384,9 @@ def test_bad_arguments_are_refused_before_any_work():
         ({"method": None}, hvp.HvpError, "argument method is None"),
         ({"options": {"gtol": 1}, "gtol": 1}, hvp.HvpError, "Given twice"),
         ({"progress": "yes"}, hvp.HvpError, "progress is 'yes'"),
+        ({"options": [1]}, hvp.HvpError, "options is list"),
+        ({"hessp": rosen_hess_prod}, hvp.HvpError, "derivatives are computed"),
+        ({"maxiter": -1}, hvp.HvpError, "maxiter is -1"),
         ({"x0": [1.0, 2.0]}, hvp.InvalidVectorError, "x0 has shape"),
         ({"x0": [1.0, np.nan, 0, 0]}, hvp.InvalidVectorError, "x0 has 1 entries"),
     ):

@@ -211,6 +211,37 @@ def test_losses_without_a_minimum_end():
     np.testing.assert_array_equal(w.numpy(), [1.0, 1.0])
 
 
+def test_frozen_variable_that_changes():
+    """It ends a run once, before any work; the next is of the new function."""
+    w, scale = tf.Variable([3.0, 1.0]), tf.Variable(1.0, trainable=False)
+    method = hvp.NewtonCG(lambda: tf.reduce_sum((scale * w - 1) ** 2), w)
+    method.step()
+    scale.assign(2.0)
+    products = method.products
+    with pytest.raises(hvp.StaleOperatorError, match="minimized over"):
+        method.minimize()
+    assert method.products == products
+    assert method.minimize(gtol=1e-5).success
+    np.testing.assert_allclose(w.numpy(), 0.5, rtol=1e-4)
+
+
+def test_divergence_keeps_what_was_found():
+    w = tf.Variable([0.1, 0.2], dtype=tf.float32)
+    result = hvp.NewtonCG(lambda: -tf.reduce_sum(w**2), w).minimize(maxiter=500)
+    assert not result.success
+    assert len(result.history) > 10
+    assert np.isfinite(result.fun)
+
+
+def test_xla_that_cannot_compile_the_iterations_is_done_without():
+    model = keras.Sequential(
+        [keras.Input((3,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)]
+    )
+    x = random(0, 20, 3)
+    method = hvp.NewtonCG(lambda: tf.reduce_mean((model(x) - 1) ** 2), model, jit_compile=True)
+    assert method.minimize(maxiter=10).fun < 0.5
+
+
 def test_callback_and_interrupt():
     problem = rosenbrock(4)
     method = newton(problem)
@@ -360,6 +391,9 @@ def test_bad_arguments_are_refused():
         ({"max_cg_iterations": 0}, "max_cg_iterations is 0"),
         ({"rank": 1.5}, "rank is 1.5"),
         ({"preconditioner": "jacobi"}, "preconditioner is 'jacobi'"),
+        ({"seed": "a"}, "seed is 'a'"),
+        ({"maxiter": 5}, "an argument of its method minimize"),
+        ({"hessian_batch_size": 9, "gradient_batch_size": 5}, "no fewer examples"),
         ({"gradient_batch_size": 5}, "without hessian_batch_size"),
         ({"hessian_batch_size": 0}, "hessian_batch_size is 0"),
         ({"hessian_batch_size": 5, "reduction": "sum"}, "[Rr]eduction is given"),
@@ -375,9 +409,12 @@ def test_bad_arguments_are_refused():
     with pytest.raises(hvp.HvpError, match="goes with an operator"):
         hvp.NewtonCG(H, hessian_batch_size=5)
     method = newton(problem)
-    for options in ({"gtol": -1}, {"rtol": np.nan}, {"maxiter": -1}, {"progress": 3}):
+    wrong = ({"gtol": -1}, {"rtol": np.nan}, {"maxiter": -1}, {"progress": 3}, {"callback": 3})
+    for options in wrong:
         with pytest.raises(hvp.HvpError, match=next(iter(options))):
             method.minimize(**options)
+    with pytest.raises(hvp.GraphModeError):
+        tf.function(method.step)()
     assert method.iterations == 0
 
 
