@@ -139,9 +139,9 @@ runs[best], errors[best] = tried[rate]
 # What came of it
 # ---------------
 #
-# At first Adam is as fast: far from a minimum many cheap steps are worth as much as a few good ones.
-# Then it slows down, and Newton-CG does not. On the right, the errors at the end; to the eye both
-# are perfect.
+# At first Adam is as fast: far from a minimum many cheap steps are worth as much as a few good
+# ones. Then it slows down, and Newton-CG does not. On the right, the errors at the end; to the eye
+# both are perfect.
 #
 # With more digits than the weights can fit there is no such difference. Of all 1797 the code of six
 # numbers allows no more than a rough copy, and after forty seconds this model's loss was 0.0090 by

@@ -142,9 +142,8 @@ for (name, run), color in zip(runs.items(), ["#c2410c", "#0f766e", "#64748b"]):
         ax.semilogy(amount, distance, color=color, label=name, linewidth=1.4, **marker)
 axes[0].set(xlabel="gradients and products", ylabel="loss above its minimum", xlim=(0, 900))
 axes[1].set(xlabel="seconds", xlim=(0, None))
-figure.legend(
-    *axes[0].get_legend_handles_labels(), loc="outside upper left", ncols=3, frameon=False
-)
+names = axes[0].get_legend_handles_labels()
+figure.legend(*names, loc="outside upper left", ncols=3, frameon=False)
 for ax in axes:
     ax.spines[["top", "right"]].set_visible(False)
     ax.grid(alpha=0.25)
