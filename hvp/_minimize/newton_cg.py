@@ -133,13 +133,6 @@ class NewtonCG(tf.Module):
         Of `HessianOperator`: `batch_size`, `memory_limit`, `reduction`, `regularization`, `weight`,
         `engine`, `jit_compile`, `recompute`.
 
-    Attributes
-    ----------
-    iterations : int
-        Steps so far.
-    radius, damping : float
-        As they are now.
-
     Raises
     ------
     HvpError
