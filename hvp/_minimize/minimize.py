@@ -164,7 +164,7 @@ def minimize(
         points.position.write(run.best if run.free else run.last)
         raise
     except BaseException:
-        points.position.write_values(points.origin)
+        points.position.write(points.origin)
         raise
     finally:
         points.forget()

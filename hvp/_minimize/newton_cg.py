@@ -405,8 +405,8 @@ class NewtonCG(tf.Module):
         ratio, there = math.nan, here
         accepted = below = False
         if result.predicted > 0:
-            values = self._position.values()
-            there = self._model.there(self._position.read() + result.step)
+            before = self._position.read()
+            there = self._model.there(before + result.step)
             below = self._is_below_rounding(here, there, result)
             ratio = self._ratio(here, there, result, below)
             accepted = ratio > _TAKEN
@@ -415,7 +415,7 @@ class NewtonCG(tf.Module):
                 self._norm_before.assign(here.gradient_norm)
                 self._forcing.assign(forcing)
             else:
-                self._position.write_values(values)
+                self._position.write(before)
         self._adapt(ratio, result)
         self._iterations.assign_add(1)
         self._watch.set()

@@ -155,7 +155,7 @@ class Points:
         Of the variables.
     work : Work
         What was done so far.
-    origin : list of tf.Tensor
+    origin : tf.Tensor
         Where the variables were before all this.
     """
 
@@ -169,7 +169,7 @@ class Points:
     ) -> None:
         program = evaluation.program
         self.position = Position(program.nest)
-        self.origin = self.position.values()
+        self.origin = self.position.read()
         self.work = Work()
         self._on_stale = on_stale
         trained = {id(variable.handle) for variable in program.nest.variables}
@@ -244,7 +244,7 @@ class Points:
         if options.get("memory_limit") is not None:
             options["memory_limit"] = part_of_limit(options["memory_limit"], kept)
         position = Position(collect_variables(variables))
-        origin = position.values()
+        origin = position.read()
         with position.restored(only_if_it_fails=True):
             if x0 is not None:
                 position.write(position.checked(x0, "x0"))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from scipy.sparse.linalg import LinearOperator
 
+from hvp._linearize.compiled import Compiled
 from hvp._linearize.flatten import Flattener
 from hvp._linearize.variables import VariableNest, collect_variables
 from hvp._operators.vectors import check_array
@@ -43,38 +45,47 @@ class Position:
         """Return a vector given by somebody as an array in the variables' type, or refuse it."""
         return check_array(x, self.size, self.dtype, ndims=(1,), name=name)
 
-    def values(self) -> list[tf.Tensor]:
-        """Return what each variable holds now; costs no memory until it is written to."""
-        # The variables' own methods, here and below, cost several times as much.
-        return [
-            tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
-            for variable in self.variables
-        ]
-
     def read(self) -> tf.Tensor:
         """Return the vector."""
-        return self._flattener.join(self.values())
+        return self._read()
 
     def write(self, x: Any) -> None:
         """Write a vector, an array or a tensor, to the variables."""
-        self.write_values(self._flattener.split(tf.cast(x, self._flattener.dtype)))
-
-    def write_values(self, values: Sequence[tf.Tensor]) -> None:
-        """Write what each variable is to hold."""
-        for variable, value in zip(self.variables, values):
-            tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value)
+        self._write(tf.cast(x, self._flattener.dtype))
 
     @contextlib.contextmanager
     def restored(self, only_if_it_fails: bool = False) -> Iterator[None]:
         """Put the variables back afterwards, whatever happens in between."""
-        values = self.values()
+        before = self.read()
         try:
             yield
         except BaseException:
-            self.write_values(values)
+            self.write(before)
             raise
         if not only_if_it_fails:
-            self.write_values(values)
+            self.write(before)
+
+    # One call each: an operation for each variable would take as long as a small evaluation.
+
+    @functools.cached_property
+    def _read(self) -> Compiled:
+        def read() -> tf.Tensor:
+            return self._flattener.join([variable.read_value() for variable in self.variables])
+
+        return Compiled(read, [], False, _ignore)
+
+    @functools.cached_property
+    def _write(self) -> Compiled:
+        def write(x: tf.Tensor) -> tf.Tensor:
+            for variable, value in zip(self.variables, self._flattener.split(x)):
+                variable.assign(value)
+            return tf.constant(0)
+
+        return Compiled(write, [tf.TensorSpec([self.size], self._flattener.dtype)], False, _ignore)
+
+
+def _ignore(said: str) -> None:
+    """Nothing is compiled by XLA here."""
 
 
 def variables_size(loss: Any, variables: Any) -> int:
