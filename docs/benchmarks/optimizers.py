@@ -395,7 +395,15 @@ def write(rows: list[dict[str, Any]], share: dict[str, float]) -> None:
     with (HERE / "optimizers.csv").open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(
-            ["problem", "method", "seconds", "evaluations", "products", "times as fast as by hand"]
+            [
+                "problem",
+                "method",
+                "seconds",
+                "evaluations",
+                "products",
+                "gradient",
+                "times as fast as by hand",
+            ]
         )
         for row in rows:
             faster = row.get("faster_than_by_hand")
@@ -406,6 +414,7 @@ def write(rows: list[dict[str, Any]], share: dict[str, float]) -> None:
                     f"{row['seconds']:.3g}",
                     row["evaluations"],
                     row["products"] or "",
+                    f"{row['gradient']:.0e}",
                     f"{faster:.2f}" if faster else "",
                 ]
             )

@@ -351,7 +351,10 @@ class NewtonCG(tf.Module):
             return run(bar, gtol, rtol, maxiter, leave_saddles)
 
     def reset(self) -> None:
-        """Forget all steps: trust region, damping and preconditioner are as at the beginning."""
+        """Forget all steps: trust region, damping and preconditioner are as at the beginning.
+
+        The variables stay where they are, and counts of evaluations and products go on.
+        """
         for variable, value in zip(self._state, self._beginning):
             variable.assign(value)
 
