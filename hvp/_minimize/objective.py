@@ -66,7 +66,7 @@ class ScipyObjective:
     >>> objective = hvp.ScipyObjective(rosenbrock, w)
     >>> result = scipy.optimize.minimize(
     ...     objective.fun, objective.x0, jac=objective.jac, hessp=objective.hessp,
-    ...     method="trust-ncg")
+    ...     method="trust-ncg", options={"gtol": 1e-8})
     >>> result.x.round(6)
     array([1., 1.])
     >>> objective.assign(result.x)
