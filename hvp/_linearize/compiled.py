@@ -33,8 +33,9 @@ class Compiled:
     jit_compile : bool or "auto"
         Whether XLA is to compile it; with ``"auto"`` whichever is faster at the first call, which
         stays chosen.
-    report : callable
-        Told, in words, when XLA cannot compile it; TensorFlow alone then serves.
+    report : callable, optional
+        Told, in words, when XLA cannot compile it; TensorFlow alone then serves. The log is told
+        in any case.
 
     Attributes
     ----------
@@ -47,7 +48,7 @@ class Compiled:
         function: Callable[..., Any],
         specs: Sequence[tf.TensorSpec],
         jit_compile: JitCompile,
-        report: Callable[[str], None],
+        report: Callable[[str], None] = lambda said: None,
     ) -> None:
         self._function = function
         self._specs = list(specs)

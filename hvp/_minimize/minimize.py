@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import math
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ import scipy.optimize
 from scipy.optimize import OptimizeResult
 
 from hvp._errors import HvpError, TooLargeError
+from hvp._minimize.non_finite import log_non_finite, non_finite_said
 from hvp._minimize.objective import OPERATOR_OPTIONS, ScipyObjective
 from hvp._operators.points import Points
 from hvp._operators.position import variables_size
@@ -24,8 +24,6 @@ from hvp._progress import check_progress, progress_bar
 _DENSE = 4096
 _STOPPED = 99  # scipy's status where a callback raised StopIteration
 _BROKEN = 98
-
-_log = logging.getLogger("hvp")
 
 
 @dataclass(frozen=True)
@@ -248,7 +246,7 @@ class _Run:
                 if self._method.searches:
                     self._slope = self._objective.jac(x)
             return value
-        _log.info("the loss or its gradient is not finite at a trial point: the step shrinks")
+        log_non_finite()
         return self._parabola(x)[0] if self._method.searches else value
 
     def jac(self, x: np.ndarray) -> np.ndarray:
@@ -336,11 +334,7 @@ class _Run:
         result.evaluation_seconds = work.evaluation_seconds
         result.product_seconds = work.product_seconds
         result.non_finite = work.non_finite
-        if work.non_finite:
-            result.message += (
-                f" At {work.non_finite} trial points the loss or its gradient was not finite, and "
-                "the step was made shorter."
-            )
+        result.message += non_finite_said(work.non_finite)
         return result
 
 

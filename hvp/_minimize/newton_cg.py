@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 import time
 from collections.abc import Callable
@@ -14,11 +13,14 @@ import numpy as np
 import tensorflow as tf
 from scipy.optimize import OptimizeResult
 
+from hvp._arguments import check_count
 from hvp._errors import GraphModeError, HvpError, NonFiniteError
 from hvp._linearize.trace import Resource
 from hvp._minimize.models import SampledModel, WholeModel
-from hvp._minimize.objective import check_count, check_options
-from hvp._minimize.steihaug import Outcome, Steihaug, SteihaugResult
+from hvp._minimize.non_finite import log_non_finite, non_finite_said
+from hvp._minimize.objective import check_options
+from hvp._minimize.steihaug import Outcome, SteihaugResult
+from hvp._minimize.subproblem import Subproblem, norm_of, wide
 from hvp._operators.operator import SymmetricOperator
 from hvp._operators.points import Point, Points
 from hvp._operators.staleness import Watch
@@ -36,14 +38,8 @@ _FORCING, _FORCING_POWER, _SAFE = 0.9, (1 + math.sqrt(5)) / 2, 0.1
 _FIRST_FORCING = 0.5
 # Below so many roundings of the loss its difference means nothing.
 _ROUNDINGS = 100
-# A preconditioner is made anew once it has served so many times the products it cost.
-_SERVES = 4
-# Products spent on looking for negative curvature where the gradient is small.
-_LOOK = 20
 # So many steps in a row that fail below the rounding of the loss are the end.
 _IDLE = 3
-
-_log = logging.getLogger("hvp")
 
 
 @dataclass(frozen=True)
@@ -222,7 +218,7 @@ class NewtonCG(tf.Module):
         position = model.points.position
         rank = min(rank, position.size)
         self._model, self._position = model, position
-        self._subproblem = _Subproblem(preconditioner, rank, max_cg_iterations, seed)
+        self._subproblem = Subproblem(preconditioner, rank, max_cg_iterations, seed)
         self._chosen_forcing = forcing
         self._watch = Watch([Resource.of(variable) for variable in position.variables])
         self._watch.set()
@@ -447,12 +443,12 @@ class NewtonCG(tf.Module):
     def _ratio(self, here: Point, there: Point, result: SteihaugResult, below: bool) -> float:
         """Return by how much the loss falls, in units of what the model promises."""
         if not there.finite:
-            _log.info("the loss or its gradient is not finite at a trial point: the step shrinks")
+            log_non_finite()
             return -math.inf
         if not below:
             return (here.value - there.value) / result.predicted
-        both = _wide(here.gradient_tensor) + _wide(there.gradient_tensor)
-        fall = -float(tf.tensordot(both, _wide(result.step), 1)) / 2
+        both = wide(here.gradient_tensor) + wide(there.gradient_tensor)
+        fall = -float(tf.tensordot(both, wide(result.step), 1)) / 2
         inside = result.outcome in (Outcome.CONVERGED, Outcome.MAXITER)
         if inside and there.gradient_norm >= here.gradient_norm:
             fall = min(fall, 0.0)  # the gradient is at its rounding too
@@ -501,92 +497,11 @@ class NewtonCG(tf.Module):
     def _is_exhausted(self) -> bool:
         """Whether no step in the trust region would change the variables."""
         eps = self._eps
-        return self.radius < math.sqrt(eps) and self.radius < eps * _norm(self._position.read())
+        return self.radius < math.sqrt(eps) and self.radius < eps * norm_of(self._position.read())
 
     @property
     def _eps(self) -> float:
         return float(np.finfo(self._position.dtype).eps)
-
-
-class _Subproblem:
-    """Solves for steps, with a preconditioner or none.
-
-    Not a part of `NewtonCG` itself, whose attributes go into checkpoints.
-    """
-
-    def __init__(self, kind: str | None, rank: int, maxiter: int, seed: int) -> None:
-        self._kind = None if kind is None else PRECONDITIONERS[kind]
-        self._rank, self._maxiter, self._seed = rank, maxiter, seed
-        self._solvers: dict[int, tuple[Any, Steihaug, Steihaug]] = {}
-
-    def shapes(self, size: int) -> list[list[int]]:
-        """Return the shapes of the preconditioner's tensors."""
-        return [] if self._kind is None else self._kind.shapes(size, self._rank)
-
-    def is_due(self, served: int) -> bool:
-        """Whether a new preconditioner is wanted, the last having served so many iterations."""
-        if self._kind is None:
-            return False
-        return served < 0 or served >= _SERVES * self._kind.products(self._rank)
-
-    def make(self, operator: SymmetricOperator, number: int, tensors: list[tf.Variable]) -> None:
-        """Make the preconditioner of an operator."""
-        assert self._kind is not None
-        made = self._kind.make(operator, self._rank, [self._seed, number])
-        for tensor, value in zip(tensors, made):
-            tensor.assign(value)
-
-    def solve(
-        self, operator: SymmetricOperator, gradient: tf.Tensor, tensors: Any, **limits: float
-    ) -> SteihaugResult:
-        """Minimize the model."""
-        read = [tensor.read_value() for tensor in tensors]
-        solver = self._solver(operator)[0]
-        return solver.solve(gradient, tensors=read, maxiter=self._maxiter, **limits)
-
-    def negative_curvature(
-        self, operator: SymmetricOperator, gradient: tf.Tensor, number: int
-    ) -> tuple[tf.Tensor, float, int] | None:
-        """Look for a direction along which the loss curves downwards, and does not rise.
-
-        Conjugate gradients on a random right-hand side meet one if their Krylov space has one.
-
-        Returns
-        -------
-        direction : tf.Tensor
-            Of norm 1.
-        curvature : float
-            Along it.
-        products : int
-            That were needed.
-        """
-        dtype = gradient.dtype
-        start = tf.random.stateless_normal(gradient.shape, [self._seed, number], dtype=dtype)
-        start /= tf.norm(start)
-        scale = _norm(operator.product(start))
-        far = 1e15  # where the last direction outweighs those before
-        result = self._solver(operator)[1].solve(start, radius=far, tolerance=0.0, maxiter=_LOOK)
-        if result.outcome != Outcome.NEGATIVE_CURVATURE:
-            return None
-        direction = result.step / tf.norm(result.step)
-        if tf.tensordot(gradient, direction, 1) > 0:
-            direction = -direction
-        image = operator.product(direction)
-        curvature = float(tf.tensordot(_wide(direction), _wide(image), 1))
-        # Less is rounding.
-        least = math.sqrt(float(np.finfo(dtype.as_numpy_dtype).eps)) * scale
-        return (direction, curvature, result.iterations + 2) if curvature < -least else None
-
-    def _solver(self, operator: SymmetricOperator) -> tuple[Steihaug, Steihaug]:
-        """Return what solves with an operator, with and without preconditioner."""
-        found = self._solvers.get(id(operator))
-        if found is None:
-            precondition = None if self._kind is None else self._kind.solve
-            plain = Steihaug(operator)
-            solver = plain if precondition is None else Steihaug(operator, precondition)
-            # The operator is kept, lest another one get its number.
-            found = self._solvers[id(operator)] = (operator, solver, plain)
-        return found[1:]
 
 
 class _Run:
@@ -639,18 +554,13 @@ class _Run:
     def _told(self, here: Point, status: int, message: str) -> OptimizeResult:
         newton, work = self._newton, self._newton._model.points.work
         non_finite = work.non_finite - self._work.non_finite
-        if non_finite:
-            message += (
-                f" At {non_finite} trial points the loss or its gradient was not finite, and the "
-                "step was made shorter."
-            )
         return OptimizeResult(
-            x=_wide(newton._position.read()).numpy(),
+            x=wide(newton._position.read()).numpy(),
             fun=here.value,
             jac=here.gradient,
             success=status == 0,
             status=status,
-            message=message,
+            message=message + non_finite_said(non_finite),
             nit=len(self._history),
             history=self._history,
             gradient_evaluations=work.evaluations - self._work.evaluations,
@@ -673,14 +583,6 @@ def _check_eager() -> None:
 
 def _number(value: float) -> tf.Variable:
     return tf.Variable(value, dtype=tf.float64, trainable=False)
-
-
-def _wide(tensor: tf.Tensor) -> tf.Tensor:
-    return tf.cast(tensor, tf.float64)
-
-
-def _norm(tensor: tf.Tensor) -> float:
-    return float(tf.norm(_wide(tensor)))
 
 
 def _check_arguments(**given: Any) -> None:

@@ -8,7 +8,6 @@ from typing import Any, Literal
 import numpy as np
 from scipy.sparse.linalg import LinearOperator
 
-from hvp._errors import HvpError
 from hvp._operators.points import Point, Points
 from hvp._operators.vectors import make_array
 
@@ -259,10 +258,3 @@ def check_options(options: dict[str, Any], name: str) -> None:
     unknown = sorted(set(options) - OPERATOR_OPTIONS)
     if unknown:
         raise TypeError(f"{name} got unexpected keyword arguments: {', '.join(unknown)}")
-
-
-def check_count(value: Any, name: str, least: int = 1) -> None:
-    """Refuse what is not a whole number, or too small."""
-    whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-    if not whole or value < least:
-        raise HvpError(f"the argument {name} is {value!r}", f"a whole number, at least {least}")

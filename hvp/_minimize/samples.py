@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvp._errors import HvpError, InvalidDataError
+from hvp._arguments import check_count
+from hvp._errors import InvalidDataError
 from hvp._operators.data import EXPECTED, check_first_axes, checked_loss
 
 
@@ -41,18 +42,12 @@ class Samples:
         check_first_axes(data if isinstance(data, dict) else dict(enumerate(data)), "data")
         self._data = tf.nest.map_structure(np.asarray, data)
         count = len(tf.nest.flatten(self._data)[0])
-        if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:
-            raise HvpError(f"the argument {name} is {size!r}", "a whole number, at least 1")
+        check_count(size, name)
         self._count, self._size, self._seed = count, min(int(size), count), seed
         self._loss = checked_loss(loss)
         self._slots = tf.nest.map_structure(
             lambda leaf: tf.Variable(leaf[: self._size], trainable=False), self._data
         )
-
-    @property
-    def share(self) -> float:
-        """How many of all examples are in a sample."""
-        return self._size / self._count
 
     @property
     def variables(self) -> list[tf.Variable]:

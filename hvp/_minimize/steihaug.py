@@ -162,8 +162,8 @@ class Steihaug:
             rest = [tf.TensorSpec([3], vector.dtype), like]
             rest += [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
             found = self._functions[damped] = (
-                Compiled(begin, [count, *rest], with_xla, _ignore),
-                Compiled(go_on, [*state, count, *rest], with_xla, _ignore),
+                Compiled(begin, [count, *rest], with_xla),
+                Compiled(go_on, [*state, count, *rest], with_xla),
             )
         return found
 
@@ -265,10 +265,6 @@ class Steihaug:
             ]
 
         return tf.while_loop(running, iterate, state, parallel_iterations=1)
-
-
-def _ignore(said: str) -> None:
-    """XLA's refusal, which is in the log."""
 
 
 def _dot(one: tf.Tensor, other: tf.Tensor) -> tf.Tensor:

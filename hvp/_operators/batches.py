@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvp._errors import HvpError, InvalidDataError
+from hvp._arguments import check_count
+from hvp._errors import InvalidDataError
 from hvp._operators.data import EXPECTED, Elements, check_first_axes, convert_batch
 
 # Bytes of a tensor that its fingerprint looks at, in pieces of this size.
@@ -62,7 +63,7 @@ class Batches:
         self._fingerprints: list[int] = []
         self._complete = False
         if batch_size is not None:
-            _check_batch_size(batch_size)
+            check_count(batch_size, "batch_size")
         self._source = _source(data, batch_size)
         # Arrays that may be cut as memory wants it.
         self._whole = data if batch_size is None and isinstance(data, (tuple, dict)) else None
@@ -154,13 +155,6 @@ class Batches:
 
 
 _END = object()
-
-
-def _check_batch_size(batch_size: Any) -> None:
-    if isinstance(batch_size, bool) or not isinstance(batch_size, (int, np.integer)):
-        raise HvpError(f"the argument batch_size is {batch_size!r}", "a whole number")
-    if batch_size < 1:
-        raise HvpError(f"the argument batch_size is {batch_size}", "at least 1")
 
 
 def _source(data: Any, batch_size: int | None) -> Callable[[], Iterator[Any]]:

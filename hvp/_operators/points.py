@@ -148,6 +148,8 @@ class Points:
         if not it is left as it is.
     on_stale : {"raise", "refresh"}
         What happens when variables that the loss reads, and that are not trained, have changed.
+    position : Position, optional
+        Of the variables, if there is one already.
 
     Attributes
     ----------
@@ -166,9 +168,10 @@ class Points:
         kept: int = 2,
         adopt: bool,
         on_stale: Literal["raise", "refresh"] = "raise",
+        position: Position | None = None,
     ) -> None:
         program = evaluation.program
-        self.position = Position(program.nest)
+        self.position = position or Position(program.nest)
         self.origin = self.position.read()
         self.work = Work()
         self._on_stale = on_stale
@@ -251,15 +254,15 @@ class Points:
             evaluation = evaluate_loss(
                 loss, variables, data, on_stale="ignore", products=products, **options
             )
-            made = cls(evaluation, kept=kept, adopt=True, on_stale=on_stale)
+            made = cls(evaluation, kept=kept, adopt=True, on_stale=on_stale, position=position)
             made.origin = origin
             return made
 
     @property
     def products(self) -> int:
         """How many products there were, those in graphs included."""
-        counts = {id(p.evaluation): p.evaluation.products_in_graphs for p in self._points}
-        return self._counted.products_eager + sum(counts.values())
+        in_graphs = sum(point.evaluation.products_in_graphs for point in self._points)
+        return self._counted.products_eager + in_graphs
 
     def at(self, x: np.ndarray) -> Point:
         """Return a point; it is evaluated if it is not kept.

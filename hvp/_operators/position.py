@@ -72,7 +72,7 @@ class Position:
         def read() -> tf.Tensor:
             return self._flattener.join([variable.read_value() for variable in self.variables])
 
-        return Compiled(read, [], False, _ignore)
+        return Compiled(read, [], False)
 
     @functools.cached_property
     def _write(self) -> Compiled:
@@ -81,11 +81,7 @@ class Position:
                 variable.assign(value)
             return tf.constant(0)
 
-        return Compiled(write, [tf.TensorSpec([self.size], self._flattener.dtype)], False, _ignore)
-
-
-def _ignore(said: str) -> None:
-    """Nothing is compiled by XLA here."""
+        return Compiled(write, [tf.TensorSpec([self.size], self._flattener.dtype)], False)
 
 
 def variables_size(loss: Any, variables: Any) -> int:

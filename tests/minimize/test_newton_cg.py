@@ -52,6 +52,10 @@ def test_rosenbrock():
     assert result.fun == pytest.approx(rosen(result.x), abs=1e-15)
     losses = [step.loss for step in result.history]
     assert losses == sorted(losses, reverse=True)
+    # Rough far away, accurate at the end.
+    forcings = [step.forcing for step in result.history]
+    assert forcings[0] == 0.5
+    assert min(forcings[-3:]) < 1e-2
     assert result.nit < 1000  # 340 or 510, after how numbers are rounded
 
 
@@ -96,7 +100,26 @@ def test_trust_region_bounds_the_step(preconditioner):
         assert np.linalg.norm(moved) == pytest.approx(1e-3, rel=1e-6)
         assert method.radius == pytest.approx(2e-3)
     else:
-        assert 0 < np.linalg.norm(moved) < 1e-3
+        assert 0 < np.linalg.norm(moved) < 5e-4  # its norm is larger; the identity's would not be
+
+
+@pytest.mark.parametrize("preconditioner", ["diagonal", "nystrom"])
+def test_preconditioner_saves_iterations(preconditioner):
+    """On a few large eigenvalues, along the axes."""
+    scales = np.concatenate([np.geomspace(1e2, 1e6, 10), np.ones(90)])
+    w = tf.Variable(np.ones(100))
+    options = {"radius": 1e6, "forcing": 1e-11, "rank": 15}
+
+    def loss():
+        return tf.reduce_sum(scales * w**2) / 2 + tf.reduce_sum(w)
+
+    plain = hvp.NewtonCG(loss, w, **options).step()
+    w.assign(np.ones(100))
+    options["radius"] = 1e9  # in the preconditioner's norm
+    helped = hvp.NewtonCG(loss, w, preconditioner=preconditioner, **options).step()
+    assert plain.outcome == helped.outcome == "converged"
+    assert helped.cg_iterations <= plain.cg_iterations / 2
+    np.testing.assert_allclose(w.numpy(), -1 / scales, atol=1e-4)
 
 
 def test_damping_is_added_and_follows_the_ratio():
@@ -319,6 +342,57 @@ def test_samples(gradient_batch_size):
     else:
         np.testing.assert_allclose(flat(problem.variables), problem.solution, atol=0.1)
     assert result.products > 0
+
+
+def test_hessian_is_of_the_sample_and_the_gradient_of_all():
+    """Each example has a coordinate of its own: the step tells which of them were drawn."""
+    count, size = 12, 5
+    scales = np.linspace(0.5, 1.5, count)  # less than the damping, so that steps are taken
+    x = np.diag(scales)
+    w = tf.Variable(np.ones(count))
+    method = hvp.NewtonCG(
+        lambda x: tf.reduce_mean(tf.linalg.matvec(x, w) ** 2) / 2,
+        w,
+        (x,),
+        hessian_batch_size=size,
+        damping=1.0,
+        radius=1e6,
+        forcing=1e-12,
+    )
+    drawn = []
+    for _ in range(2):
+        at, damping = w.numpy(), method.damping
+        gradient = scales**2 * at / count
+        assert method.step().accepted
+        curvature = -gradient / (w.numpy() - at) - damping
+        of_sample = np.isclose(curvature, scales**2 / size, rtol=1e-6)
+        np.testing.assert_allclose(curvature[~of_sample], 0.0, atol=1e-6)
+        assert of_sample.sum() == size
+        drawn.append(tuple(of_sample))
+    assert drawn[0] != drawn[1]
+
+
+def test_gradient_of_a_sample_is_the_same_at_both_ends():
+    """And of another sample in the next step; against losses over the rows, by NumPy."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal(30)
+    w = tf.Variable(2.0, dtype=tf.float64)
+    method = hvp.NewtonCG(
+        lambda x: tf.reduce_mean((w - x) ** 2), w, (x,), hessian_batch_size=4, gradient_batch_size=8
+    )
+    seen = []
+    for _ in range(3):
+        at = float(w)
+        step = method.step()
+        # The mean of the sample, from the gradient after the step; the loss fell on that sample.
+        mean = float(w) - np.copysign(step.gradient_norm / 2, float(w) - x.mean())
+        fall = step.ratio * ((at - mean) ** 2 - (float(w) - mean) ** 2)
+        assert step.accepted
+        assert fall > 0
+        assert step.ratio == pytest.approx(1.0)  # a quadratic, its curvature the same everywhere
+        assert abs(mean - x.mean()) > 1e-3
+        seen.append(round(mean, 9))
+    assert len(set(seen)) == 3
 
 
 def test_a_sample_of_all_examples_is_the_whole():

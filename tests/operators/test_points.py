@@ -76,6 +76,12 @@ def test_an_operator_is_left_as_it_is():
 
 
 def test_a_limit_is_shared():
+    loss, w, data = problem()
+    options = {"batch_size": 2, "memory_limit": "8 KB"}
+    alone = hvp.HessianOperator(loss, w, data, **options).stats.batches_kept
+    points = Points.of(loss, w, data, **options)
+    each = points.at(w.numpy().ravel()).operator.stats.batches_kept
+    assert 0 < each <= alone / 2
     assert part_of_limit("2GiB", 2) == 2**30
     assert part_of_limit(1000, 4) == 250
     with pytest.raises(hvp.HvpError, match="memory_limit"):
