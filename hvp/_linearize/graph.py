@@ -24,10 +24,11 @@ from hvp._linearize.split import split
 from hvp._linearize.trace import Resource, TracedGraph, differ
 from hvp._linearize.variants import variant_nbytes
 
-# Columns in one call of a block product: at most so many, and so many bytes of residuals times
-# columns.
+# Rows in one call of a block product: at most so many, and so many bytes of residuals times rows.
+# What a row computes on the way takes about what the residuals take: beyond the processor's cache
+# a row takes longer than in a smaller block, up to a fourth.
 _WIDEST = 64
-_BLOCK_BYTES = 2**30
+_BLOCK_BYTES = 2**24
 
 # Runs a function of a program on some tensors and on residuals.
 Run = Callable[..., Any]
@@ -138,14 +139,14 @@ class GraphProgram:
         return self._compiled(self._import_watched_product, [flat])
 
     @functools.cached_property
-    def flat_columns(self) -> Compiled:
-        """The same for a block of columns, of shape `(n, k)`."""
-        flat = tf.TensorSpec([self._flattener.size, None], self._flattener.dtype)
+    def flat_rows(self) -> Compiled:
+        """The same for the rows of a block, of shape `(k, n)`."""
+        flat = tf.TensorSpec([None, self._flattener.size], self._flattener.dtype)
         # XLA takes minutes for convolutions over a further axis, and in loops.
         convolutions = any("Conv" in node.op for node in self.product_part.node)
         jit_compile = False if convolutions else self._jit_compile
         specs = [flat, *self.residual_specs]
-        return Compiled(self._import_flat_columns, specs, jit_compile, self._report)
+        return Compiled(self._import_flat_rows, specs, jit_compile, self._report)
 
     @functools.cached_property
     def transposed(self) -> Compiled:
@@ -229,14 +230,13 @@ class GraphProgram:
     ) -> tuple[tf.Tensor, tf.Tensor]:
         return self._import_flat_product(flat, *residuals), self.changed(*residuals)
 
-    def _import_flat_columns(self, block: tf.Tensor, *residuals: tf.Tensor) -> tf.Tensor:
-        def product(column: tf.Tensor) -> tf.Tensor:
-            return self._import_flat_product(column, *residuals)
+    def _import_flat_rows(self, rows: tf.Tensor, *residuals: tf.Tensor) -> tf.Tensor:
+        def product(row: tf.Tensor) -> tf.Tensor:
+            return self._import_flat_product(row, *residuals)
 
-        # All columns in one operation where TensorFlow knows how, else in a loop in the graph.
+        # All rows in one operation where TensorFlow knows how, else in a loop in the graph.
         rolled = any(_is_not_vectorized(node) for node in self.product_part.node)
-        multiply = tf.map_fn if rolled else tf.vectorized_map
-        return tf.transpose(multiply(product, tf.transpose(block)))
+        return (tf.map_fn if rolled else tf.vectorized_map)(product, rows)
 
     def fed(self, cotangents: Sequence[Any]) -> list[Any]:
         """Leave out the cotangents of outputs that are identically zero."""
@@ -327,22 +327,18 @@ class GraphEngine:
         del flattener  # it is compiled in
         return (run or self._run)(self.program.flat_product, flat)
 
-    def vjp_flat_columns(
-        self, block: tf.Tensor, flattener: Flattener, run: Run | None = None
-    ) -> tf.Tensor:
-        """Apply `vjp_flat` to each column of a block, many columns in one call.
+    @property
+    def rows(self) -> int:
+        """How many rows one call of a block product should have."""
+        return max(1, min(_WIDEST, _BLOCK_BYTES // max(1, self.nbytes or 0)))
 
-        A column's intermediate values take about what the residuals take, so that their size
-        bounds how many columns one call may have.
-        """
+    def vjp_flat_rows(
+        self, rows: tf.Tensor, flattener: Flattener, run: Run | None = None
+    ) -> tf.Tensor:
+        """Apply `vjp_flat` to each row of a block, many rows in one call."""
         del flattener  # it is compiled in
         run = run or self._run
-        if block.shape[1] is None:  # in a graph, where it may be known only when it runs
-            return run(self.program.flat_columns, block)
-        width = max(1, min(_WIDEST, _BLOCK_BYTES // max(1, self.nbytes or 0)))
-        chunks = [block[:, i : i + width] for i in range(0, int(block.shape[1]), width)]
-        products = [run(self.program.flat_columns, chunk) for chunk in chunks]
-        return products[0] if len(products) == 1 else tf.concat(products, axis=1)
+        return in_parts(lambda part: run(self.program.flat_rows, part), rows, self.rows)
 
     def jvp(self, tangents: Sequence[tf.Tensor]) -> list[tf.Tensor | None]:
         """Apply the derivative; as `TapeEngine.jvp`."""
@@ -364,6 +360,44 @@ class GraphEngine:
         """Release the residuals."""
         self.residuals = []
         self.outputs = []
+
+
+def in_parts(
+    function: Callable[[tf.Tensor], tf.Tensor], rows: tf.Tensor, at_most: int
+) -> tf.Tensor:
+    """Apply a function to the rows of a block, some at a time, now or in the graph being traced.
+
+    Parameters
+    ----------
+    function : callable
+        Takes and returns a block, row by row.
+    rows : tf.Tensor
+        Of shape `(k, n)`.
+    at_most : int
+        How many rows it may be given.
+    """
+    count = rows.shape[0]
+    if count is not None and count <= at_most:
+        return function(rows)
+    if tf.executing_eagerly():
+        size = -(-count // -(-count // at_most))  # all alike but the last
+        return tf.concat([function(rows[i : i + size]) for i in range(0, count, size)], axis=0)
+    total = tf.shape(rows)[0]
+    parts = tf.maximum(1, -(-total // at_most))
+    size = -(-total // parts)
+    results = tf.TensorArray(
+        rows.dtype, parts, infer_shape=False, element_shape=[None, rows.shape[1]]
+    )
+    _, results = tf.while_loop(
+        lambda part, _: part < parts,
+        lambda part, made: (
+            part + 1,
+            made.write(part, function(rows[part * size : (part + 1) * size])),
+        ),
+        [tf.constant(0), results],
+        parallel_iterations=1,
+    )
+    return tf.ensure_shape(results.concat(), rows.shape)
 
 
 def _is_not_vectorized(node: Any) -> bool:

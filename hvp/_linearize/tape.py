@@ -85,18 +85,17 @@ class TapeEngine:
         """Apply `vjp` to and from one flat vector, where outputs are shaped like the variables."""
         return flattener.join(self.vjp(flattener.split(flat)))
 
-    def vjp_flat_columns(self, block: tf.Tensor, flattener: Flattener) -> tf.Tensor:
-        """Apply `vjp_flat` to each column of a block, of shape `(n, k)`."""
-        parts = flattener.split(tf.transpose(block))
-        return tf.transpose(flattener.join(self.vjp_columns(parts)))
+    def vjp_flat_rows(self, rows: tf.Tensor, flattener: Flattener) -> tf.Tensor:
+        """Apply `vjp_flat` to each row of a block, of shape `(k, n)`."""
+        return flattener.join(self.vjp_rows(flattener.split(rows)))
 
-    def vjp_columns(self, cotangents: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def vjp_rows(self, cotangents: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Apply `vjp` to each entry along a further first axis of the cotangents.
 
         A tape replays one cotangent at a time, so the cost is that of as many products.
         """
-        columns = [self.vjp(column) for column in zip(*(tf.unstack(c) for c in cotangents))]
-        return [tf.stack(parts) for parts in zip(*columns)]
+        rows = [self.vjp(row) for row in zip(*(tf.unstack(c) for c in cotangents))]
+        return [tf.stack(parts) for parts in zip(*rows)]
 
     def jvp(self, tangents: Sequence[tf.Tensor]) -> list[tf.Tensor | None]:
         """Apply the derivative.

@@ -334,12 +334,12 @@ class BatchedEngine:
         del run
         return self._sum(lambda engine: engine.vjp_flat(flat, flattener), flat)
 
-    def vjp_flat_columns(
-        self, block: tf.Tensor, flattener: Flattener, run: Run | None = None
+    def vjp_flat_rows(
+        self, rows: tf.Tensor, flattener: Flattener, run: Run | None = None
     ) -> tf.Tensor:
-        """Apply it to each column of a block, all in one pass over the data."""
+        """Apply it to each row of a block, all in one pass over the data."""
         del run
-        return self._sum(lambda engine: engine.vjp_flat_columns(block, flattener), block)
+        return self._sum(lambda engine: engine.vjp_flat_rows(rows, flattener), rows)
 
     def close(self) -> None:
         """Release what is kept."""

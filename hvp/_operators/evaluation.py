@@ -20,7 +20,7 @@ from hvp._errors import (
 from hvp._linearize.graph import GraphEngine, Run
 from hvp._linearize.program import Linearized, Program
 from hvp._operators.batched_program import BatchedEngine, BatchedProgram
-from hvp._operators.in_graph import InGraph
+from hvp._operators.in_graph import InGraph, is_for_xla
 from hvp._operators.staleness import Watch
 from hvp._operators.statistics import Statistics
 
@@ -149,7 +149,7 @@ class Evaluation:
     def product(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Multiply the Hessian by one vector, in parts shaped and typed like the variables."""
         if not tf.executing_eagerly():
-            engine, run = self._to_graph(1)
+            engine, run = self._to_graph()
             return engine.vjp(parts, run)
         result = self._current().vjp(parts)
         self._counts.products += 1
@@ -158,7 +158,7 @@ class Evaluation:
     def product_flat(self, flat: tf.Tensor) -> tf.Tensor:
         """Multiply by one flat vector, of shape `(n,)`."""
         if not tf.executing_eagerly():
-            engine, run = self._to_graph(1)
+            engine, run = self._to_graph()
             return engine.vjp_flat(flat, self.program.flattener, run)
         there = self._engine
         if isinstance(there, GraphEngine) and there.program.can_watch and self.on_stale != "ignore":
@@ -170,13 +170,15 @@ class Evaluation:
         self._counts.products += 1
         return result
 
-    def product_block(self, block: tf.Tensor) -> tf.Tensor:
-        """Multiply by the columns of a block, of shape `(n, k)`."""
+    def product_rows(self, rows: tf.Tensor) -> tf.Tensor:
+        """Multiply by the rows of a block, of shape `(k, n)`."""
         if not tf.executing_eagerly():
-            engine, run = self._to_graph(tf.shape(block)[1])
-            return engine.vjp_flat_columns(block, self.program.flattener, run)
-        result = self._current().vjp_flat_columns(block, self.program.flattener)
-        self._counts.products += int(block.shape[1])
+            engine, run = self._to_graph(rows=True)
+            if is_for_xla():  # where blocks of several sizes would be compiled each
+                return run(engine.program.flat_rows, rows)
+            return engine.vjp_flat_rows(rows, self.program.flattener, run)
+        result = self._current().vjp_flat_rows(rows, self.program.flattener)
+        self._counts.products += int(rows.shape[0])
         return result
 
     @property
@@ -184,14 +186,14 @@ class Evaluation:
         """Whether products may be called for while a graph is traced."""
         return self.program.works_in_graphs
 
-    def _to_graph(self, count: int | tf.Tensor) -> tuple[GraphEngine, Run]:
-        """Return the engine, and what adds its next `count` products to the graph being traced."""
+    def _to_graph(self, rows: bool = False) -> tuple[GraphEngine, Run]:
+        """Return the engine, and what adds its products to the graph being traced."""
         with tf.init_scope():
             engine = cast(GraphEngine, self._current())
         if self._in_graph is None:
             watch = None if self.on_stale == "ignore" else self._watch
             self._in_graph = InGraph(self._current, watch, engine)
-        return engine, functools.partial(self._in_graph.run, count)
+        return engine, functools.partial(self._in_graph.run, rows)
 
     def _current(self) -> Linearized | BatchedEngine:
         """Return the engine, having made sure that it is there and true."""

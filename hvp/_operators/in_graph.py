@@ -92,19 +92,20 @@ class InGraph:
         for slot in [*self._residuals, *self._watched, *self._parts]:
             slot.empty()
 
-    def run(self, count: int | tf.Tensor, function: Compiled, *tensors: tf.Tensor) -> Any:
+    def run(self, rows: bool, function: Compiled, *tensors: tf.Tensor) -> Any:
         """Add a product to the graph being traced.
 
         Parameters
         ----------
-        count : int or tf.Tensor
-            How many products it is.
+        rows : bool
+            Whether it is of a block, row by row; these count one each.
         function : Compiled
             Takes the tensors, and then the residuals.
         *tensors : tf.Tensor
             Vectors.
         """
-        xla = GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
+        count = tf.shape(tensors[0])[0] if rows else 1
+        xla = is_for_xla()
         there = self._there.read_value()
         if xla:
             amiss = tf.logical_not(there) | self._changed()
@@ -157,6 +158,11 @@ class InGraph:
     def _values(self, engine: GraphEngine) -> list[tf.Tensor]:
         packed = self._program.can_watch  # with the residuals
         return list(engine.watched or []) if self._resources and not packed else []
+
+
+def is_for_xla() -> bool:
+    """Whether the graph being traced is for XLA."""
+    return bool(GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()))
 
 
 class Slot:

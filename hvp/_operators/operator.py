@@ -386,8 +386,12 @@ class SymmetricOperator(DtypePreserving):
 
     def _columns(self, block: tf.Tensor) -> tf.Tensor:
         """Multiply a tensor of shape `(n, k)`."""
-        (result,) = self._run(_product_block, [block], [block.shape])
-        return result + self._damping * block if self._damping else result
+        return tf.transpose(self.product_rows(tf.transpose(block)))
+
+    def product_rows(self, rows: tf.Tensor) -> tf.Tensor:
+        """Multiply the rows of a tensor of shape `(k, n)`: as `product`, many vectors at once."""
+        (result,) = self._run(_product_rows, [rows], [rows.shape])
+        return result + self._damping * rows if self._damping else result
 
     def _run(
         self,
@@ -449,8 +453,8 @@ def _product_flat(evaluation: Evaluation, flat: tf.Tensor) -> list[tf.Tensor]:
     return [evaluation.product_flat(flat)]
 
 
-def _product_block(evaluation: Evaluation, block: tf.Tensor) -> list[tf.Tensor]:
-    return [evaluation.product_block(block)]
+def _product_rows(evaluation: Evaluation, rows: tf.Tensor) -> list[tf.Tensor]:
+    return [evaluation.product_rows(rows)]
 
 
 def _check_damping(damping: Any) -> float:

@@ -145,18 +145,40 @@ def test_a_wide_block_goes_in_pieces(nested, monkeypatch):
     V = random(8, 10, 7)
     whole = H @ V
     calls = []
-    columns = H._evaluation.program._graph.flat_columns
+    rows = H._evaluation.program._graph.flat_rows
 
     class Counting:
         def __call__(self, block, *residuals):
-            calls.append(block.shape[1])
-            return columns(block, *residuals)
+            calls.append(block.shape[0])
+            return rows(block, *residuals)
 
-    monkeypatch.setattr(H._evaluation.program._graph, "flat_columns", Counting())
+    monkeypatch.setattr(H._evaluation.program._graph, "flat_rows", Counting())
     monkeypatch.setattr(graph, "_BLOCK_BYTES", 3 * H.stats.residual_bytes)
     np.testing.assert_allclose(H @ V, whole, rtol=1e-6, atol=1e-6)
     assert calls == [3, 3, 1]
     np.testing.assert_allclose(whole, H.to_dense() @ V, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_wide_block_in_a_graph_goes_in_pieces(nested, monkeypatch, known):
+    H, _ = nested
+    V = random(8, 10, 7)
+    whole = H @ V
+    before = H.stats.products
+    monkeypatch.setattr(graph, "_BLOCK_BYTES", 3 * H.stats.residual_bytes)
+
+    @tf.function(input_signature=[tf.TensorSpec([7 if known else None, 10])])
+    def product(rows):
+        return H.product_rows(rows)
+
+    np.testing.assert_allclose(product(V.T), whole.T, rtol=1e-6, atol=1e-6)
+    assert H.stats.products == before + 7
+    loops = [
+        op for op in product.get_concrete_function().graph.get_operations() if "While" in op.type
+    ]
+    assert len(loops) == 1
+    if not known:
+        assert product(V.T[:0]).shape == (0, 10)
 
 
 def test_the_tensorflow_operator_is_the_same_matrix(nested):
