@@ -2,9 +2,10 @@
 
 Softmax regression and a small network on scikit-learn's handwritten digits, in float64. Every
 contender begins at the same point, its functions traced before, and ends where the norm of the
-gradient is 1e-8 of what it was. Runs are taken in turns; medians are printed and written.
+gradient is 1e-8 of what it was. Runs are taken in turns; medians are printed and written, if all
+problems are chosen. `chain` counts steps on Rosenbrock's function, `overhead` is of `hvp.NewtonCG`.
 
-    python docs/benchmarks/optimizers.py [--problems digits,products] [--rounds 3]
+    python docs/benchmarks/optimizers.py [--problems digits,products,chain] [--rounds 3]
 """
 
 from __future__ import annotations
@@ -374,23 +375,91 @@ def overhead(rounds: int) -> dict[str, float]:
     return found
 
 
+def chain(rounds: int) -> list[dict[str, Any]]:
+    """Count steps on Rosenbrock's function of many variables, to a gradient of 1e-8.
+
+    The first run is from the usual start, the others from starts that differ from it by rounding.
+    """
+    rows = []
+    for size in (50, 100, 200, 400):
+        usual = np.where(np.arange(size) % 2 == 0, -1.2, 1.0)
+        w = tf.Variable(usual)
+
+        def loss(w: tf.Variable = w) -> tf.Tensor:
+            return tf.reduce_sum(100 * (w[1:] - w[:-1] ** 2) ** 2 + (1 - w[:-1]) ** 2)
+
+        newton = hvp.NewtonCG(loss, w)
+        rng = np.random.default_rng(0)
+        steps: dict[str, list[int]] = {"Newton-CG, scipy": [], "hvp.NewtonCG": []}
+        for turn in range(rounds + 1):
+            x0 = usual * (1 + 2e-16 * rng.standard_normal(size)) if turn > 0 else usual
+            steps["Newton-CG, scipy"].append(_scipy_steps(x0))
+            w.assign(x0)
+            newton.reset()
+            result = newton.minimize(gtol=SMALL, maxiter=20000, leave_saddles=False)
+            _check_small(result.x)
+            steps["hvp.NewtonCG"].append(result.nit)
+        for method, (first, *others) in steps.items():
+            rows.append({"variables": size, "method": method, "steps": first, "others": others})
+            print(
+                f"chain     {size:4} variables  {method:17} {first:5} steps, {first / size:.2f} a "
+                f"variable (from starts that differ by rounding: {', '.join(map(str, others))})",
+                flush=True,
+            )
+    return rows
+
+
+def _scipy_steps(x0: np.ndarray) -> int:
+    """Count the steps of scipy's Newton-CG with scipy's own derivatives."""
+
+    def callback(x: np.ndarray) -> None:
+        iterates.append(x.copy())
+        if np.linalg.norm(scipy.optimize.rosen_der(x)) <= SMALL:
+            raise StopIteration
+
+    iterates: list[np.ndarray] = []
+    scipy.optimize.minimize(
+        scipy.optimize.rosen,
+        x0,
+        jac=scipy.optimize.rosen_der,
+        hessp=scipy.optimize.rosen_hess_prod,
+        method="Newton-CG",
+        options={"xtol": 0.0, "maxiter": 20000},
+        callback=callback,
+    )
+    _check_small(iterates[-1])
+    return len(iterates)
+
+
+def _check_small(x: np.ndarray) -> None:
+    norm = np.linalg.norm(scipy.optimize.rosen_der(x))
+    if norm > 2 * SMALL:  # scipy's gradient and TensorFlow's are rounded differently
+        raise RuntimeError(f"a run on the chain ended where the gradient is {norm:.1e}")
+
+
 def main() -> None:
     """Measure, print, and write tables for the documentation."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--problems", default=",".join((*PROBLEMS, "overhead")))
+    parser.add_argument("--problems", default=",".join((*PROBLEMS, "chain", "overhead")))
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     chosen = arguments.problems.split(",")
     rows = [row for name in chosen if name in PROBLEMS for row in measure(name, arguments.rounds)]
-    if "overhead" in chosen:
-        share = overhead(2 * arguments.rounds)
-        if set(PROBLEMS) <= set(chosen):
-            write(rows, share)
+    steps = chain(arguments.rounds) if "chain" in chosen else []
+    share = overhead(2 * arguments.rounds) if "overhead" in chosen else {}
+    if {*PROBLEMS, "chain", "overhead"} <= set(chosen):
+        write(rows, steps, share)
 
 
-def write(rows: list[dict[str, Any]], share: dict[str, float]) -> None:
+def write(rows: list[dict[str, Any]], steps: list[dict[str, Any]], share: dict[str, float]) -> None:
     """Write everything as JSON, and what the documentation shows as CSV."""
-    everything = {"machine": machine(), "versions": versions(), "overhead": share, "rows": rows}
+    everything = {
+        "machine": machine(),
+        "versions": versions(),
+        "overhead": share,
+        "chain": steps,
+        "rows": rows,
+    }
     (HERE / "optimizers.json").write_text(json.dumps(everything, indent=1) + "\n")
     with (HERE / "optimizers.csv").open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
