@@ -12,6 +12,12 @@ The public names, all of them:
     A truncated Newton method, its inner iterations in a graph.
 `ScipyObjective`
     The functions that scipy's optimizers ask for, for those who call them themselves.
+`solve`
+    Linear systems with a Hessian, for one or many right-hand sides.
+`NystromPreconditioner`, `DiagonalPreconditioner`
+    Approximate inverses that make such systems easier; also scipy's `M`.
+`ExactInverse`, `NeumannInverse`, `ArnoldiInverse`
+    Inverses as operators: by all eigenvalues, by a series, by the largest eigenvalues.
 `linearize`
     Any function's value, and its derivative as a linear map.
 `recompute`
@@ -23,7 +29,9 @@ The public names, all of them:
 """
 
 from hvp._errors import (
+    CheckpointError,
     ClosedOperatorError,
+    ConvergenceWarning,
     GraphModeError,
     HvpError,
     InvalidDataError,
@@ -44,11 +52,19 @@ from hvp._operators.hessian import HessianOperator, hessian_vector_product
 from hvp._operators.statistics import Statistics
 from hvp._recompute.keras_segments import recompute_model
 from hvp._recompute.recompute import recompute
+from hvp._solve.inverses import ArnoldiInverse, ExactInverse, NeumannInverse
+from hvp._solve.preconditioners import DiagonalPreconditioner, NystromPreconditioner
+from hvp._solve.solve import SolveResult, solve
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "ArnoldiInverse",
+    "CheckpointError",
     "ClosedOperatorError",
+    "ConvergenceWarning",
+    "DiagonalPreconditioner",
+    "ExactInverse",
     "GraphModeError",
     "HessianOperator",
     "HvpError",
@@ -57,12 +73,15 @@ __all__ = [
     "InvalidVariablesError",
     "InvalidVectorError",
     "Linearization",
+    "NeumannInverse",
     "NewtonCG",
     "NewtonStep",
     "NonFiniteError",
+    "NystromPreconditioner",
     "RecomputeError",
     "ScipyObjective",
     "SecondDerivativeError",
+    "SolveResult",
     "StaleOperatorError",
     "Statistics",
     "TooLargeError",
@@ -71,4 +90,5 @@ __all__ = [
     "minimize",
     "recompute",
     "recompute_model",
+    "solve",
 ]

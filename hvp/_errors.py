@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 __all__ = [
+    "CheckpointError",
     "ClosedOperatorError",
+    "ConvergenceWarning",
     "GraphModeError",
     "HvpError",
     "InvalidDataError",
@@ -102,6 +104,14 @@ class GraphModeError(HvpError, RuntimeError):
 
 class RecomputeError(HvpError, ValueError):
     """A function cannot be computed again, or not with the same results."""
+
+
+class CheckpointError(HvpError, ValueError):
+    """A checkpoint cannot be written or read, or is of another run."""
+
+
+class ConvergenceWarning(RuntimeWarning):
+    """An answer is less exact than was asked for; the result says where and why."""
 
 
 class TooLargeError(HvpError, ValueError):

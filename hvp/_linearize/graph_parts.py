@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from hvp._linearize.dataflow import functions_of
@@ -130,3 +132,24 @@ def nbytes(tensor: Any) -> int:
     for size in shape:
         total *= _UNKNOWN if size is None else size
     return int(total)
+
+
+def digest(tensor: tf.Tensor) -> str:
+    """Return a short text that is another for other values, shapes or types."""
+    array = np.ascontiguousarray(tensor.numpy())
+    made = hashlib.blake2b(f"{array.shape}{array.dtype}".encode(), digest_size=16)
+    made.update(repr(array.tolist()).encode() if array.dtype == object else array.tobytes())
+    return made.hexdigest()
+
+
+def digest_of_graph(graph_def: Any) -> str:
+    """Return a short text that is another for other operations or constants.
+
+    Names are left out, which number what was traced before in the same process.
+    """
+    found = []
+    for nodes in (graph_def.node, *(function.node_def for function in graph_def.library.function)):
+        for node in nodes:
+            value = node.attr["value"].tensor.SerializeToString() if node.op == "Const" else b""
+            found.append(node.op.encode() + hashlib.blake2b(value, digest_size=16).digest())
+    return hashlib.blake2b(b"".join(sorted(found)), digest_size=16).hexdigest()

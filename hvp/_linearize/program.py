@@ -14,6 +14,7 @@ from hvp._errors import GraphModeError, HvpError
 from hvp._linearize.compiled import JitCompile
 from hvp._linearize.flatten import Flattener
 from hvp._linearize.graph import GraphEngine, GraphProgram
+from hvp._linearize.graph_parts import digest, digest_of_graph
 from hvp._linearize.inline import KEPT_WHOLE
 from hvp._linearize.keras_losses import kept_losses
 from hvp._linearize.moments import exact_moments
@@ -155,6 +156,22 @@ class Program:
             return None
         functions = self._trace.graph.graph_def.library.function
         return any(KEPT_WHOLE in function.signature.name for function in functions)
+
+    def fingerprint(self) -> str:
+        """Return what tells this function, and what it reads now, from others.
+
+        A digest of the variables' values, of the tensors it uses from outside, of the constants in
+        its graph, and of its operations; the same in every process with this TensorFlow. Of a
+        function that could not be traced only the variables are known.
+        """
+        parts = [digest(resource.read()) for resource in self.reads]
+        if self._trace is not None:
+            graph = self._trace.graph
+            outside = [
+                t for t in graph.captures.values() if t.dtype not in (tf.resource, tf.variant)
+            ]
+            parts += [*map(digest, outside), digest_of_graph(graph.graph_def)]
+        return " ".join(parts)
 
     def linearize(self) -> tuple[Any, Linearized]:
         """Run the function at the variables' values now.

@@ -147,6 +147,13 @@ class BatchedProgram:
         """Bytes that are kept."""
         return int(engine.nbytes)
 
+    def fingerprint(self) -> str:
+        """As of `Program`, of all batches."""
+        parts = [self._first.fingerprint(), self._batches.fingerprint(), str(self._total)]
+        if self._added is not None:
+            parts.append(self._added.fingerprint())
+        return " ".join(parts)
+
     def linearize(self) -> tuple[tf.Tensor, BatchedEngine]:
         """Go through the batches, at the variables' values now; keep what fits."""
         self._batches.forget()

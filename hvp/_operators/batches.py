@@ -131,6 +131,10 @@ class Batches:
             _refuse_other(f"there were {len(self._fingerprints)} batches, and now {index}")
         self._complete = True
 
+    def fingerprint(self) -> str:
+        """Return what tells these batches from others, after the first pass."""
+        return " ".join(map(str, self._fingerprints))
+
     def forget(self) -> None:
         """Let the next pass be the first if the last one was not finished."""
         if not self._complete:

@@ -51,6 +51,7 @@ class SymmetricOperator(DtypePreserving):
         self._evaluation = evaluation
         self._damping = _check_damping(damping)
         self._flattener = evaluation.program.flattener
+        self._kept: dict[Any, Any] = {}
         size = self._flattener.size
         super().__init__(np.dtype(self._flattener.dtype.as_numpy_dtype), (size, size))
 
@@ -387,6 +388,19 @@ class SymmetricOperator(DtypePreserving):
     def _columns(self, block: tf.Tensor) -> tf.Tensor:
         """Multiply a tensor of shape `(n, k)`."""
         return tf.transpose(self.product_rows(tf.transpose(block)))
+
+    def fingerprint(self) -> str:
+        """Return what tells this operator from those of other weights, data or losses.
+
+        The same in every process with this version of TensorFlow. Damping does not enter.
+        """
+        return self._evaluation.program.fingerprint()
+
+    def kept(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Return what was made for this operator, whatever its damping, under a key."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
 
     def product_rows(self, rows: tf.Tensor) -> tf.Tensor:
         """Multiply the rows of a tensor of shape `(k, n)`: as `product`, many vectors at once."""

@@ -1,0 +1,71 @@
+"""Right-hand sides, as they are given, and answers in the same form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvp._operators.vectors import check_array
+from hvp._solve.rows import Rows
+
+
+class Given:
+    """One vector, the columns of a matrix, or a nest like the variables.
+
+    Parameters
+    ----------
+    rows : Rows
+        The operator they go with.
+    b : array_like, tf.Tensor or nest
+        What was given.
+    name : str
+        What to call it in messages.
+
+    Attributes
+    ----------
+    rows : ndarray
+        Of shape `(k, n)`: one vector in each row.
+    single : bool
+        Whether it was one vector or a nest.
+
+    Raises
+    ------
+    InvalidVectorError
+        If it has another shape or kind, or entries that are not finite.
+    """
+
+    def __init__(self, rows: Rows, b: Any, name: str) -> None:
+        self._operator = rows.operator
+        self._nest = rows.own and self._is_nest(b, rows.size)
+        self._tensor = not self._nest and tf.is_tensor(b)
+        if self._nest:
+            b = self._operator.flatten(b)
+        if tf.is_tensor(b) or isinstance(b, tf.Variable):
+            b = b.numpy()
+        dtype = np.dtype(rows.dtype.as_numpy_dtype)
+        array = np.asarray(b) if isinstance(b, (list, tuple)) else b
+        several = getattr(array, "ndim", 1) == 2
+        array = check_array(array, rows.size, dtype, ndims=(2,) if several else (1,), name=name)
+        self.single = array.ndim == 1
+        self.rows = np.array(np.atleast_2d(array.T), order="C")
+
+    def like(self, rows: np.ndarray) -> Any:
+        """Return rows in the form of what was given."""
+        if self._nest:
+            return self._operator.unflatten(tf.constant(rows[0]))
+        array = rows[0] if self.single else np.ascontiguousarray(rows.T)
+        return tf.constant(array) if self._tensor else array
+
+    def of_columns(self, values: np.ndarray) -> Any:
+        """Return what there is of each column: a number if there is one vector."""
+        return values[0].item() if self.single else values
+
+    def _is_nest(self, b: Any, size: int) -> bool:
+        if tf.is_tensor(b) or isinstance(b, (np.ndarray, tf.Variable)):
+            return len(b.shape) > 0 and b.shape[0] != size
+        flattener = self._operator._flattener
+        leaves = tf.nest.flatten(b)
+        numbers = isinstance(b, (list, tuple)) and all(np.ndim(leaf) == 0 for leaf in leaves)
+        return not numbers or (len(leaves) != size and tf.nest.is_nested(flattener.structure))

@@ -1,0 +1,21 @@
+"""Why the solution of a linear system ended."""
+
+from __future__ import annotations
+
+import enum
+
+
+class Outcome(enum.IntEnum):
+    """Of one right-hand side."""
+
+    RUNNING = 0
+    CONVERGED = 1
+    NEGATIVE_CURVATURE = 2
+    LEAST_SQUARES = 3
+    STALLED = 4
+    MAXITER = 5
+    NOT_FINITE = 6
+    INDEFINITE_PRECONDITIONER = 7
+
+    def __str__(self) -> str:
+        return self.name.lower().replace("_", " ")

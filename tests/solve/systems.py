@@ -1,0 +1,38 @@
+"""Operators of known eigenvalues, and what dense float64 algebra answers."""
+
+import numpy as np
+import tensorflow as tf
+
+import hvp
+
+SPECTRA = {
+    "definite": lambda n: np.linspace(1, 10, n),
+    "clustered": lambda n: np.concatenate([np.geomspace(10, 1e4, 8), np.ones(n - 8)]),
+    "ill-conditioned": lambda n: np.geomspace(1e-5, 1, n),
+    "indefinite": lambda n: np.concatenate(
+        [-np.linspace(0.1, 1, n // 6), np.linspace(0.1, 2, n - n // 6)]
+    ),
+    "singular": lambda n: np.concatenate([np.zeros(n // 6), np.linspace(0.5, 2, n - n // 6)]),
+}
+
+
+def matrix(eigenvalues, seed=0):
+    """Return a symmetric matrix with these eigenvalues, along random directions."""
+    eigenvalues = np.asarray(eigenvalues, float)
+    draws = np.random.default_rng(seed).standard_normal((len(eigenvalues), len(eigenvalues)))
+    Q = np.linalg.qr(draws)[0]
+    A = (Q * eigenvalues) @ Q.T
+    return (A + A.T) / 2
+
+
+def operator(A, dtype="float64", **options):
+    """Return an operator whose matrix this is: the Hessian of a quadratic."""
+    w = tf.Variable(np.zeros(len(A), dtype))
+    constant = tf.constant(A.astype(dtype))
+    return hvp.HessianOperator(
+        lambda: tf.tensordot(w, tf.linalg.matvec(constant, w), 1) / 2, w, **options
+    )
+
+
+def columns(n, k, seed=1):
+    return np.random.default_rng(seed).standard_normal((n, k))

@@ -1,0 +1,129 @@
+"""Inverses as operators, against dense float64 algebra."""
+
+import numpy as np
+import pytest
+import scipy.sparse.linalg
+
+import hvp
+from tests.solve.systems import SPECTRA, columns, matrix, operator
+
+N = 60
+
+
+@pytest.mark.parametrize("spectrum", SPECTRA)
+def test_exact_is_the_pseudo_inverse(spectrum):
+    values = np.sort(SPECTRA[spectrum](N))
+    A = matrix(values)
+    inverse = hvp.ExactInverse(operator(A))
+    np.testing.assert_allclose(inverse.eigenvalues, values, atol=1e-12 * np.abs(values).max())
+    assert inverse.rank == np.sum(np.abs(values) > 1e-10)
+    b = columns(N, 3)
+    expected = np.linalg.pinv(A, rcond=1e-10, hermitian=True) @ b
+    assert np.linalg.norm(inverse @ b - expected) < 1e-8 * np.linalg.norm(expected)
+    np.testing.assert_allclose(inverse @ b[:, 0], (inverse @ b)[:, 0], rtol=1e-10, atol=1e-12)
+
+
+def test_exact_adds_damping_to_the_operators_own():
+    A = matrix(SPECTRA["indefinite"](N))
+    inverse = hvp.ExactInverse(operator(A, damping=2.0), damping=1.0)
+    np.testing.assert_allclose(
+        inverse @ np.eye(N), np.linalg.inv(A + 3 * np.eye(N)), rtol=1e-9, atol=1e-12
+    )
+    assert inverse.damping == 3.0
+    with pytest.raises(hvp.TooLargeError, match="60 x 60"):
+        hvp.ExactInverse(operator(A), max_size=50)
+    with pytest.raises(hvp.HvpError, match="damping"):
+        hvp.ExactInverse(operator(A), damping=np.nan)
+
+
+def test_neumann_leaves_what_the_series_leaves():
+    """Of an eigenvector exactly (1 - (1 - e / s)^count) / e."""
+    values = np.linspace(0.1, 2, N)
+    A = matrix(values)
+    vectors = np.linalg.eigh(A)[1]
+    inverse = hvp.NeumannInverse(operator(A), damping=0.5, iterations=37, scale=3.0)
+    e = values + 0.5
+    expected = vectors * ((1 - (1 - e / 3.0) ** 37) / e)
+    np.testing.assert_allclose(inverse @ vectors, expected, atol=1e-12)
+
+
+def test_neumann_finds_its_scale_and_converges():
+    A = matrix(np.linspace(1, 10, N))
+    inverse = hvp.NeumannInverse(operator(A), iterations=400)
+    assert 10 <= inverse.scale < 12
+    np.testing.assert_allclose(inverse @ np.eye(N), np.linalg.inv(A), atol=1e-8)
+
+
+@pytest.mark.parametrize("values", [np.linspace(-0.5, 2, N), -np.ones(N)])
+def test_neumann_of_an_indefinite_operator_is_refused(values):
+    inverse = hvp.NeumannInverse(operator(matrix(values)))
+    with pytest.raises(hvp.HvpError, match="The Neumann series grows"):
+        inverse @ columns(N, 2)
+
+
+def test_neumann_with_too_small_a_scale_is_refused():
+    inverse = hvp.NeumannInverse(operator(matrix(np.linspace(1, 10, N))), scale=4.0)
+    with pytest.raises(hvp.HvpError, match="grows"):
+        inverse @ columns(N, 1)
+    with pytest.raises(hvp.HvpError, match="scale"):
+        hvp.NeumannInverse(operator(np.eye(N)), scale=-1.0)
+
+
+@pytest.mark.parametrize("rank", [5, 20])
+def test_arnoldi_is_the_inverse_on_the_largest(rank):
+    values = np.concatenate([-np.linspace(5, 9, 4), np.geomspace(1e-3, 20, N - 4)])
+    A = matrix(values)
+    inverse = hvp.ArnoldiInverse(operator(A), rank=rank, damping=0.25, tol=1e-10)
+    eigenvalues, vectors = np.linalg.eigh(A + 0.25 * np.eye(N))
+    largest = np.argsort(-np.abs(eigenvalues))[:rank]
+    np.testing.assert_allclose(inverse.eigenvalues, eigenvalues[largest], rtol=1e-6)
+    expected = (vectors[:, largest] / eigenvalues[largest]) @ vectors[:, largest].T
+    np.testing.assert_allclose(inverse @ np.eye(N), expected, atol=1e-6)
+    with pytest.raises(hvp.HvpError, match="less than n = 60"):
+        hvp.ArnoldiInverse(operator(A), rank=N)
+
+
+def test_nystrom_takes_the_rank_that_the_damping_asks_for():
+    values = np.concatenate([np.geomspace(1e5, 1e2, 20), np.full(180, 1e-3)])
+    H = operator(matrix(values))
+    M = hvp.NystromPreconditioner(H, damping=1e-2)
+    assert len(M.eigenvalues) == M.products == 32
+    np.testing.assert_allclose(M.eigenvalues[:20], values[:20], atol=180 * 1e-3)  # the rest
+    assert H.stats.products == 32
+    most = hvp.NystromPreconditioner(H, damping=1e-9)
+    assert len(most.eigenvalues) == 100
+    assert len(hvp.NystromPreconditioner(H, rank=7).eigenvalues) == 7
+    for wrong in (0, 201, 2.5):
+        with pytest.raises(hvp.HvpError, match="rank"):
+            hvp.NystromPreconditioner(H, rank=wrong)
+
+
+@pytest.mark.parametrize(
+    "make", [hvp.NystromPreconditioner, hvp.DiagonalPreconditioner], ids=["nystrom", "diagonal"]
+)
+def test_preconditioners_are_scipys_too(make):
+    scales = np.concatenate([np.geomspace(1e2, 1e5, 10), np.ones(N - 10)])
+    H = operator(np.diag(scales))
+    M = make(H)
+    dense = M @ np.eye(N)
+    np.testing.assert_allclose(dense, dense.T, atol=1e-10)
+    assert np.linalg.eigvalsh(dense).min() > 0
+    np.testing.assert_allclose(M.T @ np.ones(N), dense @ np.ones(N), rtol=1e-10)
+    counts = []
+    for preconditioner in (None, M):
+        steps = []
+        x, info = scipy.sparse.linalg.cg(
+            H, np.ones(N), M=preconditioner, rtol=1e-8, callback=steps.append
+        )
+        assert info == 0
+        np.testing.assert_allclose(x, 1 / scales, rtol=1e-5, atol=1e-9)
+        counts.append(len(steps))
+    assert counts[1] <= counts[0] * 0.6
+
+
+def test_diagonal_estimate_has_the_stated_error():
+    A = matrix(np.linspace(1, 10, N))
+    M = hvp.DiagonalPreconditioner(operator(A), samples=400, damping=1.0)
+    off = np.sqrt(np.sum(A**2, axis=1) - np.diag(A) ** 2)
+    error = (M.diagonal - np.diag(A) - 1) / (off / np.sqrt(400))
+    assert 0.7 < np.sqrt(np.mean(error**2)) < 1.3
