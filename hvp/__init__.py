@@ -18,6 +18,8 @@ The public names, all of them:
     Approximate inverses that make such systems easier; also scipy's `M`.
 `ExactInverse`, `NeumannInverse`, `ArnoldiInverse`
     Inverses as operators: by all eigenvalues, by a series, by the largest eigenvalues.
+`InfluenceFunctions`
+    What leaving out training examples would do to weights and predictions.
 `linearize`
     Any function's value, and its derivative as a linear map.
 `recompute`
@@ -44,6 +46,7 @@ from hvp._errors import (
     StaleOperatorError,
     TooLargeError,
 )
+from hvp._influence.influence import InfluenceFunctions, TopInfluences
 from hvp._linearize.linearization import Linearization, linearize
 from hvp._minimize.minimize import minimize
 from hvp._minimize.newton_cg import NewtonCG, NewtonStep
@@ -68,6 +71,7 @@ __all__ = [
     "GraphModeError",
     "HessianOperator",
     "HvpError",
+    "InfluenceFunctions",
     "InvalidDataError",
     "InvalidLossError",
     "InvalidVariablesError",
@@ -85,6 +89,7 @@ __all__ = [
     "StaleOperatorError",
     "Statistics",
     "TooLargeError",
+    "TopInfluences",
     "hessian_vector_product",
     "linearize",
     "minimize",

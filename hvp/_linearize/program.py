@@ -6,6 +6,7 @@ import contextlib
 import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal, Union
 
 import tensorflow as tf
@@ -172,6 +173,10 @@ class Program:
             ]
             parts += [*map(digest, outside), digest_of_graph(graph.graph_def)]
         return " ".join(parts)
+
+    def preserving(self) -> AbstractContextManager[None]:
+        """Put the variables that the function writes back to what they were, afterwards."""
+        return _preserved(self._preserved)
 
     def linearize(self) -> tuple[Any, Linearized]:
         """Run the function at the variables' values now.

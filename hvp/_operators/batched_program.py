@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
@@ -146,6 +147,15 @@ class BatchedProgram:
     def nbytes(self, engine: Any) -> int | None:
         """Bytes that are kept."""
         return int(engine.nbytes)
+
+    def preserving(self) -> AbstractContextManager[None]:
+        """As of `Program`."""
+        return self._first.preserving()
+
+    @property
+    def draws(self) -> bool:
+        """As of `Program`."""
+        return self._first.draws
 
     def fingerprint(self) -> str:
         """As of `Program`, of all batches."""

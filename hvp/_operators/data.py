@@ -63,6 +63,16 @@ class Elements:
         cut = tf.nest.map_structure(lambda leaf: leaf[start:end], self._elements)
         return Elements(cut, self._by_name)
 
+    def taken(self, numbers: Any) -> Elements:
+        """Return some of the examples, in this order."""
+        cut = tf.nest.map_structure(lambda leaf: tf.gather(leaf, numbers), self._elements)
+        return Elements(cut, self._by_name)
+
+    @property
+    def leaves(self) -> list[Any]:
+        """The tensors in it, ragged and sparse ones whole."""
+        return tf.nest.flatten(self._elements)
+
     def differs(self, other: Elements) -> str:
         """Tell how another batch is not of this kind; empty if it is."""
         try:

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal, cast
 
 import tensorflow as tf
@@ -72,6 +73,10 @@ class Evaluation:
         twin._absent = "nothing was evaluated yet"
         twin._watch = Watch(self.program.reads)
         return twin
+
+    def preserving(self) -> AbstractContextManager[None]:
+        """Put the variables that the loss writes back to what they were, afterwards."""
+        return self.program.preserving()
 
     @property
     def products_eager(self) -> int:

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
-import tensorflow as tf
 
 from hvp._errors import InvalidLossError
 from hvp._linearize.compiled import JitCompile
 from hvp._linearize.program import Engine
 from hvp._operators.evaluation import OnStale
+from hvp._operators.keras_loss import loss_of_model
 from hvp._operators.loss_evaluation import evaluate_loss
 from hvp._operators.operator import SymmetricOperator
 
@@ -229,43 +229,16 @@ class HessianOperator(SymmetricOperator):
                [0.   , 0.667, 0.   ],
                [0.   , 0.   , 0.667]], dtype=float32)
         """
-        if not getattr(model, "compiled", False):
-            raise InvalidLossError(
-                f"the model is {type(model).__name__}, and has no compiled loss",
-                "a Keras model that was compiled with a loss",
-                "call model.compile(loss=...), or pass a loss to HessianOperator",
-            )
-        for part in tf.nest.flatten(model.loss):
-            if getattr(part, "reduction", None) in ("sum", "none"):
-                raise InvalidLossError(
-                    f"the compiled loss {part.name!r} has reduction {part.reduction!r}",
-                    "a mean over examples",
-                    "compile with the default reduction, and pass reduction='sum' here for a sum",
-                )
-
+        split = ("batch_size", "memory_limit")
+        whole = isinstance(data, (tuple, dict)) and all(options.get(s) is None for s in split)
+        by_examples = not whole and options.get("weight") is None
+        loss = loss_of_model(model, training=training, by_examples=by_examples)
         if options.get("reduction") == "sum" and model.losses:
             raise InvalidLossError(
                 "reduction='sum' would multiply the model's regularizers too",
                 "a model without regularizers, or reduction='mean'",
                 "pass a loss without them to HessianOperator, and them as regularization=",
             )
-        split = ("batch_size", "memory_limit")
-        whole = isinstance(data, (tuple, dict)) and all(options.get(s) is None for s in split)
-        by_examples = not whole and options.get("weight") is None
-
-        def loss(x: Any, y: Any, sample_weight: Any = None) -> Any:
-            made = model(x, training=training)
-            if by_examples and any(
-                getattr(output, "_keras_mask", None) is not None for output in tf.nest.flatten(made)
-            ):
-                raise InvalidLossError(
-                    "an output of the model has a mask, so that Keras averages over what is not "
-                    "masked, and not over examples",
-                    "weight=, a function that tells how much a batch counts",
-                    "for token 0 as mask: weight=lambda x, y: tf.math.count_nonzero(x)",
-                )
-            return model.compute_loss(x=x, y=y, y_pred=made, sample_weight=sample_weight)
-
         return cls(loss, model if variables is None else variables, data, **options)
 
 

@@ -1,0 +1,1 @@
+"""Layer 3: which training examples made a prediction."""

@@ -1,0 +1,192 @@
+"""The gradient of a loss at each example, vectorized over the examples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvp._errors import InvalidDataError, InvalidLossError
+from hvp._linearize.compiled import Compiled
+from hvp._linearize.flatten import Flattener
+from hvp._linearize.gradient import check_scalar, densify
+from hvp._linearize.graph_parts import digest
+from hvp._linearize.keras_losses import kept_losses
+from hvp._linearize.variables import collect_variables
+from hvp._operators.batches import Batches
+from hvp._operators.data import Elements, checked_loss
+from hvp._operators.evaluation import Evaluation
+
+# Examples of which a batch's loss is compared with the mean of their losses, and to what part.
+_COMPARED, _CLOSE = 8, 1e-3
+# Bytes of gradients, by default, in one call; a call works on several times as much.
+_BYTES, _WORKING = 2**26, 4
+
+
+class ExampleGradients:
+    """Losses of single examples, and their gradients as rows.
+
+    An example's loss is that of a batch of it alone.
+
+    Parameters
+    ----------
+    loss : callable
+        Takes the elements of a batch; returns the mean over it.
+    variables : nest
+        What to differentiate with respect to.
+    evaluation : Evaluation
+        Of a loss that reads the same variables: what it knows to be written is put back.
+    nbytes : int or None
+        Of gradients in one call, at most.
+
+    Attributes
+    ----------
+    at_once : int
+        Examples in one call.
+    """
+
+    def __init__(
+        self,
+        loss: Callable[..., Any],
+        variables: Any,
+        evaluation: Evaluation,
+        nbytes: int | None = None,
+    ) -> None:
+        self._loss, self._given, self._evaluation = checked_loss(loss), variables, evaluation
+        nest = collect_variables(variables)
+        self._variables, self._flattener = nest.variables, Flattener(nest)
+        each = self._flattener.size * self._flattener.dtype.size * _WORKING
+        self.at_once = max(1, (nbytes or _BYTES * _WORKING) // each)
+        self._functions: dict[Any, Compiled] = {}
+
+    def of(self, elements: Elements) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return the losses of examples, of shape `(k,)`, and gradients, of shape `(k, n)`."""
+        function = self._function(elements)
+        with self._evaluation.preserving():
+            losses, rows = function(*elements.tensors)
+        return losses, rows
+
+    def of_all(self, elements: Elements) -> np.ndarray:
+        """Return the gradients of examples, however many, of shape `(k, n)`."""
+        count = elements.examples
+        starts = range(0, count, self.at_once)
+        parts = [elements.part(i, min(i + self.at_once, count)) for i in starts]
+        return np.concatenate([self.of(part)[1].numpy() for part in parts])
+
+    def pieces(self, data: ExampleData) -> Iterator[tuple[int, tf.Tensor]]:
+        """Go through the gradients of all examples, with the number of the first in each piece."""
+        start = 0
+        for elements in data:
+            for i in range(0, elements.examples, self.at_once):
+                part = elements.part(i, min(i + self.at_once, elements.examples))
+                yield start + i, self.of(part)[1]
+            start += elements.examples
+
+    def check_mean(self, elements: Elements) -> None:
+        """Refuse a loss of a batch that is not the mean of its examples' losses."""
+        part = elements.part(0, min(_COMPARED, elements.examples))
+        with self._evaluation.preserving(), kept_losses(self._given):
+            together = float(check_scalar(part.call(self._loss)))
+        alone = self.of(part)[0].numpy().astype(np.float64)
+        scale = np.abs(alone).mean()
+        if not abs(alone.mean() - together) <= _CLOSE * max(scale, abs(together)):
+            total = abs(alone.sum() - together) <= _CLOSE * len(alone) * scale
+            raise InvalidLossError(
+                f"the loss of {len(alone)} examples is {together:.6g}, and the mean of their "
+                f"losses {alone.mean():.6g}",
+                "a loss that is the mean over the examples of a batch, each by itself",
+                "take the mean, not the sum"
+                if total
+                else "take the mean; let layers not mix examples or draw (training=False)",
+            )
+
+    def _function(self, elements: Elements) -> Compiled:
+        specs = [tf.TensorSpec([None, *t.shape[1:]], t.dtype) for t in elements.tensors]
+        key = tuple((tuple(spec.shape), spec.dtype) for spec in specs)
+        if key not in self._functions:
+
+            def one(example: list[tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
+                batch = elements.with_tensors([tensor[tf.newaxis] for tensor in example])
+                with tf.GradientTape(watch_accessed_variables=False) as tape:
+                    tape.watch(self._variables)
+                    value = check_scalar(batch.call(self._loss))
+                parts = tape.gradient(value, self._variables)
+                dense = [
+                    tf.zeros(v.shape, v.dtype) if g is None else densify(g, v.shape)
+                    for g, v in zip(parts, self._variables)
+                ]
+                return tf.cast(value, self._flattener.dtype), self._flattener.join(dense)
+
+            def every(*tensors: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+                return tf.vectorized_map(one, list(tensors), warn=False)
+
+            with self._evaluation.preserving(), kept_losses(self._given):
+                self._functions[key] = Compiled(every, specs, False)
+        return self._functions[key]
+
+
+class ExampleData:
+    """Examples in some order, however they are divided; gone through again and again.
+
+    Parameters
+    ----------
+    data : tuple or dict of arrays, or iterable of such
+        As for `HessianOperator`.
+    name : str
+        What to call them in messages.
+
+    Attributes
+    ----------
+    count : int
+        How many there are.
+    fingerprint : str
+        Of all of them.
+    first : Elements
+        The first batch.
+    """
+
+    # Of arrays, so many examples at a time are converted to tensors.
+    _SLICE = 4096
+
+    def __init__(self, data: Any, name: str) -> None:
+        whole = isinstance(data, (tuple, dict))
+        self._batches = Batches(data, self._SLICE if whole else None, None)
+        self.count, digests, first = 0, [], None
+        for batch in self._batches:
+            for tensor in batch.elements.tensors:
+                digests.append(digest(tensor))
+            if any(
+                isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor))
+                for leaf in batch.elements.leaves
+            ):
+                raise InvalidDataError(
+                    f"{name} holds ragged or sparse tensors", "dense ones, example by example"
+                )
+            first = first or batch.elements
+            self.count += batch.elements.examples
+        assert first is not None
+        self.first: Elements = first
+        self.fingerprint = " ".join(digests)
+
+    def __iter__(self) -> Iterator[Elements]:
+        """Go through the batches."""
+        return (batch.elements for batch in self._batches)
+
+    def blocks(self, size: int) -> Iterator[tuple[int, Elements]]:
+        """Go through blocks of at most so many examples, with the number of the first in each."""
+        start = 0
+        for elements in self:
+            for i in range(0, elements.examples, size):
+                yield start + i, elements.part(i, min(i + size, elements.examples))
+            start += elements.examples
+
+    def chosen(self, numbers: np.ndarray) -> Iterator[tuple[np.ndarray, Elements]]:
+        """Go through some of the examples, as they come; with their places in `numbers`."""
+        start = 0
+        for elements in self:
+            inside = np.flatnonzero((numbers >= start) & (numbers < start + elements.examples))
+            if len(inside):
+                yield inside, elements.taken(numbers[inside] - start)
+            start += elements.examples
