@@ -23,7 +23,7 @@ from hvp._progress import check_progress, progress_bar
 from hvp._solve.inverses import ArnoldiInverse, ExactInverse, NeumannInverse
 from hvp._solve.solve import solve
 
-_KRYLOV = ("auto", "cg", "block_cg", "minres")
+_KRYLOV = ("cg", "block_cg", "minres")
 _INVERSES: dict[str, Any] = {
     "exact": ExactInverse,
     "neumann": NeumannInverse,
@@ -83,10 +83,9 @@ class InfluenceFunctions:
         influences along flat directions.
     solver : {"auto", "exact", "cg", "block_cg", "minres", "neumann", "arnoldi"} or callable
         Applies the inverse. ``"exact"`` by all eigenvalues, ``"auto"`` that up to 1024 variables
-        and that of `solve` above; these, ``"cg"`` and ``"block_cg"`` agree to `rtol`. ``"minres"``
-        is for Hessians that stay indefinite. ``"neumann"`` (LiSSA) and ``"arnoldi"`` are
-        approximations, for comparison. A function takes the damped operator, and returns a
-        `LinearOperator`.
+        and ``"block_cg"`` above; these and ``"cg"`` agree to `rtol`. ``"minres"`` is for Hessians
+        that stay indefinite. ``"neumann"`` (LiSSA) and ``"arnoldi"`` are approximations, for
+        comparison. A function takes the damped operator, and returns a `LinearOperator`.
     regularization : callable, optional
         Takes nothing, returns a scalar that is part of the training loss, once.
     test_loss : callable, optional
@@ -119,13 +118,13 @@ class InfluenceFunctions:
         If the loss of a batch is not the mean of its examples' losses.
     HvpError
         As `HessianOperator`; if the loss draws random numbers, or another argument is not what it
-        should be.
+        should be. Its methods raise it where conjugate gradients meet negative curvature.
 
     Warns
     -----
     ConvergenceWarning
-        If a solution is less exact than `rtol`, or the damped Hessian is not positive definite, so
-        that the weights are no minimum.
+        If a solution is less exact than `rtol`, or the exact inverse is of a damped Hessian with
+        negative eigenvalues, so that the weights are no minimum.
 
     Notes
     -----
@@ -171,7 +170,7 @@ class InfluenceFunctions:
         progress: bool | Literal["always"] = False,
         **options: Any,
     ) -> None:
-        names = (*_KRYLOV, *_INVERSES)
+        names = ("auto", *_INVERSES, *_KRYLOV)
         if solver not in names and not callable(solver):
             raise HvpError(f"the solver is {solver!r}", " or ".join(map(repr, names)))
         refused = {"weight", "reduction", "on_stale"} & set(options)
@@ -210,8 +209,8 @@ class InfluenceFunctions:
         each = size * self.operator.dtype.itemsize * _VECTORS
         self._width = max(1, min(_WIDEST, (part or _BYTES) // each))
         self._solver = solver
-        if solver == "auto" and size <= _EXACT:
-            self._solver = "exact"
+        if solver == "auto":
+            self._solver = "exact" if size <= _EXACT else "block_cg"
         self._inverse: Any = None
         self._evaluations = -1
 
@@ -448,8 +447,6 @@ class InfluenceFunctions:
                     "a model that is trained to a minimum, or more damping",
                     f"raise damping (now {self.operator.damping:g}), or pass solver='minres'",
                 )
-            if result.negative_curvature is not None:
-                self._warn_of_curvature("has negative curvature")
             return np.ascontiguousarray(result.x.T)
         evaluations = self.operator.stats.gradient_evaluations
         if self._inverse is None or evaluations != self._evaluations:
@@ -460,13 +457,14 @@ class InfluenceFunctions:
             if isinstance(self._inverse, ExactInverse):
                 lowest = float(self._inverse.eigenvalues[0])
                 if lowest < 0 and self._inverse.is_nonzero[0]:
-                    self._warn_of_curvature(f"has the eigenvalue {lowest:.3g}")
+                    self._warn_of_curvature(lowest)
         return np.ascontiguousarray(np.asarray(self._inverse @ rows.T).T, rows.dtype)
 
-    def _warn_of_curvature(self, said: str) -> None:
+    def _warn_of_curvature(self, lowest: float) -> None:
         warnings.warn(
-            f"hvp.InfluenceFunctions: the damped Hessian {said}, so that the weights are no "
-            f"minimum: train further, or raise damping (now {self.operator.damping:g})",
+            f"hvp.InfluenceFunctions: the damped Hessian has the eigenvalue {lowest:.3g}, so "
+            "that the weights are no minimum: train further, or raise damping (now "
+            f"{self.operator.damping:g})",
             ConvergenceWarning,
             stacklevel=4,
         )

@@ -152,18 +152,14 @@ class ExampleData:
 
     def __init__(self, data: Any, name: str) -> None:
         whole = isinstance(data, (tuple, dict))
+        if whole:
+            _refuse_ragged(tf.nest.flatten(data), name)
         self._batches = Batches(data, self._SLICE if whole else None, None)
         self.count, digests, first = 0, [], None
         for batch in self._batches:
             for tensor in batch.elements.tensors:
                 digests.append(digest(tensor))
-            if any(
-                isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor))
-                for leaf in batch.elements.leaves
-            ):
-                raise InvalidDataError(
-                    f"{name} holds ragged or sparse tensors", "dense ones, example by example"
-                )
+            _refuse_ragged(batch.elements.leaves, name)
             first = first or batch.elements
             self.count += batch.elements.examples
         assert first is not None
@@ -190,3 +186,12 @@ class ExampleData:
             if len(inside):
                 yield inside, elements.taken(numbers[inside] - start)
             start += elements.examples
+
+
+def _refuse_ragged(leaves: list[Any], name: str) -> None:
+    if any(isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)) for leaf in leaves):
+        raise InvalidDataError(
+            f"{name} holds ragged or sparse tensors",
+            "dense tensors, of which each example has a part of its own",
+            "pad them: tensor.to_tensor(), tf.sparse.to_dense(tensor)",
+        )

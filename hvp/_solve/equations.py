@@ -188,7 +188,8 @@ class _Run:
 
     def _width(self) -> int:
         each = self._b.shape[1] * self._b.itemsize * _VECTORS
-        width = max(1, min(_WIDEST, _BYTES // max(1, each)))
+        # No more than n vectors can be orthonormal.
+        width = max(1, min(_WIDEST, self._b.shape[1], _BYTES // max(1, each)))
         return -(-len(self._b) // -(-len(self._b) // width)) if len(self._b) else 1
 
     def _block(self, which: np.ndarray, bar: Any) -> None:

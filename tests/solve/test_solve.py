@@ -181,6 +181,24 @@ def test_columns_that_have_converged_drop_out(method):
     np.testing.assert_allclose(result.x, np.linalg.solve(A, b), rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_more_columns_than_rows(method):
+    A = matrix(np.linspace(1, 10, 5))
+    b = columns(5, 12)
+    result = hvp.solve(operator(A), b, method=method, rtol=1e-10)
+    assert result.converged.all()
+    np.testing.assert_allclose(result.x, np.linalg.solve(A, b), rtol=1e-7, atol=1e-9)
+
+
+def test_dependent_columns():
+    A = matrix(SPECTRA["definite"](N))
+    b = columns(N, 4)
+    b = np.concatenate([b, b[:, :2], b[:, :1] + b[:, 1:2], 1e-9 * b[:, 3:] + b[:, 2:3]], axis=1)
+    result = hvp.solve(operator(A), b, method="block_cg", rtol=1e-10)
+    assert result.converged.all()
+    np.testing.assert_allclose(result.x, np.linalg.solve(A, b), rtol=1e-6, atol=1e-9)
+
+
 def test_many_columns_are_solved_block_after_block(monkeypatch):
     monkeypatch.setattr(equations, "_WIDEST", 4)
     A = matrix(SPECTRA["definite"](N))

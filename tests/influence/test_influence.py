@@ -1,0 +1,469 @@
+"""Influence functions, against closed forms and against training again."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvp
+from hvp import _checkpoint
+from hvp._influence import influence as module
+
+N, P, T = 40, 5, 7
+rng = np.random.default_rng(0)
+X, Y = rng.standard_normal((N, P)), rng.standard_normal(N)
+X_TEST, Y_TEST = rng.standard_normal((T, P)), rng.standard_normal(T)
+RIDGE = 0.1
+
+
+def ridge(dtype="float64"):
+    """Linear regression at its minimum: variable, loss with and without the penalty."""
+    A = X.T @ X / N + RIDGE * np.eye(P)
+    w = tf.Variable(np.linalg.solve(A, X.T @ Y / N).astype(dtype))
+
+    def bare(x, y):
+        return tf.reduce_mean((tf.linalg.matvec(x, w) - y) ** 2) / 2
+
+    def loss(x, y):
+        return bare(x, y) + RIDGE / 2 * tf.reduce_sum(w**2)
+
+    return w, loss, bare, (X.astype(dtype), Y.astype(dtype))
+
+
+def closed_form(w, penalized=True):
+    """Return the Hessian, and gradients of training and test examples as rows."""
+    w = w.numpy().astype("float64")
+    train = (X @ w - Y)[:, None] * X + (RIDGE * w if penalized else 0)
+    test = (X_TEST @ w - Y_TEST)[:, None] * X_TEST
+    return X.T @ X / N + RIDGE * np.eye(P), train, test
+
+
+TEST = (X_TEST, Y_TEST)
+
+
+@pytest.mark.parametrize("solver", ["auto", "exact", "cg", "block_cg", "minres", "neumann"])
+def test_linear_regression_has_the_closed_form(solver):
+    w, loss, bare, data = ridge()
+    influence = hvp.InfluenceFunctions(
+        loss, w, data, test_loss=bare, solver=solver, damping=0.2, rtol=1e-12
+    )
+    H, train, test = closed_form(w)
+    inverse = np.linalg.inv(H + 0.2 * np.eye(P))
+    close = {"rtol": 1e-8, "atol": 1e-10}
+    np.testing.assert_allclose(influence.scores(TEST), test @ inverse @ train.T / N, **close)
+    own = np.einsum("ip,pq,iq->i", train, inverse, train) / N
+    np.testing.assert_allclose(influence.self_influence(), own, **close)
+    change = inverse @ train[[3, 8, 20]].sum(axis=0) / N
+    np.testing.assert_allclose(influence.parameter_change([3, 8, 20]), change, **close)
+    np.testing.assert_allclose(influence.group([8, 3, 20], TEST), test @ change, **close)
+    mask = np.isin(np.arange(N), [3, 8, 20])
+    np.testing.assert_allclose(influence.group(mask), train @ change, **close)
+
+
+def test_regularization_given_apart_belongs_to_no_example():
+    w, _, bare, data = ridge()
+    influence = hvp.InfluenceFunctions(
+        bare, w, data, regularization=lambda: RIDGE / 2 * tf.reduce_sum(w**2)
+    )
+    H, train, test = closed_form(w, penalized=False)
+    expected = test @ np.linalg.inv(H) @ train.T / N
+    np.testing.assert_allclose(influence.scores(TEST), expected, rtol=1e-8)
+
+
+def test_signs_and_sizes_are_those_of_training_again():
+    """Of linear regression the change is known in closed form, by the leverage."""
+    w, loss, bare, data = ridge()
+    influence = hvp.InfluenceFunctions(loss, w, data, test_loss=bare)
+    scores = influence.scores(TEST)
+    before = (X_TEST @ w.numpy() - Y_TEST) ** 2 / 2
+    for i in range(N):
+        rest = np.arange(N) != i
+        A = X[rest].T @ X[rest] / (N - 1) + RIDGE * np.eye(P)
+        again = np.linalg.solve(A, X[rest].T @ Y[rest] / (N - 1))
+        actual = again - w.numpy()
+        predicted = influence.parameter_change(i)
+        assert predicted @ actual > 0.95 * np.linalg.norm(predicted) * np.linalg.norm(actual)
+        assert np.linalg.norm(predicted - actual) < 0.5 * np.linalg.norm(actual)
+        after = (X_TEST @ again - Y_TEST) ** 2 / 2
+        change = after - before
+        large = np.abs(change) > 0.3 * np.abs(change).max()
+        assert (np.sign(change) == np.sign(scores[:, i]))[large].all()
+
+
+def test_logistic_regression_has_the_closed_form():
+    labels = (Y > 0).astype("float64")
+    w = tf.Variable(np.zeros(P))
+
+    def bare(x, y):
+        logits = tf.linalg.matvec(x, w)
+        return tf.reduce_mean(tf.nn.sigmoid_cross_entropy_with_logits(y, logits))
+
+    def loss(x, y):
+        return bare(x, y) + 0.05 * tf.reduce_sum(w**2)
+
+    hvp.minimize(loss, w, (X, labels), method="Newton-CG", options={"xtol": 1e-12})
+    s = 1 / (1 + np.exp(-X @ w.numpy()))
+    H = (X * (s * (1 - s))[:, None]).T @ X / N + 0.1 * np.eye(P)
+    train = (s - labels)[:, None] * X + 0.1 * w.numpy()
+    s_test = 1 / (1 + np.exp(-X_TEST @ w.numpy()))
+    test = (s_test - (Y_TEST > 0))[:, None] * X_TEST
+    influence = hvp.InfluenceFunctions(loss, w, (X, labels), test_loss=bare)
+    np.testing.assert_allclose(
+        influence.scores((X_TEST, (Y_TEST > 0).astype("float64"))),
+        test @ np.linalg.inv(H) @ train.T / N,
+        rtol=1e-8,
+        atol=1e-12,
+    )
+
+
+def test_arnoldi_is_the_projection_and_not_the_inverse():
+    w, loss, bare, data = ridge()
+    influence = hvp.InfluenceFunctions(
+        loss, w, data, test_loss=bare, solver=lambda H: hvp.ArnoldiInverse(H, rank=2, tol=1e-12)
+    )
+    H, train, test = closed_form(w)
+    values, vectors = np.linalg.eigh(H)
+    part = vectors[:, -2:] / values[-2:] @ vectors[:, -2:].T
+    np.testing.assert_allclose(influence.scores(TEST), test @ part @ train.T / N, atol=1e-8)
+
+
+@pytest.mark.parametrize("kind", ["dataset", "list", "dict", "batch_size", "memory_limit", "tape"])
+def test_however_the_data_come(kind, monkeypatch):
+    w, loss, bare, data = ridge()
+    whole = hvp.InfluenceFunctions(loss, w, data, test_loss=bare).scores(TEST)
+    train, options = data, {}
+    if kind == "dataset":
+        train = tf.data.Dataset.from_tensor_slices(data).batch(9)
+    elif kind == "list":
+        train = [(X[:11], Y[:11]), (X[11:30], Y[11:30]), (X[30:], Y[30:])]
+    elif kind == "dict":
+        train = {"y": data[1], "x": data[0]}
+    else:
+        options = {
+            "batch_size": {"batch_size": 7},
+            "memory_limit": {"memory_limit": "20 KB"},
+            "tape": {"engine": "tape"},
+        }[kind]
+    influence = hvp.InfluenceFunctions(loss, w, train, test_loss=bare, **options)
+    assert influence.n_train == N
+    np.testing.assert_allclose(influence.scores(TEST), whole, rtol=1e-8, atol=1e-12)
+    np.testing.assert_allclose(
+        influence.parameter_change([35, 2]),
+        hvp.InfluenceFunctions(loss, w, data).parameter_change([2, 35]),
+        rtol=1e-8,
+    )
+
+
+def small_pieces(monkeypatch):
+    """Let a few examples fill a block of solutions, and a call of gradients."""
+    monkeypatch.setattr(module, "_WIDEST", 3)
+    original = module.ExampleGradients.__init__
+
+    def init(self, *arguments):
+        original(self, *arguments)
+        self.at_once = 4
+
+    monkeypatch.setattr(module.ExampleGradients, "__init__", init)
+
+
+def test_in_pieces_as_in_one(monkeypatch):
+    w, loss, bare, data = ridge()
+    whole = hvp.InfluenceFunctions(loss, w, data, test_loss=bare)
+    small_pieces(monkeypatch)
+    pieces = hvp.InfluenceFunctions(loss, w, data, test_loss=bare)
+    np.testing.assert_allclose(pieces.scores(TEST), whole.scores(TEST), rtol=1e-10)
+    np.testing.assert_allclose(pieces.self_influence(), whole.self_influence(), rtol=1e-10)
+    np.testing.assert_allclose(pieces.group([1, 2], TEST), whole.group([1, 2], TEST), rtol=1e-10)
+
+
+def test_top():
+    w, loss, bare, data = ridge()
+    influence = hvp.InfluenceFunctions(loss, w, data, test_loss=bare)
+    scores, top = influence.scores(TEST), influence.top(TEST, k=3)
+    for t in range(T):
+        assert set(top.helpful[t]) == set(np.argsort(-scores[t])[:3])
+        np.testing.assert_array_equal(top.helpful_scores[t], np.sort(scores[t])[::-1][:3])
+        assert set(top.harmful[t]) == set(np.argsort(scores[t])[:3])
+        np.testing.assert_array_equal(top.harmful_scores[t], np.sort(scores[t])[:3])
+    assert influence.top(TEST, k=1000).helpful.shape == (T, N)
+    with pytest.raises(hvp.HvpError, match="k is 0"):
+        influence.top(TEST, k=0)
+
+
+@pytest.mark.parametrize("convolutional", [False, True])
+def test_keras_models(convolutional):
+    """Per-example gradients, and a regularizer that the test loss leaves out."""
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.Dense(4, "tanh", kernel_regularizer=keras.regularizers.L2(0.01))]
+    if convolutional:
+        layers = [
+            keras.layers.Reshape((P, 1, 1)),
+            keras.layers.Conv2D(2, (2, 1), activation="tanh"),
+            keras.layers.Flatten(),
+            *layers,
+        ]
+    model = keras.Sequential([keras.Input((P,)), *layers, keras.layers.Dense(1)])
+    model.compile(loss="mse")
+    x, y = X.astype("float32"), Y.astype("float32")[:, None]
+    test = X_TEST.astype("float32"), Y_TEST.astype("float32")[:, None]
+    influence = hvp.InfluenceFunctions.from_keras(model, (x, y), damping=5.0)
+    scores = influence.scores(test)
+    variables = [v.value for v in model.trainable_variables]
+
+    def gradient(x, y, penalty):
+        with tf.GradientTape() as tape:
+            value = tf.reduce_mean((model(x) - y) ** 2)
+            if penalty:
+                value += tf.add_n(model.losses)
+        return np.concatenate([g.numpy().ravel() for g in tape.gradient(value, variables)])
+
+    train = np.stack([gradient(x[i : i + 1], y[i : i + 1], True) for i in range(N)])
+    tests = np.stack([gradient(test[0][i : i + 1], test[1][i : i + 1], False) for i in range(T)])
+    H = hvp.HessianOperator.from_keras(model, (x, y), damping=5.0).to_dense().astype("float64")
+    expected = tests @ np.linalg.solve(H, train.T) / N
+    np.testing.assert_allclose(scores, expected, rtol=1e-3, atol=1e-5 * np.abs(expected).max())
+
+
+def test_scores_stream_to_a_file(tmp_path):
+    w, loss, bare, data = ridge()
+    influence = hvp.InfluenceFunctions(loss, w, data, test_loss=bare)
+    made = influence.scores(TEST, out=tmp_path / "scores.npy")
+    assert isinstance(made, np.memmap)
+    np.testing.assert_array_equal(np.load(tmp_path / "scores.npy"), influence.scores(TEST))
+    with pytest.raises(hvp.HvpError, match="cannot be written"):
+        influence.scores(TEST, out=tmp_path / "nowhere" / "scores.npy")
+
+
+FULL = """
+    import resource
+    import numpy as np
+    from hvp._influence.influence import _mapped
+    import hvp
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))
+    try:
+        _mapped("scores.npy", (100, 100), np.dtype("float64"))
+    except hvp.HvpError as error:
+        print(error)
+"""
+
+
+def python(script, tmp_path, *arguments):
+    (tmp_path / "run.py").write_text(textwrap.dedent(script))
+    environment = {**os.environ, "PYTHONPATH": os.getcwd(), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    return subprocess.Popen(
+        [sys.executable, "run.py", *arguments],
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+
+
+def test_a_disk_without_room_is_known_at_once(tmp_path):
+    said, _ = python(FULL, tmp_path).communicate()
+    assert "room for 100 x 100 numbers" in said
+
+
+RUN = """
+    import sys
+    import time
+    import numpy as np
+    from hvp import _checkpoint
+    from hvp._influence import influence as module
+    from tests.influence.test_influence import TEST, ridge
+
+    _checkpoint.INTERVAL, module._WIDEST = 0.0, 2
+    save = _checkpoint.Checkpoint.save
+
+    def slowly(self, arrays):
+        save(self, arrays)
+        time.sleep(0.1)
+
+    _checkpoint.Checkpoint.save = slowly
+    w, loss, bare, data = ridge()
+    influence = module.InfluenceFunctions(loss, w, data, test_loss=bare, solver="block_cg")
+    influence._gradients.at_once = 11
+    before = influence.operator.stats.products
+    out = sys.argv[1] or None
+    scores = influence.scores(TEST, out=out, checkpoint="scores.npz")
+    np.save("found.npy", scores)
+    print(influence.operator.stats.products - before)
+"""
+
+
+@pytest.mark.parametrize("out", ["", "scores.npy"])
+def test_a_killed_run_goes_on_and_ends_the_same(tmp_path, monkeypatch, out):
+    monkeypatch.setattr(module, "_WIDEST", 2)
+    w, loss, bare, data = ridge()
+    influence = hvp.InfluenceFunctions(loss, w, data, test_loss=bare, solver="block_cg")
+    influence._gradients.at_once = 11
+    whole = influence.scores(TEST)
+    total = influence.operator.stats.products
+    first = python(RUN, tmp_path, out)
+    until = time.monotonic() + 60
+    while not (tmp_path / "scores.npz").exists() and time.monotonic() < until:
+        time.sleep(0.005)
+    time.sleep(0.6)
+    first.send_signal(signal.SIGKILL)
+    first.communicate()
+    assert not (tmp_path / "found.npy").exists(), "it ended before it was killed"
+    second = python(RUN, tmp_path, out)
+    needed = int(second.communicate()[0])
+    assert needed < total
+    np.testing.assert_array_equal(np.load(tmp_path / "found.npy"), whole)
+    left = {path.name for path in tmp_path.iterdir()} - {"run.py", "found.npy", "__pycache__"}
+    assert left == {"scores.npz"} | ({out} if out else set())
+
+
+@pytest.mark.parametrize("what", ["train", "test", "weights", "damping", "solver"])
+def test_the_checkpoint_of_another_run_is_refused(tmp_path, what):
+    w, loss, bare, (x, y) = ridge()
+    path = tmp_path / "scores.npz"
+
+    def scores(x=x, test=TEST, **options):
+        options = {"test_loss": bare, "solver": "cg", **options}
+        return hvp.InfluenceFunctions(loss, w, (x, y), **options).scores(test, checkpoint=path)
+
+    found = scores()
+    np.testing.assert_array_equal(scores(), found)
+    changed = {
+        "train": {"x": x + 1e-9 * (np.arange(N) == N - 1)[:, None]},
+        "test": {"test": (X_TEST, Y_TEST + 1e-9)},
+        "weights": {},
+        "damping": {"damping": 0.01},
+        "solver": {"solver": "minres"},
+    }[what]
+    if what == "weights":
+        w.assign_add(1e-9 * tf.ones_like(w))
+    with pytest.raises(hvp.CheckpointError, match="other data, weights or settings"):
+        scores(**changed)
+
+
+def test_an_interrupt_saves(tmp_path, monkeypatch):
+    w, loss, bare, data = ridge()
+    small_pieces(monkeypatch)
+    influence = hvp.InfluenceFunctions(loss, w, data, test_loss=bare)
+    whole, path = influence.scores(TEST), tmp_path / "scores.npz"
+    pieces, count = influence._gradients.pieces, []
+
+    def interrupted(data):
+        for piece in pieces(data):
+            count.append(1)
+            if len(count) == 15:
+                raise KeyboardInterrupt
+            yield piece
+
+    monkeypatch.setattr(influence._gradients, "pieces", interrupted)
+    monkeypatch.setattr(_checkpoint, "INTERVAL", 0.0)
+    with pytest.raises(KeyboardInterrupt):
+        influence.scores(TEST, checkpoint=path)
+    monkeypatch.setattr(influence._gradients, "pieces", pieces)
+    np.testing.assert_array_equal(influence.scores(TEST, checkpoint=path), whole)
+
+
+def test_changed_weights_are_noticed():
+    w, loss, bare, data = ridge()
+    influence = hvp.InfluenceFunctions(loss, w, data, test_loss=bare)
+    before = influence.scores(TEST)
+    w.assign(w + 1.0)
+    for call in (
+        lambda: influence.scores(TEST),
+        influence.self_influence,
+        lambda: influence.group(0, TEST),
+        lambda: influence.parameter_change(0),
+    ):
+        with pytest.raises(hvp.StaleOperatorError):
+            call()
+    influence.refresh()
+    H, train, test = closed_form(w)
+    expected = test @ np.linalg.inv(H) @ train.T / N
+    np.testing.assert_allclose(influence.scores(TEST), expected, rtol=1e-8)
+    assert not np.allclose(before, expected)
+
+
+def test_a_model_that_is_not_at_a_minimum_is_said():
+    w = tf.Variable(np.full(P, 2.0))
+
+    def loss(x, y):
+        return tf.reduce_mean(tf.cos(tf.linalg.matvec(x, w) - y))
+
+    with pytest.warns(hvp.ConvergenceWarning, match="has the eigenvalue -"):
+        hvp.InfluenceFunctions(loss, w, (X, Y)).scores(TEST)
+    for solver in ("cg", "block_cg"):
+        influence = hvp.InfluenceFunctions(loss, w, (X, Y), solver=solver)
+        with (
+            pytest.raises(hvp.HvpError, match="not positive definite"),
+            pytest.warns(hvp.ConvergenceWarning),
+        ):
+            influence.scores(TEST)
+
+
+def test_losses_that_are_no_means_are_refused():
+    w, loss, _, data = ridge()
+    with pytest.raises(hvp.InvalidLossError, match="take the mean, not the sum"):
+        hvp.InfluenceFunctions(
+            lambda x, y: tf.reduce_sum((tf.linalg.matvec(x, w) - y) ** 2), w, data
+        )
+    with pytest.raises(hvp.InvalidLossError, match="mix examples"):
+        hvp.InfluenceFunctions(lambda x, y: loss(x - tf.reduce_mean(x, 0), y), w, data)
+    with pytest.raises(hvp.HvpError, match="draws random numbers"):
+        hvp.InfluenceFunctions(lambda x, y: loss(tf.nn.dropout(x, 0.5), y), w, data)
+
+
+WRONG = {
+    "solver": ({"solver": "lissa"}, "'auto' or 'exact'"),
+    "weight": ({"weight": lambda x, y: 1.0}, "weight is given"),
+    "reduction": ({"reduction": "sum"}, "reduction is given"),
+    "progress": ({"progress": 3}, "progress is 3"),
+    "damping": ({"damping": np.nan}, "damping is nan"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_bad_arguments_are_refused(wrong):
+    w, loss, _, data = ridge()
+    options, message = WRONG[wrong]
+    with pytest.raises(hvp.HvpError, match=message):
+        hvp.InfluenceFunctions(loss, w, data, **options)
+
+
+@pytest.mark.parametrize(
+    "indices", [N, -1, [1, 1], [0.5], [], [[1, 2]], np.ones(N - 1, bool), "one"]
+)
+def test_bad_indices_are_refused(indices):
+    w, loss, _, data = ridge()
+    with pytest.raises(hvp.HvpError):
+        hvp.InfluenceFunctions(loss, w, data).parameter_change(indices)
+
+
+def test_ragged_data_are_refused():
+    w = tf.Variable(1.0)
+    ragged = tf.ragged.constant([[1.0, 2.0], [3.0]])
+    with pytest.raises(hvp.InvalidDataError, match="ragged or sparse"):
+        hvp.InfluenceFunctions(
+            lambda x: tf.reduce_mean(tf.reduce_sum(x * w, axis=1) ** 2), w, (ragged,)
+        )
+
+
+def test_state_of_the_model_is_left_as_it_is():
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [keras.Input((P,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
+    )
+    model.compile(loss="mse")
+    before = [v.numpy() for v in model.variables]
+    influence = hvp.InfluenceFunctions.from_keras(
+        model, (X.astype("float32"), Y.astype("float32")[:, None]), damping=5.0
+    )
+    influence.self_influence()
+    for now, then in zip(model.variables, before):
+        np.testing.assert_array_equal(now, then)
