@@ -10,7 +10,7 @@ README = Path(__file__).parents[1] / "README.md"
 
 def test_the_readmes_code_runs(capsys):
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     namespace = {}
     for block in blocks:
         exec(compile(block, str(README), "exec"), namespace)
@@ -21,6 +21,8 @@ def test_the_readmes_code_runs(capsys):
     assert namespace["H"].stats.batches == namespace["H"].stats.batches_kept > 1
     assert namespace["result"].gradient_evaluations == len(namespace["result"].history)
     assert namespace["result"].fun < namespace["loss_value"]
+    assert namespace["solutions"].shape == (161, 8)
+    assert namespace["scores"].shape == (10, 200)
     assert namespace["again"].shape == namespace["block"].__wrapped__.kernel.shape
 
 
@@ -33,6 +35,17 @@ def test_the_readme_quotes_the_committed_benchmark():
     rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
     quoted = {row[0]: row[1:] for row in rows if row[0] in measured}
     assert quoted == {name: [row[key] for key in shown] for name, row in measured.items()}
+
+
+def test_the_documentation_quotes_the_committed_solving():
+    docs = README.parent / "docs"
+    measured = json.loads((docs / "benchmarks" / "solving.json").read_text())
+    by_name = {(row["problem"], row["method"]): row for row in measured["rows"]}
+    assert "took an eighth of the time" in README.read_text()
+    assert 7.5 <= by_name["mlp-9k", "block_cg"]["times as fast"] < 8.5
+    found, said = measured["scores"], (docs / "influence.rst").read_text()
+    assert f"{found['variables']:,} weights took {found['seconds']:.0f} seconds" in said
+    assert f"a process of {found['peak MiB'] / 1024:.1f} GiB, TensorFlow included" in said
 
 
 def test_the_readme_quotes_the_committed_measurement_of_memory():
