@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
@@ -300,34 +301,37 @@ class InfluenceFunctions:
         with progress_bar(self._progress, total=shape[0], unit="test example") as bar:
             bar.update(done)
             for first, elements in test.blocks(self._width):
-                if first + elements.examples <= done:
+                if first < done:
                     continue
                 rows = self._test_gradients.of_all(elements)
-                step = None if checkpoint is None else Path(f"{os.fspath(checkpoint)}.solve{first}")
-                solutions = tf.constant(self._solve(rows, step))
-                block = made[first : first + elements.examples]
-                for at, gradients in self._gradients.pieces(self._train):
-                    end = at + int(gradients.shape[0])
-                    if end <= column:
-                        continue
-                    found = tf.matmul(solutions, gradients, transpose_b=True) / self.n_train
-                    block[:, at:end] = found.numpy()
-                    if kept is not None and kept.due:
-                        self._save(kept, done, end, made)
-                done, column = first + elements.examples, 0
-                if kept is not None:
-                    self._save(kept, done, 0, made)
-                if step is not None:
-                    step.unlink(missing_ok=True)
+                with _solving(checkpoint, first) as step:
+                    solutions = tf.constant(self._solve(rows, step))
+                    block = made[first : first + elements.examples]
+                    for at, gradients in self._gradients.pieces(self._train):
+                        end = at + int(gradients.shape[0])
+                        if end <= column:
+                            continue
+                        found = tf.matmul(solutions, gradients, transpose_b=True) / self.n_train
+                        block[:, at:end] = found.numpy()
+                        if kept is not None and kept.due:
+                            self._save(kept, done, end, made)
+                    done, column = first + elements.examples, 0
+                    if kept is not None:
+                        self._save(kept, done, 0, made)
                 bar.update(elements.examples)
         if isinstance(made, np.memmap):
             made.flush()
         return made
 
-    def self_influence(self) -> np.ndarray:
+    def self_influence(self, *, checkpoint: Any = None) -> np.ndarray:
         """Predict how the loss of each training example changes when it is itself left out.
 
         Large where an example is learned by heart: mislabelled or unusual ones.
+
+        Parameters
+        ----------
+        checkpoint : str or Path, optional
+            As for `scores`.
 
         Returns
         -------
@@ -339,12 +343,18 @@ class InfluenceFunctions:
         Costs one solution for each training example.
         """
         self._check()
-        made = np.empty(self.n_train, self.operator.dtype)
+        kept, done, _, made = self._resume(None, (self.n_train,), None, checkpoint)
         with progress_bar(self._progress, total=self.n_train, unit="example") as bar:
+            bar.update(done)
             for first, elements in self._train.blocks(self._width):
+                if first < done:
+                    continue
                 rows = self._gradients.of_all(elements)
-                found = np.einsum("kn,kn->k", self._solve(rows), rows)
-                made[first : first + len(found)] = found / self.n_train
+                with _solving(checkpoint, first) as step:
+                    found = np.einsum("kn,kn->k", self._solve(rows, step), rows)
+                    made[first : first + len(found)] = found / self.n_train
+                    if kept is not None:
+                        self._save(kept, first + len(found), 0, made)
                 bar.update(len(found))
         return made
 
@@ -489,7 +499,7 @@ class InfluenceFunctions:
         return found
 
     def _resume(
-        self, test: ExampleData, shape: tuple[int, int], out: Any, checkpoint: Any
+        self, test: ExampleData | None, shape: tuple[int, ...], out: Any, checkpoint: Any
     ) -> tuple[Checkpoint | None, int, int, np.ndarray]:
         """Return the checkpoint, how many rows are done, columns of the next, and the scores."""
         dtype = self.operator.dtype
@@ -503,7 +513,7 @@ class InfluenceFunctions:
             self._maxiter,
             self._width,
             self._train.fingerprint,
-            test.fingerprint,
+            "self" if test is None else test.fingerprint,
             None if out is None else str(Path(out).resolve()),
         ]
         kept = Checkpoint(checkpoint, fingerprint(settings, []))
@@ -524,7 +534,18 @@ class InfluenceFunctions:
         kept.save(arrays)
 
 
-def _mapped(out: Any, shape: tuple[int, int], dtype: Any, again: bool = False) -> np.ndarray:
+@contextlib.contextmanager
+def _solving(checkpoint: Any, first: int) -> Iterator[Path | None]:
+    """Give a checkpoint for the solution of one block, which is removed when that is done."""
+    if checkpoint is None:
+        yield None
+        return
+    step = Path(f"{os.fspath(checkpoint)}.solve{first}")
+    yield step
+    step.unlink(missing_ok=True)
+
+
+def _mapped(out: Any, shape: tuple[int, ...], dtype: Any, again: bool = False) -> np.ndarray:
     """Return a memory map of a file; its room is taken, for without room a map ends the process."""
     path = Path(out)
     try:
@@ -546,5 +567,5 @@ def _mapped(out: Any, shape: tuple[int, int], dtype: Any, again: bool = False) -
     except (OSError, ValueError) as error:
         raise HvpError(
             f"the scores cannot be written to {path} ({error})",
-            f"a file with room for {shape[0]} x {shape[1]} numbers",
+            f"a file with room for {' x '.join(map(str, shape))} numbers",
         ) from error

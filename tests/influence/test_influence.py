@@ -370,6 +370,30 @@ def test_an_interrupt_saves(tmp_path, monkeypatch):
     np.testing.assert_array_equal(influence.scores(TEST, checkpoint=path), whole)
 
 
+def test_self_influence_goes_on_too(tmp_path, monkeypatch):
+    w, loss, bare, data = ridge()
+    small_pieces(monkeypatch)
+    influence = hvp.InfluenceFunctions(loss, w, data, test_loss=bare, solver="cg", rtol=1e-10)
+    whole, path = influence.self_influence(), tmp_path / "own.npz"
+    solve, count = influence._solve, []
+
+    def interrupted(rows, step):
+        count.append(len(rows))
+        if len(count) == 6:
+            raise KeyboardInterrupt
+        return solve(rows, step)
+
+    monkeypatch.setattr(influence, "_solve", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        influence.self_influence(checkpoint=path)
+    done = sum(count[:-1])
+    np.testing.assert_array_equal(influence.self_influence(checkpoint=path), whole)
+    assert sum(count) == N + 3  # the sixth block again, and no other
+    assert done == 15
+    with pytest.raises(hvp.CheckpointError):
+        influence.scores(TEST, checkpoint=path)
+
+
 def test_changed_weights_are_noticed():
     w, loss, bare, data = ridge()
     influence = hvp.InfluenceFunctions(loss, w, data, test_loss=bare)
