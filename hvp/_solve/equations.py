@@ -161,7 +161,7 @@ class _Run:
         self._equations, self._b, self._x0, self._checkpoint = equations, b, x0, checkpoint
         self._methods = methods
         self._precondition = precondition
-        self.second = False
+        self.second = self._changing = False
         self.found = Solution.begin(b)
         # Where it stands: the first column of the block, the method, and that method's progress.
         self._start, self._stage = 0, 0
@@ -178,11 +178,15 @@ class _Run:
             while self._start < len(self._b):
                 which = np.arange(self._start, min(self._start + width, len(self._b)))
                 self._block(which, bar)
+                self._changing = True
                 self._start, self._stage = self._start + len(which), 0
+                self._changing = False
                 bar.update(self._start - bar.n)
                 self._save_if_due()
         except KeyboardInterrupt:
-            self._save()
+            # In the middle of a change there is nothing to save: what was saved before stays.
+            if not (self._changing or (self._progress and self._progress.changing)):
+                self._save()
             raise
         self._save()
 
@@ -201,6 +205,7 @@ class _Run:
             if len(which):
                 self._solve(which, bar)
             self._stage += 1
+            self._changing = False
 
     def _solve(self, which: np.ndarray, bar: Any) -> None:
         """Solve by the method whose turn it is, and note what has come of it."""
@@ -229,6 +234,7 @@ class _Run:
             maxiter=equations.maxiter,
             report=report,
         )
+        self._changing = True
         if self._x0 is None:
             self._shorten(b, progress)
         self._merge(which, progress)

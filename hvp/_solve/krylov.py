@@ -57,6 +57,8 @@ class Progress:
         Of the method.
     moved : ndarray
         Of shape `(k, n)`: what rows that have ended this cycle add to the solution.
+    changing : bool
+        Whether it is just being changed, so that an interrupt leaves it of no use.
     """
 
     x: np.ndarray
@@ -69,6 +71,7 @@ class Progress:
     counters: list[Any] = field(default_factory=list)
     state: list[Any] = field(default_factory=list)
     moved: np.ndarray | None = None
+    changing: bool = False
 
     @classmethod
     def begin(cls, x: np.ndarray) -> Progress:
@@ -180,9 +183,13 @@ class Krylov:
                 pending = np.flatnonzero(progress.outcome == Outcome.RUNNING)
                 if not len(pending):
                     return
+                progress.changing = True
                 self._start(progress, residual, pending, tolerance, damping)
+                progress.changing = False
             self._cycle(progress, tolerance, damping, maxiter, report)
+            progress.changing = True
             residual = self._finish(b, progress, damping, maxiter)
+            progress.changing = False
             report(progress)
 
     def _start(
@@ -228,20 +235,24 @@ class Krylov:
             count = min(at_once, maxiter - used)
             results = self._further(tf.constant(count), *progress.counters, *progress.state, *told)
             results = list(results)
-            after = results[1].numpy()
-            progress.products += int(results.pop().numpy())
+            products, after = int(results.pop().numpy()), results[1].numpy()
+            progress.changing = True
+            progress.products += products
             progress.counters, progress.state = results[:_COUNTERS], results[_COUNTERS:]
+            progress.changing = False
             each = (time.perf_counter() - started) / max(1, int(after.max()) - used)
             at_once = int(np.clip(_SECONDS / max(each, 1e-9), 1, min(_LONGEST, 4 * at_once)))
             report(progress)
 
     def _take_out(self, progress: Progress, running: np.ndarray) -> None:
         """Put the rows that have ended aside."""
+        progress.changing = True
         self._keep(progress, ~running)
         rows = tf.constant(np.flatnonzero(running))
         progress.counters = [tf.gather(tensor, rows) for tensor in progress.counters]
         progress.state = [tf.gather(tensor, rows) for tensor in progress.state]
         progress.active = progress.active[running]
+        progress.changing = False
 
     def _keep(self, progress: Progress, which: np.ndarray) -> None:
         """Note what some rows of the state have come to."""

@@ -122,6 +122,34 @@ def test_an_interrupt_saves(system, tmp_path, monkeypatch):
     assert H.stats.products - before < whole.products
 
 
+@pytest.mark.parametrize("call", range(3))
+def test_an_interrupt_in_the_middle_of_a_change_saves_nothing_wrong(
+    system, tmp_path, monkeypatch, call
+):
+    A, b = system
+    H, path = operator(A), tmp_path / "solve.npz"
+    whole = hvp.solve(H, b, method="cg", rtol=1e-8)
+    norms, calls = krylov.norms, []
+
+    def interrupted(rows):
+        calls.append(1)
+        if len(calls) == call + 1:
+            raise KeyboardInterrupt
+        return norms(rows)
+
+    monkeypatch.setattr(krylov, "norms", interrupted)
+    try:
+        hvp.solve(H, b, method="cg", rtol=1e-8, checkpoint=path)
+    except KeyboardInterrupt:
+        pass
+    else:
+        assert call == 2  # there were two looks at the residuals
+    monkeypatch.setattr(krylov, "norms", norms)
+    again = hvp.solve(H, b, method="cg", rtol=1e-8, checkpoint=path)
+    np.testing.assert_array_equal(again.x, whole.x)
+    np.testing.assert_array_equal(again.residual_norms, whole.residual_norms)
+
+
 def test_the_second_method_goes_on_too(system, tmp_path, monkeypatch):
     _, b = system
     A = matrix(np.concatenate([-np.geomspace(1e-2, 1, 20), np.linspace(0.5, 3, N - 20)]))
