@@ -177,7 +177,8 @@ class InfluenceFunctions:
         refused = {"weight", "reduction", "on_stale"} & set(options)
         if refused:
             raise HvpError(
-                f"the argument {sorted(refused)[0]} is given", "a mean over equal examples, without"
+                f"the argument {sorted(refused)[0]} is given, which is none of influence functions",
+                "a mean over examples that count alike, and refresh() after the weights changed",
             )
         check_progress(progress)
         self._train = ExampleData(train_data, "train_data")
@@ -303,7 +304,7 @@ class InfluenceFunctions:
             for first, elements in test.blocks(self._width):
                 if first < done:
                     continue
-                rows = self._test_gradients.of_all(elements)
+                rows = self._test_gradients.of_all(elements, "test example", first)
                 with _solving(checkpoint, first) as step:
                     solutions = tf.constant(self._solve(rows, step))
                     block = made[first : first + elements.examples]
@@ -349,7 +350,7 @@ class InfluenceFunctions:
             for first, elements in self._train.blocks(self._width):
                 if first < done:
                     continue
-                rows = self._gradients.of_all(elements)
+                rows = self._gradients.of_all(elements, "training example", first)
                 with _solving(checkpoint, first) as step:
                     found = np.einsum("kn,kn->k", self._solve(rows, step), rows)
                     made[first : first + len(found)] = found / self.n_train
@@ -436,6 +437,12 @@ class InfluenceFunctions:
         """Evaluate again, at the values the variables have now."""
         self.operator.refresh()
 
+    def __repr__(self) -> str:
+        return (
+            f"InfluenceFunctions({self.n_train} training examples, {self.operator.shape[0]} "
+            f"variables, damping {self.operator.damping:g}, solver {self._solver!r})"
+        )
+
     def _check(self) -> None:
         """Raise what a stale or closed operator raises, before anything is done."""
         _ = self.operator.value
@@ -443,20 +450,20 @@ class InfluenceFunctions:
     def _solve(self, rows: np.ndarray, checkpoint: Any = None) -> np.ndarray:
         """Apply the inverse to each row."""
         if self._solver in _KRYLOV:
-            result = solve(
-                self.operator,
-                np.asarray(rows.T, order="C"),
-                method=cast(Any, self._solver),
-                rtol=self._rtol,
-                maxiter=self._maxiter,
-                checkpoint=checkpoint,
-            )
-            if "negative curvature" in result.outcomes:
-                raise HvpError(
-                    "the damped Hessian is not positive definite: the weights are no minimum",
-                    "a model that is trained to a minimum, or more damping",
-                    f"raise damping (now {self.operator.damping:g}), or pass solver='minres'",
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                result = solve(
+                    self.operator,
+                    np.asarray(rows.T, order="C"),
+                    method=cast(Any, self._solver),
+                    rtol=self._rtol,
+                    maxiter=self._maxiter,
+                    checkpoint=checkpoint,
                 )
+            if "negative curvature" in result.outcomes:
+                self._refuse_curvature(result.negative_curvature)
+            for warning in caught:
+                warnings.warn(warning.message, stacklevel=4)
             return np.ascontiguousarray(result.x.T)
         evaluations = self.operator.stats.gradient_evaluations
         if self._inverse is None or evaluations != self._evaluations:
@@ -469,6 +476,18 @@ class InfluenceFunctions:
                 if lowest < 0 and self._inverse.is_nonzero[0]:
                     self._warn_of_curvature(lowest)
         return np.ascontiguousarray(np.asarray(self._inverse @ rows.T).T, rows.dtype)
+
+    def _refuse_curvature(self, directions: np.ndarray) -> None:
+        norms = np.linalg.norm(directions, axis=0)
+        along = directions[:, norms > 0] / norms[norms > 0]
+        lowest = float(np.min(np.sum(along * (self.operator @ along), axis=0)))
+        raise HvpError(
+            "the damped Hessian is not positive definite, so that the weights are no minimum: "
+            f"along some direction its curvature is {lowest:.3g}",
+            "a model that is trained to a minimum, or more damping",
+            f"raise damping (now {self.operator.damping:g}) by more than {-lowest:.3g}, or pass "
+            "solver='minres'",
+        )
 
     def _warn_of_curvature(self, lowest: float) -> None:
         warnings.warn(
@@ -484,7 +503,9 @@ class InfluenceFunctions:
         if found.dtype == bool and found.shape == (self.n_train,):
             found = np.flatnonzero(found)
         found = np.atleast_1d(found)
-        if found.dtype.kind not in "iu" or found.ndim != 1 or not len(found):
+        if not found.size:
+            raise HvpError("no indices are given", "at least one training example")
+        if found.dtype.kind not in "iu" or found.ndim != 1:
             raise HvpError(
                 f"the indices have shape {np.shape(indices)} and type {np.asarray(indices).dtype}",
                 f"numbers of training examples, or a mask of shape ({self.n_train},)",

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvp._errors import InvalidDataError, InvalidLossError
+from hvp._errors import InvalidDataError, InvalidLossError, NonFiniteError
 from hvp._linearize.compiled import Compiled
 from hvp._linearize.flatten import Flattener
 from hvp._linearize.gradient import check_scalar, densify
@@ -68,12 +68,33 @@ class ExampleGradients:
             losses, rows = function(*elements.tensors)
         return losses, rows
 
-    def of_all(self, elements: Elements) -> np.ndarray:
-        """Return the gradients of examples, however many, of shape `(k, n)`."""
+    def of_all(
+        self, elements: Elements, what: str = "training example", first: int = 0
+    ) -> np.ndarray:
+        """Return the gradients of examples, however many, of shape `(k, n)`; all finite.
+
+        Parameters
+        ----------
+        elements : Elements
+            The examples.
+        what : str
+            What to call one in messages.
+        first : int
+            The number of the first of them.
+        """
         count = elements.examples
         starts = range(0, count, self.at_once)
         parts = [elements.part(i, min(i + self.at_once, count)) for i in starts]
-        return np.concatenate([self.of(part)[1].numpy() for part in parts])
+        rows = np.concatenate([self.of(part)[1].numpy() for part in parts])
+        broken = np.flatnonzero(~np.isfinite(rows).all(axis=1))
+        if len(broken):
+            raise NonFiniteError(
+                f"the gradient at {what} {first + broken[0]} is not finite, and at "
+                f"{len(broken) - 1} others of its block",
+                "finite data, and a loss that is differentiable there",
+                "look for NaN and extreme entries, and labels out of range",
+            )
+        return rows
 
     def pieces(self, data: ExampleData) -> Iterator[tuple[int, tf.Tensor]]:
         """Go through the gradients of all examples, with the number of the first in each piece."""

@@ -86,6 +86,20 @@ class Solution:
         """Return everything, to be saved."""
         return {name: np.asarray(value) for name, value in vars(self).items()}
 
+    @classmethod
+    def of_arrays(cls, arrays: dict[str, np.ndarray]) -> Solution:
+        """Return what was saved."""
+        given = dict(arrays)
+        products = int(given.pop("products"))
+        return cls(**cast(Any, given), products=products)
+
+    def replace(self, which: np.ndarray, other: Solution) -> None:
+        """Take another solution of some right-hand sides, but for directions that were met here."""
+        for name in ("x", "outcome", "residual_norms"):
+            getattr(self, name)[which] = getattr(other, name)
+        self.iterations[which] += other.iterations
+        self.products += other.products
+
 
 def solve_exactly(equations: Equations, b: np.ndarray) -> Solution:
     """Solve by all eigenvalues, and correct the solution once."""
@@ -200,8 +214,7 @@ class _Run:
         """Solve some right-hand sides together."""
         while self._stage < len(self._methods):
             if self._stage:
-                left = (Outcome.NEGATIVE_CURVATURE, Outcome.STALLED)
-                which = which[np.isin(self.found.outcome[which], left)]
+                which = which[self.found.outcome[which] == Outcome.NEGATIVE_CURVATURE]
             if len(which):
                 self._solve(which, bar)
             self._stage += 1
@@ -290,8 +303,7 @@ class _Run:
             return {k[len(prefix) :]: v for k, v in saved.items() if k.startswith(prefix)}
 
         found = part("found_")
-        products = int(found.pop("products"))
-        self.found = Solution(**cast(Any, found), products=products)
+        self.found = Solution.of_arrays(found)
         self._start, self._stage, second = (int(number) for number in saved["standing"])
         self.second = bool(second)
         at = part("at_")

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvp._operators.vectors import check_array
+from hvp._errors import InvalidVectorError
+from hvp._operators.vectors import check_array, make_array
 from hvp._solve.rows import Rows
 
 
@@ -45,9 +46,13 @@ class Given:
         if tf.is_tensor(b) or isinstance(b, tf.Variable):
             b = b.numpy()
         dtype = np.dtype(rows.dtype.as_numpy_dtype)
-        array = np.asarray(b) if isinstance(b, (list, tuple)) else b
-        several = getattr(array, "ndim", 1) == 2
-        array = check_array(array, rows.size, dtype, ndims=(2,) if several else (1,), name=name)
+        array = make_array(b)
+        if array.ndim not in (1, 2) or array.shape[0] != rows.size:
+            shown = f"has shape {array.shape}" if array.ndim else f"is {type(b).__name__}"
+            expected = f"shape ({rows.size},) or ({rows.size}, k)"
+            nest = ", or a nest like the variables" if rows.own else ""
+            raise InvalidVectorError(f"{name} {shown}", expected + nest)
+        array = check_array(array, rows.size, dtype, ndims=(array.ndim,), name=name)
         self.single = array.ndim == 1
         self.rows = np.array(np.atleast_2d(array.T), order="C")
 
@@ -63,9 +68,11 @@ class Given:
         return values[0].item() if self.single else values
 
     def _is_nest(self, b: Any, size: int) -> bool:
-        if tf.is_tensor(b) or isinstance(b, (np.ndarray, tf.Variable)):
-            return len(b.shape) > 0 and b.shape[0] != size
         flattener = self._operator._flattener
+        nested = tf.nest.is_nested(flattener.structure)
+        if not tf.nest.is_nested(b):  # one variable: b may be shaped like it
+            shape = tuple(getattr(b, "shape", ()))
+            return not nested and shape == flattener.shapes[0] and shape[:1] != (size,)
         leaves = tf.nest.flatten(b)
         numbers = isinstance(b, (list, tuple)) and all(np.ndim(leaf) == 0 for leaf in leaves)
-        return not numbers or (len(leaves) != size and tf.nest.is_nested(flattener.structure))
+        return not numbers or (len(leaves) != size and nested)

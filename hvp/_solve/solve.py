@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -69,8 +69,9 @@ class SolveResult:
         A direction for each column along which the damped operator's curvature is not positive,
         where one was met, and zeros elsewhere; in the form of `b`. None if none was met.
     outcomes : ndarray of str, or str
-        ``"converged"``, ``"negative curvature"``, ``"least squares"`` (the operator is singular and
-        no solution exists; `x` is the shortest of those that leave the least residual),
+        ``"converged"``, ``"negative curvature"``, ``"least squares"`` (the operator is singular, or
+        so badly conditioned that to its method it looks so, and no solution was found; `x` is the
+        shortest of those that leave the least residual),
         ``"stalled"`` (the residual has stopped falling) or ``"maxiter"``.
     method : str
         What was used, in this order.
@@ -123,8 +124,9 @@ def solve(
         drop out. ``"block_cg"``, where every column searches the Krylov space of all: the fewest
         products for many columns. ``"minres"`` for indefinite and singular operators. ``"exact"``,
         by all eigenvalues, for small `n`. ``"auto"`` takes ``"exact"`` where that is cheapest,
-        else conjugate gradients, for more than one column those of the block; and goes on by MINRES
-        with columns that have met negative curvature.
+        else conjugate gradients, for more than one column those of the block; with columns that
+        have met negative curvature it goes on by all eigenvalues up to `n` of 2048, and by MINRES
+        above.
     damping : float, optional
         Added to the operator's own.
     rtol, atol : float, optional
@@ -207,19 +209,28 @@ def solve(
     )
     if method == "auto" and M is None and len(given.rows) and _is_dense(rows.size, len(given.rows)):
         method = "exact"
-    if method == "exact":
-        return _result(given, solve_exactly(equations, given.rows), ["exact"])
     precondition, made = _precondition(rows, M, damping)
     kept = None
     if checkpoint is not None:
         settings = [method, equations.damping, rtol, atol, equations.maxiter, precondition.key]
         arrays = [given.rows, *precondition.tensors, *([] if start is None else [start])]
         kept = Checkpoint(checkpoint, fingerprint([rows.fingerprint(), *settings], arrays))
-    methods = _methods(method, len(given.rows), M)
+    if method == "exact":
+        saved = {} if kept is None else kept.load()
+        solution = Solution.of_arrays(saved) if saved else solve_exactly(equations, given.rows)
+        if kept is not None and not saved:
+            kept.save(solution.arrays())
+        return _result(given, solution, ["exact"])
+    methods = _methods(method, rows.size, len(given.rows), M)
     solution, used = solve_iteratively(
         equations, given.rows, start, methods, precondition, progress, kept
     )
     solution.products += made
+    negative = np.flatnonzero(solution.outcome == Outcome.NEGATIVE_CURVATURE)
+    if method == "auto" and len(methods) == 1 and len(negative):
+        some = replace(equations, tolerance=equations.tolerance[negative])
+        solution.replace(negative, solve_exactly(some, given.rows[negative]))
+        used.append("exact")
     return _result(given, solution, used)
 
 
@@ -242,11 +253,12 @@ def _is_dense(size: int, count: int) -> bool:
     return size <= max(_SMALL, min(_DENSE, _PER_COLUMN * count))
 
 
-def _methods(method: str, count: int, M: Any) -> list[Method]:
+def _methods(method: str, size: int, count: int, M: Any) -> list[Method]:
+    """Return the iterations; "auto" goes on by all eigenvalues where those are cheap."""
     if method != "auto":
         return [_KRYLOV[method]]
     first = BLOCK_CONJUGATE_GRADIENTS if count > 1 and M is None else CONJUGATE_GRADIENTS
-    return [first, MINRES]
+    return [first] if size <= _DENSE else [first, MINRES]
 
 
 def _precondition(rows: Rows, M: Any, damping: float) -> tuple[Precondition, int]:
@@ -302,8 +314,8 @@ def _result(given: Given, solution: Solution, used: list[str]) -> SolveResult:
 _ADVICE = {
     Outcome.NEGATIVE_CURVATURE: "the operator is not positive definite: raise damping, or use "
     "method='minres'",
-    Outcome.LEAST_SQUARES: "the operator is singular, no solution exists, and x is of least "
-    "squares",
+    Outcome.LEAST_SQUARES: "the operator is singular, or nearly so, and x is of least squares: "
+    "raise damping",
     Outcome.STALLED: "the residual has stopped falling, for rounding or an ill-conditioned "
     "operator: raise rtol or damping, or use float64",
     Outcome.MAXITER: "more iterations are needed: raise maxiter, or use M='nystrom'",

@@ -151,6 +151,7 @@ def test_an_interrupt_in_the_middle_of_a_change_saves_nothing_wrong(
 
 
 def test_the_second_method_goes_on_too(system, tmp_path, monkeypatch):
+    monkeypatch.setattr("hvp._solve.solve._DENSE", 0)
     _, b = system
     A = matrix(np.concatenate([-np.geomspace(1e-2, 1, 20), np.linspace(0.5, 3, N - 20)]))
     H, path = operator(A), tmp_path / "solve.npz"
@@ -223,6 +224,19 @@ def test_batches_have_a_fingerprint():
     assert made(x).fingerprint() == same
     assert made(x).damped(1.0).fingerprint() == same
     assert len({same, made(other).fingerprint(), made(x, total="sum").fingerprint()}) == 3
+
+
+def test_the_exact_method_has_a_checkpoint_too(tmp_path):
+    path, b = tmp_path / "solve.npz", np.arange(float(N))
+    first = hvp.solve(quadratic(), b, method="exact", checkpoint=path)
+    H = quadratic()
+    again = hvp.solve(H, b, method="exact", checkpoint=path)
+    np.testing.assert_array_equal(again.x, first.x)
+    assert H.stats.products == 0
+    with pytest.raises(hvp.CheckpointError):
+        hvp.solve(H, 2 * b, method="exact", checkpoint=path)
+    with pytest.raises(hvp.CheckpointError):
+        hvp.solve(H, b, method="exact", checkpoint=3)
 
 
 def test_files_that_are_no_checkpoints(tmp_path):
