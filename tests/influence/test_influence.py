@@ -498,3 +498,20 @@ def test_state_of_the_model_is_left_as_it_is():
     influence.self_influence()
     for now, then in zip(model.variables, before):
         np.testing.assert_array_equal(now, then)
+
+
+def test_sample_weights_count():
+    """Of linear regression with a bias, against NumPy."""
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((P,)), keras.layers.Dense(1)])
+    model.compile(loss="mse")
+    x, y = X.astype("float32"), Y.astype("float32")[:, None]
+    weights = np.random.default_rng(1).random(N).astype("float32")
+    influence = hvp.InfluenceFunctions.from_keras(model, (x, y, weights), damping=0.1)
+    found = influence.scores((x[:4], y[:4], weights[:4]))
+    kernel, bias = (v.numpy().ravel() for v in model.trainable_variables)
+    rows = np.c_[X, np.ones(N)]
+    gradients = 2 * (weights * (rows @ np.r_[kernel, bias] - Y))[:, None] * rows
+    H = 2 * (rows * weights[:, None]).T @ rows / N + 0.1 * np.eye(P + 1)
+    expected = gradients[:4] @ np.linalg.solve(H, gradients.T) / N
+    np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
