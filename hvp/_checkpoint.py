@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from hvp._digest import digest
 from hvp._errors import CheckpointError
 
 # Seconds between saves.
@@ -23,12 +24,8 @@ _FINGERPRINT = "hvp_fingerprint"
 
 def fingerprint(settings: Sequence[Any], arrays: Sequence[Any]) -> str:
     """Return a text that is the same for the same settings and arrays, and for no others."""
-    made = hashlib.blake2b(repr(list(settings)).encode(), digest_size=16)
-    for given in arrays:
-        array = np.ascontiguousarray(given)
-        made.update(f"{array.shape}{array.dtype}".encode())
-        made.update(array.tobytes() if array.dtype == object else array.data.cast("B"))
-    return made.hexdigest()
+    told = repr([*settings, *map(digest, arrays)])
+    return hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
 
 
 class Checkpoint:

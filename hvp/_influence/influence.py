@@ -18,8 +18,8 @@ from hvp._checkpoint import Checkpoint, fingerprint
 from hvp._errors import ConvergenceWarning, HvpError
 from hvp._operators.example_gradients import ExampleData, ExampleGradients
 from hvp._operators.hessian import HessianOperator
-from hvp._operators.keras_loss import loss_of_model
 from hvp._operators.memory import part_of_limit
+from hvp._operators.model_loss import loss_of_model
 from hvp._progress import check_progress, progress_bar
 from hvp._solve.inverses import ArnoldiInverse, ExactInverse, NeumannInverse
 from hvp._solve.solve import solve
@@ -181,7 +181,7 @@ class InfluenceFunctions:
                 "a mean over examples that count alike, and refresh() after the weights changed",
             )
         check_progress(progress)
-        self._train = ExampleData(train_data, "train_data")
+        self._train = ExampleData(train_data, "training")
         self.n_train = self._train.count
         self._progress, self._rtol, self._maxiter = progress, rtol, maxiter
         part = None if memory_limit is None else part_of_limit(memory_limit, 4)
@@ -295,7 +295,7 @@ class InfluenceFunctions:
         Costs one solution for each test example, and the gradients of all training examples for
         each 128 test examples, or as many as `memory_limit` allows.
         """
-        test = ExampleData(test_data, "test_data")
+        test = ExampleData(test_data, "test")
         self._check()
         shape = (test.count, self.n_train)
         kept, done, column, made = self._resume(test, shape, out, checkpoint)
@@ -426,7 +426,7 @@ class InfluenceFunctions:
         Costs one solution, however many examples there are.
         """
         change = tf.constant(self.parameter_change(indices))
-        test = self._train if test_data is None else ExampleData(test_data, "test_data")
+        test = self._train if test_data is None else ExampleData(test_data, "test")
         gradients = self._gradients if test_data is None else self._test_gradients
         made = np.empty(test.count, self.operator.dtype)
         for at, rows in gradients.pieces(test):
@@ -533,11 +533,15 @@ class InfluenceFunctions:
             self._rtol,
             self._maxiter,
             self._width,
-            self._train.fingerprint,
-            "self" if test is None else test.fingerprint,
+            self._train.fingerprint(),
             None if out is None else str(Path(out).resolve()),
         ]
-        kept = Checkpoint(checkpoint, fingerprint(settings, []))
+        if test is not None:
+            settings += [test.fingerprint(), self._test_gradients.fingerprint(test.first)]
+        applied = []
+        if not isinstance(self._solver, str):  # of which only what it does is known
+            applied.append(self._solve(np.ones((1, self.operator.shape[0]), dtype)))
+        kept = Checkpoint(checkpoint, fingerprint(settings, applied))
         saved = kept.load()
         if not saved:
             made = np.empty(shape, dtype) if out is None else _mapped(out, shape, dtype)

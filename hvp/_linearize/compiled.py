@@ -83,6 +83,11 @@ class Compiled:
         """The results in the graph: their shapes and types."""
         return list(self._chosen.outputs)
 
+    @property
+    def graph(self) -> Any:
+        """The graph, of which names of operations may be others in another process."""
+        return self._chosen.graph
+
     def choose(self, *tensors: tf.Tensor) -> None:
         """Settle, on these arguments, whether XLA compiles the function; done once."""
         if self.uses_xla is not None:

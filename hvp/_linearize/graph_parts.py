@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from hvp._linearize.dataflow import functions_of
@@ -132,14 +131,6 @@ def nbytes(tensor: Any) -> int:
     for size in shape:
         total *= _UNKNOWN if size is None else size
     return int(total)
-
-
-def digest(tensor: tf.Tensor) -> str:
-    """Return a short text that is another for other values, shapes or types."""
-    array = np.ascontiguousarray(tensor.numpy())
-    made = hashlib.blake2b(f"{array.shape}{array.dtype}".encode(), digest_size=16)
-    made.update(repr(array.tolist()).encode() if array.dtype == object else array.tobytes())
-    return made.hexdigest()
 
 
 def digest_of_graph(graph_def: Any) -> str:

@@ -11,11 +11,12 @@ from typing import Any, Literal, Union
 
 import tensorflow as tf
 
+from hvp._digest import digest
 from hvp._errors import GraphModeError, HvpError
 from hvp._linearize.compiled import JitCompile
 from hvp._linearize.flatten import Flattener
 from hvp._linearize.graph import GraphEngine, GraphProgram
-from hvp._linearize.graph_parts import digest, digest_of_graph
+from hvp._linearize.graph_parts import digest_of_graph
 from hvp._linearize.inline import KEPT_WHOLE
 from hvp._linearize.keras_losses import kept_losses
 from hvp._linearize.moments import exact_moments

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvp._digest import digest
 from hvp._errors import InvalidDataError, InvalidLossError, NonFiniteError
 from hvp._linearize.compiled import Compiled
 from hvp._linearize.flatten import Flattener
 from hvp._linearize.gradient import check_scalar, densify
-from hvp._linearize.graph_parts import digest
+from hvp._linearize.graph_parts import digest_of_graph
 from hvp._linearize.keras_losses import kept_losses
 from hvp._linearize.variables import collect_variables
 from hvp._operators.batches import Batches
@@ -23,6 +24,8 @@ from hvp._operators.evaluation import Evaluation
 _COMPARED, _CLOSE = 8, 1e-3
 # Bytes of gradients, by default, in one call; a call works on several times as much.
 _BYTES, _WORKING = 2**26, 4
+# Of arrays, so many examples at a time are converted to tensors.
+_SLICE = 4096
 
 
 class ExampleGradients:
@@ -98,12 +101,14 @@ class ExampleGradients:
 
     def pieces(self, data: ExampleData) -> Iterator[tuple[int, tf.Tensor]]:
         """Go through the gradients of all examples, with the number of the first in each piece."""
-        start = 0
-        for elements in data:
-            for i in range(0, elements.examples, self.at_once):
-                part = elements.part(i, min(i + self.at_once, elements.examples))
-                yield start + i, self.of(part)[1]
-            start += elements.examples
+        for first, part in data.blocks(self.at_once):
+            yield first, tf.constant(self.of_all(part, f"{data.name} example", first))
+
+    def fingerprint(self, elements: Elements) -> str:
+        """Return what tells the loss of such examples from others, but for values of variables."""
+        traced = self._function(elements).graph
+        outside = [tensor for tensor, _ in traced.captures if tensor.dtype != tf.resource]
+        return " ".join([*map(digest, outside), digest_of_graph(traced.as_graph_def())])
 
     def check_mean(self, elements: Elements) -> None:
         """Refuse a loss of a batch that is not the mean of its examples' losses."""
@@ -155,37 +160,34 @@ class ExampleData:
     ----------
     data : tuple or dict of arrays, or iterable of such
         As for `HessianOperator`.
-    name : str
-        What to call them in messages.
+    name : {"training", "test"}
+        What kind of examples they are.
 
     Attributes
     ----------
     count : int
         How many there are.
-    fingerprint : str
-        Of all of them.
     first : Elements
         The first batch.
     """
 
-    # Of arrays, so many examples at a time are converted to tensors.
-    _SLICE = 4096
-
     def __init__(self, data: Any, name: str) -> None:
+        self.name = name
         whole = isinstance(data, (tuple, dict))
         if whole:
             _refuse_ragged(tf.nest.flatten(data), name)
-        self._batches = Batches(data, self._SLICE if whole else None, None)
-        self.count, digests, first = 0, [], None
-        for batch in self._batches:
-            for tensor in batch.elements.tensors:
-                digests.append(digest(tensor))
-            _refuse_ragged(batch.elements.leaves, name)
-            first = first or batch.elements
-            self.count += batch.elements.examples
+        self._batches = Batches(data, _SLICE if whole else None, None)
+        self.count, first = 0, None
+        for elements in self:
+            _refuse_ragged(elements.leaves, name)
+            first = first or elements
+            self.count += elements.examples
         assert first is not None
         self.first: Elements = first
-        self.fingerprint = " ".join(digests)
+
+    def fingerprint(self) -> str:
+        """Return what tells these examples from others; goes through them."""
+        return " ".join(digest(tensor) for elements in self for tensor in elements.tensors)
 
     def __iter__(self) -> Iterator[Elements]:
         """Go through the batches."""
@@ -212,7 +214,7 @@ class ExampleData:
 def _refuse_ragged(leaves: list[Any], name: str) -> None:
     if any(isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)) for leaf in leaves):
         raise InvalidDataError(
-            f"{name} holds ragged or sparse tensors",
+            f"the {name} data hold ragged or sparse tensors",
             "dense tensors, of which each example has a part of its own",
             "pad them: tensor.to_tensor(), tf.sparse.to_dense(tensor)",
         )

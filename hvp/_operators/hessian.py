@@ -11,8 +11,8 @@ from hvp._errors import InvalidLossError
 from hvp._linearize.compiled import JitCompile
 from hvp._linearize.program import Engine
 from hvp._operators.evaluation import OnStale
-from hvp._operators.keras_loss import loss_of_model
 from hvp._operators.loss_evaluation import evaluate_loss
+from hvp._operators.model_loss import loss_of_model
 from hvp._operators.operator import SymmetricOperator
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ import scipy.sparse
 import tensorflow as tf
 from scipy.sparse.linalg import LinearOperator, aslinearoperator
 
+from hvp._digest import digest
 from hvp._errors import HvpError
 from hvp._operators.operator import SymmetricOperator
 from hvp._operators.vectors import check_product
@@ -81,7 +81,7 @@ class Rows:
             return self.operator.fingerprint()
         probe = np.random.default_rng(0).standard_normal((1, self.size))
         product = self._in_numpy(probe.astype(self.dtype.as_numpy_dtype))
-        return hashlib.sha256(product.tobytes()).hexdigest()
+        return digest(product)
 
     def _in_numpy(self, rows: np.ndarray) -> np.ndarray:
         product = np.ascontiguousarray(self.operator.matmat(rows.T).T, rows.dtype)

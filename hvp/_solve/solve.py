@@ -23,7 +23,6 @@ from hvp._progress import check_progress
 from hvp._solve.block_conjugate_gradients import BLOCK_CONJUGATE_GRADIENTS
 from hvp._solve.conjugate_gradients import CONJUGATE_GRADIENTS
 from hvp._solve.equations import Equations, Solution, solve_exactly, solve_iteratively
-from hvp._solve.given import Given
 from hvp._solve.method import Method
 from hvp._solve.minres import MINRES
 from hvp._solve.outcome import Outcome
@@ -34,6 +33,7 @@ from hvp._solve.preconditioners import (
     Precondition,
     Preconditioner,
 )
+from hvp._solve.right_hand_sides import RightHandSides
 from hvp._solve.rows import Rows, norms
 
 _KRYLOV = {m.name: m for m in (CONJUGATE_GRADIENTS, BLOCK_CONJUGATE_GRADIENTS, MINRES)}
@@ -195,8 +195,8 @@ def solve(
         _ = H.value  # an operator that is closed or stale says so before anything is done
     _check(method, damping, rtol, atol, maxiter, M)
     check_progress(progress)
-    given = Given(rows, b, "b")
-    start = None if x0 is None else Given(rows, x0, "x0").rows
+    given = RightHandSides(rows, b, "b")
+    start = None if x0 is None else RightHandSides(rows, x0, "x0").rows
     if start is not None and start.shape != given.rows.shape:
         raise InvalidVectorError(
             f"x0 has {len(start)} columns, and b has {len(given.rows)}", "as many"
@@ -292,7 +292,7 @@ def _precondition(rows: Rows, M: Any, damping: float) -> tuple[Precondition, int
     return Precondition(("operator", id(M)), [], apply), made
 
 
-def _result(given: Given, solution: Solution, used: list[str]) -> SolveResult:
+def _result(given: RightHandSides, solution: Solution, used: list[str]) -> SolveResult:
     converged = solution.outcome == Outcome.CONVERGED
     outcomes = np.array([str(Outcome(number)) for number in solution.outcome], dtype=object)
     met = bool(solution.directions.any())

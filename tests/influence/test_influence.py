@@ -324,7 +324,9 @@ def test_a_killed_run_goes_on_and_ends_the_same(tmp_path, monkeypatch, out):
     assert left == {"scores.npz"} | ({out} if out else set())
 
 
-@pytest.mark.parametrize("what", ["train", "test", "weights", "damping", "solver"])
+@pytest.mark.parametrize(
+    "what", ["train", "test", "weights", "damping", "solver", "test loss", "function"]
+)
 def test_the_checkpoint_of_another_run_is_refused(tmp_path, what):
     w, loss, bare, (x, y) = ridge()
     path = tmp_path / "scores.npz"
@@ -333,14 +335,19 @@ def test_the_checkpoint_of_another_run_is_refused(tmp_path, what):
         options = {"test_loss": bare, "solver": "cg", **options}
         return hvp.InfluenceFunctions(loss, w, (x, y), **options).scores(test, checkpoint=path)
 
-    found = scores()
-    np.testing.assert_array_equal(scores(), found)
+    given = {}
+    if what == "function":
+        given["solver"] = lambda H: hvp.ArnoldiInverse(H, rank=3)
+    found = scores(**given)
+    np.testing.assert_array_equal(scores(**given), found)
     changed = {
         "train": {"x": x + 1e-9 * (np.arange(N) == N - 1)[:, None]},
         "test": {"test": (X_TEST, Y_TEST + 1e-9)},
         "weights": {},
         "damping": {"damping": 0.01},
         "solver": {"solver": "minres"},
+        "test loss": {"test_loss": lambda x, y: 2 * bare(x, y)},
+        "function": {"solver": lambda H: hvp.ArnoldiInverse(H, rank=2)},
     }[what]
     if what == "weights":
         w.assign_add(1e-9 * tf.ones_like(w))
@@ -435,6 +442,8 @@ def test_test_data_that_are_not_finite_are_named():
     broken[4, 1] = np.nan
     with pytest.raises(hvp.NonFiniteError, match="gradient at test example 4 is not finite"):
         influence.scores((broken, Y_TEST))
+    with pytest.raises(hvp.NonFiniteError, match="gradient at test example 4 is not finite"):
+        influence.group(0, (broken, Y_TEST))
     assert repr(influence).startswith("InfluenceFunctions(40 training examples, 5 variables")
 
 

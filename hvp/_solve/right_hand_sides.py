@@ -12,7 +12,7 @@ from hvp._operators.vectors import check_array, make_array
 from hvp._solve.rows import Rows
 
 
-class Given:
+class RightHandSides:
     """One vector, the columns of a matrix, or a nest like the variables.
 
     Parameters
