@@ -49,7 +49,7 @@ class SymmetricOperator(DtypePreserving):
 
     def __init__(self, evaluation: Evaluation, damping: float) -> None:
         self._evaluation = evaluation
-        self._damping = _check_damping(damping)
+        self._damping = check_damping(damping)
         self._flattener = evaluation.program.flattener
         self._kept: dict[Any, Any] = {}
         size = self._flattener.size
@@ -223,7 +223,7 @@ class SymmetricOperator(DtypePreserving):
             Shares what was evaluated, `stats`, `refresh` and `close` with this one.
         """
         twin = copy.copy(self)
-        twin._damping = self._damping + _check_damping(lam)
+        twin._damping = self._damping + check_damping(lam)
         return twin
 
     def to_dense(self, *, max_size: int = 4096) -> np.ndarray:
@@ -471,7 +471,7 @@ def _product_rows(evaluation: Evaluation, rows: tf.Tensor) -> list[tf.Tensor]:
     return [evaluation.product_rows(rows)]
 
 
-def _check_damping(damping: Any) -> float:
+def check_damping(damping: Any) -> float:
     """Return a number, NumPy scalar or tensor of no axes as a float."""
     is_number = isinstance(damping, numbers.Real) or getattr(damping, "shape", None) == ()
     value = np.asarray(damping) if is_number else None  # an object, if too large for a float

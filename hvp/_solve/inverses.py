@@ -13,6 +13,7 @@ from scipy.sparse.linalg import LinearOperator, eigsh
 from hvp._arguments import check_count
 from hvp._errors import HvpError, TooLargeError
 from hvp._linearize.compiled import Compiled
+from hvp._operators.operator import check_damping
 from hvp._operators.vectors import check_array
 from hvp._solve.rows import Rows
 
@@ -36,10 +37,8 @@ class _Inverse(LinearOperator):
     """
 
     def __init__(self, rows: Rows, damping: float) -> None:
-        if not (isinstance(damping, (int, float, np.number)) and math.isfinite(damping)):
-            raise HvpError(f"the damping is {damping!r}", "a finite real number")
         self._rows = rows
-        self.damping = float(rows.damping + damping)
+        self.damping = rows.damping + check_damping(damping)
         super().__init__(np.dtype(rows.dtype.as_numpy_dtype), (rows.size, rows.size))
 
     def _matvec(self, x: np.ndarray) -> np.ndarray:
@@ -60,6 +59,14 @@ class _Inverse(LinearOperator):
     def _multiply(self, X: np.ndarray) -> np.ndarray:
         product = self._rows.multiply(tf.constant(np.ascontiguousarray(X.T))).numpy().T
         return product + np.asarray(self.damping, X.dtype) * X
+
+    def _eigen(self, rank: int, tol: float) -> tuple[np.ndarray, np.ndarray]:
+        """Return the eigenvalues of largest absolute value, and eigenvectors as columns."""
+        damped = LinearOperator(
+            self.shape, lambda x: self._multiply(x.reshape(-1, 1)).ravel(), dtype=self.dtype
+        )
+        start = np.random.default_rng(0).standard_normal(self.shape[0]).astype(self.dtype)
+        return eigsh(damped, k=rank, which="LM", tol=tol, v0=start)
 
 
 class ExactInverse(_Inverse):
@@ -191,26 +198,16 @@ class NeumannInverse(_Inverse):
             raise HvpError(f"the argument scale is {scale}", "a positive number")
         self.scale = float(scale)
         self._iterations = iterations
-        rows, number = tf.TensorSpec([None, self.shape[0]], self._rows.dtype), tf.TensorSpec([])
-        number = tf.TensorSpec([], self._rows.dtype)
-        self._series = self._rows.kept(
-            "neumann",
-            lambda: Compiled(
-                self._sum, [rows, rows, tf.TensorSpec([], tf.int32), number, number], False
-            ),
-        )
+        block = tf.TensorSpec([None, self.shape[0]], self._rows.dtype)
+        count, number = tf.TensorSpec([], tf.int32), tf.TensorSpec([], self._rows.dtype)
+        specs = [block, block, count, number, number]
+        self._series = self._rows.kept("neumann", lambda: Compiled(self._sum, specs, False))
 
     def _largest(self) -> float:
         size = self.shape[0]
         if size < 3:
             return float(np.linalg.norm(self._multiply(np.eye(size, dtype=self.dtype)), 2))
-        shifted = LinearOperator(
-            self.shape, lambda x: self._multiply(x.reshape(-1, 1)).ravel(), dtype=self.dtype
-        )
-        start = np.random.default_rng(0).standard_normal(size).astype(self.dtype)
-        return float(
-            eigsh(shifted, k=1, which="LM", tol=_TOLERANCE, v0=start, return_eigenvectors=False)[0]
-        )
+        return float(self._eigen(1, _TOLERANCE)[0][0])
 
     def _sum(
         self, b: tf.Tensor, x: tf.Tensor, count: tf.Tensor, scale: tf.Tensor, damping: tf.Tensor
@@ -290,11 +287,7 @@ class ArnoldiInverse(_Inverse):
         size = self.shape[0]
         if rank >= size:
             raise HvpError(f"the rank is {rank}", f"less than n = {size}", "use ExactInverse")
-        plain = LinearOperator(
-            self.shape, lambda x: self._multiply(x.reshape(-1, 1)).ravel(), dtype=self.dtype
-        )
-        start = np.random.default_rng(0).standard_normal(size).astype(self.dtype)
-        values, self._vectors = eigsh(plain, k=rank, which="LM", tol=tol, v0=start)
+        values, self._vectors = self._eigen(rank, tol)
         order = np.argsort(-np.abs(values), kind="stable")
         self.eigenvalues, self._vectors = values[order], self._vectors[:, order]
         if not np.all(self.eigenvalues):

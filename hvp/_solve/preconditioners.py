@@ -18,19 +18,19 @@ from scipy.sparse.linalg import LinearOperator
 
 from hvp._arguments import check_count
 from hvp._errors import HvpError
-from hvp._operators.operator import SymmetricOperator
+from hvp._operators.operator import SymmetricOperator, check_damping
 from hvp._operators.vectors import check_array
 from hvp._solve.rows import Rows
 
 # Random signs for the diagonal, and what its entries are at least, in units of their mean.
 _SAMPLES = 16
 _LEAST = 1e-2
-# An adaptive rank begins with so many columns, doubles, and ends where the last eigenvalue found is
-# so many times the damping, or the rank so large a part of `n`.
 # Eigenvalues of a sketch are rounding below so many units for each of its columns.
 _ROUNDING = 8
 # How far an indefinite operator is shifted, in units of the most negative eigenvalue of its sketch.
 _SHIFT = 4
+# An adaptive rank begins with so many columns, doubles, and ends where the last eigenvalue found is
+# so many times the damping, or the rank so large a part of `n`.
 _FIRST_RANK, _SMALL, _LARGEST_PART = 16, 10.0, 0.5
 
 Tensors = Sequence[tf.Tensor]
@@ -283,7 +283,7 @@ class NystromPreconditioner(Preconditioner):
         self, H: Any, rank: int | None = None, *, damping: float = 0.0, seed: int = 0
     ) -> None:
         rows = Rows(H)
-        total = rows.damping + damping
+        total = rows.damping + check_damping(damping)
         if rank is not None:
             check_count(rank, "rank")
             if rank > rows.size:
@@ -343,7 +343,8 @@ class DiagonalPreconditioner(Preconditioner):
     ) -> None:
         check_count(samples, "samples")
         rows = Rows(H)
+        total = rows.damping + check_damping(damping)
         self.products = samples
         self.diagonal = _diagonal(rows, samples, (seed, 0))
-        self.diagonal += np.asarray(rows.damping + damping, self.diagonal.dtype)
+        self.diagonal += np.asarray(total, self.diagonal.dtype)
         super().__init__("diagonal", [tf.constant(_bounded(np.abs(self.diagonal)))], rows.size)

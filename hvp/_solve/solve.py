@@ -19,6 +19,7 @@ from scipy.sparse.linalg import LinearOperator, aslinearoperator
 from hvp._arguments import check_count
 from hvp._checkpoint import Checkpoint, fingerprint
 from hvp._errors import ConvergenceWarning, HvpError, InvalidVectorError
+from hvp._operators.operator import check_damping
 from hvp._progress import check_progress
 from hvp._solve.block_conjugate_gradients import BLOCK_CONJUGATE_GRADIENTS
 from hvp._solve.conjugate_gradients import CONJUGATE_GRADIENTS
@@ -173,8 +174,7 @@ def solve(
     -----
     What the iterations believe of their residuals is checked by a product at the end, and they
     begin again from there where rounding has made the two differ. In exact arithmetic the solution
-    of a
-    consistent singular system, from zero, is the shortest.
+    of a consistent singular system, from zero, is the shortest.
 
     Columns of a block are at most 128 and take at most 1 GiB; more are solved one block after the
     other.
@@ -237,11 +237,11 @@ def solve(
 def _check(method: Any, damping: Any, rtol: Any, atol: Any, maxiter: Any, M: Any) -> None:
     if method not in _NAMES:
         raise HvpError(f"the method is {method!r}", " or ".join(map(repr, _NAMES)))
-    for name, value in (("damping", damping), ("rtol", rtol), ("atol", atol)):
+    check_damping(damping)
+    for name, value in (("rtol", rtol), ("atol", atol)):
         real = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
-        if not real or not math.isfinite(value) or (value < 0 and name != "damping"):
-            wanted = "a finite number" if name == "damping" else "a number that is not negative"
-            raise HvpError(f"the argument {name} is {value!r}", wanted)
+        if not real or not math.isfinite(value) or value < 0:
+            raise HvpError(f"the argument {name} is {value!r}", "a number that is not negative")
     if maxiter is not None:
         check_count(maxiter, "maxiter")
     if M is not None and method in ("block_cg", "exact"):

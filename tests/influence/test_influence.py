@@ -153,6 +153,9 @@ def test_however_the_data_come(kind, monkeypatch):
         }[kind]
     influence = hvp.InfluenceFunctions(loss, w, train, test_loss=bare, **options)
     assert influence.n_train == N
+    if kind == "memory_limit":  # a quarter of it each: 31 gradients of 160 bytes
+        assert influence._gradients.at_once == 5000 // (5 * 8 * 4) == 31
+        assert influence.operator.stats.batches > 1
     np.testing.assert_allclose(influence.scores(TEST), whole, rtol=1e-8, atol=1e-12)
     np.testing.assert_allclose(
         influence.parameter_change([35, 2]),

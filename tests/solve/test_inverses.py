@@ -98,6 +98,21 @@ def test_nystrom_takes_the_rank_that_the_damping_asks_for():
             hvp.NystromPreconditioner(H, rank=wrong)
 
 
+def test_nystrom_of_an_indefinite_operator_finds_no_eigenvalue_too_large():
+    """But for a shift it would find some several times the largest."""
+    values = np.concatenate([-np.linspace(0.1, 1.5, 80), np.linspace(0.1, 5, 81)])
+    H = operator(matrix(values))
+    for rank in (20, 100):
+        found = hvp.NystromPreconditioner(H, rank=rank, damping=2.0).eigenvalues
+        largest = np.sort(values)[::-1][:rank]
+        assert (found <= np.maximum(largest, 0) * 1.01 + 1e-9).all()
+        assert found[0] > 1.0
+    for wrong in (np.nan, "large"):
+        for make in (hvp.NystromPreconditioner, hvp.DiagonalPreconditioner):
+            with pytest.raises(hvp.HvpError, match="damping"):
+                make(H, damping=wrong)
+
+
 @pytest.mark.parametrize(
     "make", [hvp.NystromPreconditioner, hvp.DiagonalPreconditioner], ids=["nystrom", "diagonal"]
 )
