@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ import tensorflow as tf
 # which types an operation of a function has, which a FunctionDef leaves out.
 from tensorflow.python.framework import op_def_registry
 
+from hvp._linearize.source_lines import source_line
+
 # (scope, name), or a port: (scope, name, "arg" or "ret", index) of a called function.
 Vertex = tuple[Any, ...]
 
@@ -22,6 +25,8 @@ CONTROL_FLOW = _LOOPS | {"Case", "If", "StatelessCase", "StatelessIf"}
 # What the names of gradient functions begin with that `hvp.recompute` registers.
 RECOMPUTED_GRADIENT = "HvpRecomputed"
 CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
+# What TensorFlow calls the gradient of an operation in a function, loop or branch.
+_IN_A_FUNCTION = re.compile(r"(?:.*gradients?(?:_\d+)?/)?(.+)_grad/([^/]+)")
 # Others that have functions among their attributes (datasets) are operations like any.
 _WITH_BODIES = CONTROL_FLOW | CALLS
 
@@ -60,9 +65,13 @@ class Dataflow:
     ----------
     graph_def : GraphDef
         Of a traced function.
+    graph : tf.Graph, optional
+        The graph it is of, which knows where its operations were made.
     """
 
-    def __init__(self, graph_def: Any) -> None:
+    def __init__(self, graph_def: Any, graph: tf.Graph | None = None) -> None:
+        # Not kept alive: a Dataflow may live as long as an operator.
+        self._graph = None if graph is None else weakref.ref(graph)
         self.types: dict[Vertex, str] = {}
         self.names: dict[Vertex, str] = {}
         self.dtypes: dict[Vertex, tf.DType] = {}
@@ -73,6 +82,21 @@ class Dataflow:
         self._overridden: set[Vertex] = set()
         self._used_outputs: dict[Vertex, set[int]] = defaultdict(set)
         self._add_nodes((), graph_def.node, {})
+
+    def source_line(self, vertex: Vertex) -> str:
+        """Return the line of the user's code that made an operation; empty if it is not known."""
+        graph = self._graph() if self._graph is not None else None
+        if graph is None:
+            return ""
+        # Of a gradient made inside a function, what it is the gradient of is in another function.
+        forward = _IN_A_FUNCTION.sub(r"\1", vertex[1])
+        alike = [
+            other
+            for other in self.types
+            if other[1] == forward and self.types[vertex].startswith(self.types[other])
+        ]
+        lines = (source_line(graph, _outermost(other)) for other in [*alike, vertex])
+        return next(filter(None, lines), "")
 
     def vertex(self, tensor_name: str) -> Vertex:
         """Return the vertex of a tensor of the outermost graph, named `operation:index`."""
@@ -286,5 +310,19 @@ def layer_of(operation_name: str) -> str:
     --------
     >>> layer_of("gradient_tape/model/up/resize/ResizeBilinearGrad")
     'model/up/resize/ResizeBilinearGrad'
+    >>> layer_of("while_grad/gradients/while/Softsign_grad/SoftsignGrad")
+    'while/SoftsignGrad'
     """
-    return re.sub(r"^(gradient_tape/|gradients?(_\d+)?/)+", "", operation_name)
+    name = _IN_A_FUNCTION.sub(_beside, operation_name)
+    return re.sub(r"^(gradient_tape/|gradients?(_\d+)?/)+", "", name)
+
+
+def _beside(match: re.Match[str]) -> str:
+    scope, slash, _ = match[1].rpartition("/")
+    return scope + slash + match[2]
+
+
+def _outermost(vertex: Vertex) -> str:
+    """Return the operation of the outermost graph that a vertex is, or is in."""
+    scope, name = vertex[:2]
+    return scope[0].rpartition("/")[0] if scope else name

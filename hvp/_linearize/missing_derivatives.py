@@ -52,6 +52,9 @@ MISSING_DERIVATIVES = {
     "FakeQuantWithMinMaxArgsGradient": MissingDerivative((0,), _QUANTIZE),
     "FakeQuantWithMinMaxVarsGradient": MissingDerivative((0,), _QUANTIZE),
     "FakeQuantWithMinMaxVarsPerChannelGradient": MissingDerivative((0,), _QUANTIZE),
+    "GenerateBoundingBoxProposals": MissingDerivative(
+        (0, 1, 2, 3), "take proposals for constants, with tf.stop_gradient"
+    ),
     "HSVToRGB": MissingDerivative((0,), "write the conversion with TensorFlow arithmetic"),
     "LinSpace": MissingDerivative((0, 1), "start + (stop - start) * a constant tf.linspace(0, 1)"),
     "OneHot": MissingDerivative((2, 3), "off + (on - off) * tf.one_hot(indices, depth)"),
@@ -59,7 +62,6 @@ MISSING_DERIVATIVES = {
     "PyFunc": MissingDerivative((), _PYTHON),
     "PyFuncStateless": MissingDerivative((), _PYTHON),
     "RaggedRange": MissingDerivative((0, 1, 2), "start + delta * a range of integers, cast"),
-    "RandomCrop": MissingDerivative((0,), "use slicing at random offsets"),
     "RandomShuffle": MissingDerivative((0,), "shuffle indices and use tf.gather"),
     "Range": MissingDerivative((0, 1, 2), "start + delta * a tf.range of integers, cast"),
     "ReduceDataset": MissingDerivative((), "iterate in Python, or pass the data as tensors"),
@@ -120,7 +122,7 @@ WRONG_AT_ZERO = {"Cumprod": "multiply the entries one by one, or add logarithms"
 # values, or only by jumps, or the caller asked for it to stop.
 CONSTANT_OPERATIONS = frozenset(
     """
-    BroadcastGradientArgs Ceil Floor FloorDiv OnesLike Rint Round Sign StopGradient TruncateDiv
+    Ceil Floor FloorDiv OnesLike Rint Round Sign StopGradient TruncateDiv
     ZerosLike
     """.split()
 )

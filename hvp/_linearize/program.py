@@ -12,7 +12,7 @@ from typing import Any, Literal, Union
 import tensorflow as tf
 
 from hvp._digest import digest
-from hvp._errors import GraphModeError, HvpError
+from hvp._errors import GraphModeError, HvpError, SecondDerivativeError
 from hvp._linearize.compiled import JitCompile
 from hvp._linearize.flatten import Flattener
 from hvp._linearize.graph import GraphEngine, GraphProgram
@@ -115,6 +115,8 @@ class Program:
             self.reads, self._preserved = everything, everything
         else:
             refuse_missing_derivatives(self._trace.doubts.missing)
+            if isinstance(self._trace.graph.error, SecondDerivativeError):
+                raise self._trace.graph.error  # a recomputed function's: a tape would meet it too
             given = {id(variable.handle) for variable in inputs}
             self.reads = tuple(r for r in self._trace.reads if id(r.handle) not in given)
             self._preserved = self._trace.writes

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hvp._errors import SecondDerivativeError
 from hvp._linearize.dataflow import Dataflow, Edge, Vertex, layer_of
@@ -28,20 +29,32 @@ _REMEDIES[_MOMENTS] = (
 )
 
 
+class Doubt(NamedTuple):
+    """An operation whose derivative is in doubt: its name and type, and the line that made it."""
+
+    name: str
+    kind: str
+    line: str = ""
+
+    def __str__(self) -> str:
+        made = f" ({self.line})" if self.line else ""
+        return f"{self.kind} at {layer_of(self.name)!r}{made}"
+
+
 @dataclass(frozen=True)
 class Doubts:
     """Operations on the way from variables to results whose derivative is in doubt.
 
     Attributes
     ----------
-    missing : list of (str, str)
-        Names and types of those without a derivative that is not zero.
-    wrong_at_zero : list of (str, str)
-        Of those whose derivative is wrong if their first input has a zero.
+    missing : list of Doubt
+        Those without a derivative that is not zero.
+    wrong_at_zero : list of Doubt
+        Those whose derivative is wrong if their first input has a zero.
     """
 
-    missing: list[tuple[str, str]]
-    wrong_at_zero: list[tuple[str, str]]
+    missing: list[Doubt]
+    wrong_at_zero: list[Doubt]
 
 
 def find_doubts(flow: Dataflow, sources: Iterable[Vertex], targets: Iterable[Vertex]) -> Doubts:
@@ -67,14 +80,14 @@ def find_doubts(flow: Dataflow, sources: Iterable[Vertex], targets: Iterable[Ver
 
     depends = flow.reachable(sources, passes=passes)
     matters = flow.reachable(targets, passes=passes, backward=True)
-    found: list[tuple[str, str]] = []
-    wrong_at_zero: list[tuple[str, str]] = []
+    found: set[Vertex] = set()
+    wrong_at_zero: set[Vertex] = set()
     for vertex in depends & matters:
         kind = flow.types.get(vertex, "")
         missing = MISSING_DERIVATIVES.get(kind)
         if kind in WRONG_AT_ZERO:
             # Inside a function or loop its input cannot be looked at.
-            (wrong_at_zero if vertex[0] == () else found).append((flow.names[vertex], kind))
+            (wrong_at_zero if vertex[0] == () else found).add(vertex)
         if missing is None:
             continue
         entering = {
@@ -84,19 +97,24 @@ def find_doubts(flow: Dataflow, sources: Iterable[Vertex], targets: Iterable[Ver
         }
         concerned = entering & set(missing.inputs) if missing.inputs else entering
         if concerned and not (missing.together and concerned < set(missing.inputs)):
-            found.append((flow.names[vertex], kind))
-    found += _moments_differentiated_twice(flow, depends, matters)
-    return Doubts(sorted(set(found)), sorted(wrong_at_zero))
+            found.add(vertex)
+    moments = _moments_differentiated_twice(flow, depends, matters)
+    doubts = {_doubt(flow, v) for v in found} | {_doubt(flow, v, _MOMENTS) for v in moments}
+    return Doubts(sorted(doubts), sorted(_doubt(flow, vertex) for vertex in wrong_at_zero))
 
 
-def refuse_missing_derivatives(found: list[tuple[str, str]]) -> None:
+def _doubt(flow: Dataflow, vertex: Vertex, kind: str = "") -> Doubt:
+    return Doubt(flow.names[vertex], kind or flow.types[vertex], flow.source_line(vertex))
+
+
+def refuse_missing_derivatives(found: list[Doubt]) -> None:
     """Raise `SecondDerivativeError`, naming each operation and what to use in its place."""
     if not found:
         return
-    places = ", ".join(f"{kind} at {layer_of(name)!r}" for name, kind in found[:5])
+    places = ", ".join(map(str, found[:5]))
     if len(found) > 5:
         places += f", and {len(found) - 5} more"
-    remedies = dict.fromkeys(_REMEDIES[kind] for _, kind in found)
+    remedies = dict.fromkeys(_REMEDIES[doubt.kind] for doubt in found)
     raise SecondDerivativeError(
         f"TensorFlow has no derivative, or a wrong one, of {places}; a term that is not zero would "
         "be left out, and the product would be wrong",
@@ -123,7 +141,7 @@ def derivative_errors() -> Iterator[None]:
 
 def _moments_differentiated_twice(
     flow: Dataflow, depends: set[Vertex], matters: set[Vertex]
-) -> list[tuple[str, str]]:
+) -> list[Vertex]:
     """Find variances about `stop_gradient(mean)` whose gradient is among the results.
 
     The function `mean((x - stop_gradient(mean(x)))**2)` may be differentiated once, not twice (see
@@ -140,5 +158,5 @@ def _moments_differentiated_twice(
         users = flow.users(vertex)
         variances = {v for v in users if flow.types[v] == "SquaredDifference"}
         if variances and (users - variances) & matters:
-            found.append((flow.names[vertex], _MOMENTS))
+            found.append(vertex)
     return found

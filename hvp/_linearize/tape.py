@@ -153,7 +153,7 @@ class TapeEngine:
 
         specs = [tf.TensorSpec(output.shape, output.dtype) for output in outputs]
         concrete = tf.function(transposed, autograph=False).get_concrete_function(*specs)
-        flow = Dataflow(concrete.graph.as_graph_def())
+        flow = Dataflow(concrete.graph.as_graph_def(), concrete.graph)
         sources = [flow.vertex(tensor.name) for tensor in concrete.inputs[: len(outputs)]]
         targets = [flow.vertex(tensor.name) for tensor in concrete.outputs]
         doubts = find_doubts(flow, sources, targets)

@@ -169,7 +169,7 @@ def trace(
     whole = _Whole(function, variables, transposed)
     concrete = concrete_function(whole)
     graph_def = concrete.graph.as_graph_def()
-    flow = Dataflow(graph_def)
+    flow = Dataflow(graph_def, concrete.graph)
     targets = [flow.vertex(output.name) for output in concrete.outputs]
     reaching = flow.reachable(targets, backward=True)
     captures = captured_resources(concrete, flow, variables)
@@ -190,7 +190,7 @@ def trace(
         reads=tuple(reads),
         writes=tuple(writes),
         doubts=doubts,
-        zeros=_zeros(concrete, graph_def, [name for name, _ in doubts.wrong_at_zero]),
+        zeros=_zeros(concrete, graph_def, [doubt.name for doubt in doubts.wrong_at_zero]),
         nbytes=_bytes_between(concrete.graph, flow, sources, reaching),
         python=any("PyFunc" in flow.types.get(vertex, "") for vertex in reaching),
         random=any(_RANDOM.fullmatch(flow.types.get(vertex, "")) for vertex in reaching),

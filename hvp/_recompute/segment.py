@@ -26,6 +26,7 @@ from hvp._linearize.graph_parts import import_part, without_names
 from hvp._linearize.inline import KEPT_WHOLE, inline_calls
 from hvp._linearize.moments import exact_moments
 from hvp._linearize.second_derivatives import (
+    Doubt,
     derivative_errors,
     find_doubts,
     refuse_missing_derivatives,
@@ -54,7 +55,7 @@ from hvp._recompute.schedule import in_order
 _SCOPE = "recomputed"
 
 # Finds missing derivatives by some inputs of an order, given by their places; by all, if None.
-_Doubts = Callable[[Optional[frozenset[int]]], list[tuple[str, str]]]
+_Doubts = Callable[[Optional[frozenset[int]]], list[Doubt]]
 
 
 class Segment:
@@ -149,7 +150,7 @@ class Segment:
         with exact_moments():
             concrete = apart(lambda: concrete_function(whole, *self._specs, *cotangents))
         graph_def = concrete.graph.as_graph_def()
-        flow = Dataflow(graph_def)
+        flow = Dataflow(graph_def, concrete.graph)
         if order == 0:
             self._find_outside(concrete, flow)
         results = [_spec(tensor) for tensor in concrete.outputs]
@@ -286,7 +287,7 @@ class Segment:
         # Above order 0 a result is a derivative by an input: of no use if that is not watched.
         inputs = present if order else [self._base] * len(results)
 
-        def missing(watched: frozenset[int] | None) -> list[tuple[str, str]]:
+        def missing(watched: frozenset[int] | None) -> list[Doubt]:
             used = frozenset(range(len(sources))) if watched is None else watched
             starts = [s for i, s in enumerate(sources) if s is not None and i in used]
             targets = [r for i, r in zip(inputs, results) if i in used or i >= self._base]
@@ -297,7 +298,7 @@ class Segment:
         return missing if missing(None) else _nothing_is_missing
 
 
-def _nothing_is_missing(watched: frozenset[int] | None) -> list[tuple[str, str]]:
+def _nothing_is_missing(watched: frozenset[int] | None) -> list[Doubt]:
     del watched
     return []
 

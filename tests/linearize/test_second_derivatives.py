@@ -1,5 +1,8 @@
 """None is not zero: derivatives TensorFlow lacks raise, true zeros do not."""
 
+from pathlib import Path
+
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -133,12 +136,36 @@ def test_it_is_found_inside_functions_loops_and_branches(kind):
         )[1]
 
     def in_branch():
-        positive = tf.reduce_sum(z) > 0
-        return tf.cond(positive, lambda: tf.reduce_sum(function(z)), lambda: 0.0)
+        return tf.cond(tf.reduce_sum(z) > 0, lambda: tf.reduce_sum(function(z)), lambda: 0.0)
 
     for within in (in_function, in_loop, in_branch):
-        with pytest.raises(hvp.SecondDerivativeError, match=kind):
+        with pytest.raises(hvp.SecondDerivativeError, match=kind) as caught:
             hvp.HessianOperator(lambda f=within: tf.reduce_mean(f() ** 3), z)
+        assert f"({line_of(within)})" in str(caught.value)
+
+
+def line_of(function):
+    """The line of the one statement in a function."""
+    return f"{Path(__file__).name}, line {function.__code__.co_firstlineno + 1}"
+
+
+def test_layers_and_lines_are_named():
+    class Softsign(keras.layers.Layer):
+        def call(self, x):
+            return tf.nn.softsign(x)
+
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2), Softsign(name="last")])
+    with pytest.raises(hvp.SecondDerivativeError) as caught:
+        hvp.HessianOperator(lambda: tf.reduce_sum(model(tf.ones((1, 3))) ** 2), model)
+    assert "/last" in str(caught.value)
+    assert line_of(Softsign.call) in str(caught.value)
+
+
+def test_a_recomputed_function_is_looked_into_when_the_operator_is_built():
+    z = image_variable()
+    segment = hvp.recompute(lambda x: tf.nn.softsign(x) * x)
+    with pytest.raises(hvp.SecondDerivativeError, match="SoftsignGrad"):
+        hvp.HessianOperator(lambda: tf.reduce_sum(segment(z) ** 2), z)
 
 
 @needs_silent_resize
