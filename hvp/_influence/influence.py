@@ -15,7 +15,7 @@ from numpy.lib.format import open_memmap
 
 from hvp._arguments import check_count
 from hvp._checkpoint import Checkpoint, fingerprint
-from hvp._errors import ConvergenceWarning, HvpError
+from hvp._errors import CheckpointError, ConvergenceWarning, HvpError, InvalidDataError
 from hvp._operators.example_gradients import ExampleData, ExampleGradients
 from hvp._operators.hessian import HessianOperator
 from hvp._operators.memory import part_of_limit
@@ -295,8 +295,8 @@ class InfluenceFunctions:
         Costs one solution for each test example, and the gradients of all training examples for
         each 128 test examples, or as many as `memory_limit` allows.
         """
-        test = ExampleData(test_data, "test")
         self._check()
+        test = self._test(test_data)
         shape = (test.count, self.n_train)
         kept, done, column, made = self._resume(test, shape, out, checkpoint)
         with progress_bar(self._progress, total=shape[0], unit="test example") as bar:
@@ -426,7 +426,7 @@ class InfluenceFunctions:
         Costs one solution, however many examples there are.
         """
         change = tf.constant(self.parameter_change(indices))
-        test = self._train if test_data is None else ExampleData(test_data, "test")
+        test = self._train if test_data is None else self._test(test_data)
         gradients = self._gradients if test_data is None else self._test_gradients
         made = np.empty(test.count, self.operator.dtype)
         for at, rows in gradients.pieces(test):
@@ -446,6 +446,25 @@ class InfluenceFunctions:
     def _check(self) -> None:
         """Raise what a stale or closed operator raises, before anything is done."""
         _ = self.operator.value
+
+    def _test(self, test_data: Any) -> ExampleData:
+        """Return the test data, having made sure that the test loss takes them."""
+        test = ExampleData(test_data, "test")
+        try:
+            self._test_gradients.prepare(test.first)
+        except HvpError:
+            raise
+        except Exception as error:  # a loss, or Keras, may raise anything
+            difference = self._train.first.differs(test.first)
+            if not difference:
+                raise
+            reason = (str(error).strip().splitlines() or [""])[0]
+            raise InvalidDataError(
+                f"the loss of the test data cannot be computed ({type(error).__name__}: {reason}); "
+                f"beside the training data, {difference}",
+                "examples like those of the training data, with labels of the same kind",
+            ) from error
+        return test
 
     def _solve(self, rows: np.ndarray, checkpoint: Any = None) -> np.ndarray:
         """Apply the inverse to each row."""
@@ -470,7 +489,14 @@ class InfluenceFunctions:
             make: Any = self._solver
             if isinstance(make, str):
                 make = _INVERSES[make]
-            self._inverse, self._evaluations = make(self.operator), evaluations
+            inverse = make(self.operator)
+            if getattr(inverse, "shape", None) != self.operator.shape:
+                raise HvpError(
+                    f"the solver function returned {type(inverse).__name__} of shape "
+                    f"{getattr(inverse, 'shape', None)}",
+                    f"an operator of shape {self.operator.shape}: the inverse of the one it takes",
+                )
+            self._inverse, self._evaluations = inverse, evaluations
             if isinstance(self._inverse, ExactInverse):
                 lowest = float(self._inverse.eigenvalues[0])
                 if lowest < 0 and self._inverse.is_nonzero[0]:
@@ -561,12 +587,18 @@ class InfluenceFunctions:
 
 @contextlib.contextmanager
 def _solving(checkpoint: Any, first: int) -> Iterator[Path | None]:
-    """Give a checkpoint for the solution of one block, which is removed when that is done."""
+    """Give a checkpoint for the solution of one block, removed when that is done or impossible."""
     if checkpoint is None:
         yield None
         return
     step = Path(f"{os.fspath(checkpoint)}.solve{first}")
-    yield step
+    try:
+        yield step
+    except CheckpointError:  # it may be another run's
+        raise
+    except HvpError:
+        step.unlink(missing_ok=True)
+        raise
     step.unlink(missing_ok=True)
 
 

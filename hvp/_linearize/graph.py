@@ -23,6 +23,7 @@ from hvp._linearize.second_derivatives import refuse_missing_derivatives
 from hvp._linearize.split import split
 from hvp._linearize.trace import Resource, TracedGraph, differ
 from hvp._linearize.variants import variant_nbytes
+from hvp._linearize.vectorized import vectorized
 
 # Rows in one call of a block product: at most so many, and so many bytes of residuals times rows.
 # What a row computes on the way takes about what the residuals take: beyond the processor's cache
@@ -236,7 +237,7 @@ class GraphProgram:
 
         # All rows in one operation where TensorFlow knows how, else in a loop in the graph.
         rolled = any(_is_not_vectorized(node) for node in self.product_part.node)
-        return (tf.map_fn if rolled else tf.vectorized_map)(product, rows)
+        return (tf.map_fn if rolled else vectorized)(product, rows)
 
     def fed(self, cotangents: Sequence[Any]) -> list[Any]:
         """Leave out the cotangents of outputs that are identically zero."""

@@ -75,7 +75,9 @@ def _folders() -> tuple[Path, list[Path]]:
     """Return the folders of this package, and of those between it and the user's code."""
     ours = Path(__file__).parents[1]
     others = [sys.modules.get(name) for name in ("tensorflow", "keras", "tf_keras")]
-    files: list[str | None] = [module.__file__ for module in others if module is not None and module.__file__]
+    files: list[str | None] = [
+        module.__file__ for module in others if module is not None and module.__file__
+    ]
     # TensorFlow's own modules tell where it is; its public name may be a package beside it.
     files.append(sys.modules[tf.Graph.__module__].__file__)
     return ours, [_root(Path(file)) for file in files if file]

@@ -16,6 +16,7 @@ from hvp._linearize.gradient import check_scalar, densify
 from hvp._linearize.graph_parts import digest_of_graph
 from hvp._linearize.keras_losses import kept_losses
 from hvp._linearize.variables import collect_variables
+from hvp._linearize.vectorized import vectorized
 from hvp._operators.batches import Batches
 from hvp._operators.data import Elements, checked_loss
 from hvp._operators.evaluation import Evaluation
@@ -104,6 +105,10 @@ class ExampleGradients:
         for first, part in data.blocks(self.at_once):
             yield first, tf.constant(self.of_all(part, f"{data.name} example", first))
 
+    def prepare(self, elements: Elements) -> None:
+        """Trace the loss for such examples, which raises what it raises there."""
+        self._function(elements)
+
     def fingerprint(self, elements: Elements) -> str:
         """Return what tells the loss of such examples from others, but for values of variables."""
         traced = self._function(elements).graph
@@ -146,7 +151,7 @@ class ExampleGradients:
                 return tf.cast(value, self._flattener.dtype), self._flattener.join(dense)
 
             def every(*tensors: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-                return tf.vectorized_map(one, list(tensors), warn=False)
+                return vectorized(one, list(tensors))
 
             with self._evaluation.preserving(), kept_losses(self._given):
                 self._functions[key] = Compiled(every, specs, False)

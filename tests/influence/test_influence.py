@@ -1,5 +1,6 @@
 """Influence functions, against closed forms and against training again."""
 
+import functools
 import os
 import signal
 import subprocess
@@ -527,3 +528,41 @@ def test_sample_weights_count():
     H = 2 * (rows * weights[:, None]).T @ rows / N + 0.1 * np.eye(P + 1)
     expected = gradients[:4] @ np.linalg.solve(H, gradients.T) / N
     np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
+
+
+def test_test_data_of_another_kind_are_refused():
+    model = keras.Sequential([keras.Input((P,)), keras.layers.Dense(3)])
+    model.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    x, labels = X.astype("float32"), np.arange(N) % 3
+    influence = hvp.InfluenceFunctions.from_keras(model, (x, labels), damping=1.0)
+    for wrong in ((x[:2],), (x[:2], np.eye(3)[labels[:2]])):
+        for ask in (influence.scores, functools.partial(influence.group, [0])):
+            with pytest.raises(hvp.InvalidDataError, match="beside the training data, it has"):
+                ask(wrong)
+    w, loss, bare, data = ridge()
+
+    def typo(x, y):
+        return bare(x, z)  # noqa: F821
+
+    influence = hvp.InfluenceFunctions(loss, w, data, test_loss=typo)
+    with pytest.raises(NameError):  # no matter of the data
+        influence.scores(TEST)
+
+
+def test_a_solver_of_another_shape_is_refused():
+    w, loss, _, data = ridge()
+    for wrong in (lambda H: np.eye(2), lambda H: None):
+        influence = hvp.InfluenceFunctions(loss, w, data, solver=wrong)
+        with pytest.raises(hvp.HvpError, match="solver function returned"):
+            influence.scores(TEST)
+
+
+def test_a_run_that_ends_in_an_error_leaves_no_part_of_a_solution(tmp_path):
+    w, loss, bare, data = ridge()
+    options = {"test_loss": bare, "solver": "cg"}
+    with pytest.raises(hvp.HvpError, match="not positive definite"):
+        hvp.InfluenceFunctions(loss, w, data, damping=-1e3, **options).scores(
+            TEST, checkpoint=tmp_path / "state"
+        )
+    assert list(tmp_path.iterdir()) == []
+    hvp.InfluenceFunctions(loss, w, data, **options).scores(TEST, checkpoint=tmp_path / "state")

@@ -1,5 +1,7 @@
 """Products of tensors, eager and in graphs, and the TensorFlow operator."""
 
+import logging
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -257,3 +259,26 @@ def test_a_product_is_differentiable_by_its_vector(nested):
         tape.watch(v)
         inner = tf.tensordot(u, H.product(v), 1)
     np.testing.assert_allclose(tape.gradient(inner, v), H.product(u), rtol=1e-5, atol=1e-5)
+
+
+def test_blocks_of_convolutions_are_computed_without_a_word():
+    """TensorFlow tells its own developers of a loop."""
+    kernel = tf.Variable(random(0, 2, 2, 1, 1))
+    x = random(1, 2, 4, 4, 1)
+
+    def loss():
+        hidden = tf.sin(tf.nn.conv2d(x, kernel, 1, "SAME"))
+        return tf.reduce_sum(tf.sin(tf.nn.conv2d(hidden, kernel, 1, "SAME")))
+
+    said = []
+    handler = logging.Handler()
+    handler.emit = said.append
+    tf.get_logger().addHandler(handler)
+    try:
+        with hvp.HessianOperator(loss, kernel) as H:
+            block = random(2, 4, 3)
+            want = np.stack([H @ column for column in block.T], axis=1)
+            np.testing.assert_allclose(H @ block, want, rtol=1e-4, atol=1e-5)
+    finally:
+        tf.get_logger().removeHandler(handler)
+    assert said == []
