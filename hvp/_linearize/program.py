@@ -124,6 +124,16 @@ class Program:
             gc.collect()  # what tracing leaves are graphs, in cycles; here memory is short
         self._graph = self._try_to_split(jit_compile) if engine == "graph" else None
         self.engine = "tape" if self._graph is None else "graph"
+        if self.engine == "tape" and products and self._trace and self._trace.risky_pools:
+            raise SecondDerivativeError(
+                "TensorFlow's second derivative of max pooling, inside a tf.function, loop or "
+                "branch, is wrong with padding='SAME' or windows of one entry, and the tape engine "
+                "depends on it",
+                "pools with padding='VALID', or outside of functions",
+                "pass engine='graph', which puts it right"
+                if engine == "tape"
+                else f"call the function without tf.function; the graph engine {self.note}",
+            )
 
     @property
     def works_in_graphs(self) -> bool:

@@ -12,6 +12,7 @@ import tensorflow as tf
 from hvp._linearize.dataflow import RECOMPUTED_GRADIENT, Dataflow, Vertex
 from hvp._linearize.gradient import densify
 from hvp._linearize.graph_parts import ancestors, cut_out, import_part
+from hvp._linearize.pools import has_risky_pools
 from hvp._linearize.second_derivatives import Doubts, find_doubts
 
 _WRITES = re.compile(r"Assign\w*VariableOp|Resource\w*(Scatter|Apply|Assign)\w*|Rng\w+|Stateful\w+")
@@ -130,6 +131,9 @@ class Trace:
         Whether the results depend on random draws whose state is not a variable.
     python : bool
         Whether the results depend on Python code that runs with the graph.
+    risky_pools : bool
+        Whether functions, loops or branches have max pools in them that TensorFlow itself may
+        differentiate wrong.
     """
 
     graph: TracedGraph
@@ -140,6 +144,7 @@ class Trace:
     nbytes: int
     random: bool
     python: bool
+    risky_pools: bool
 
 
 def trace(
@@ -193,6 +198,7 @@ def trace(
         zeros=_zeros(concrete, graph_def, [doubt.name for doubt in doubts.wrong_at_zero]),
         nbytes=_bytes_between(concrete.graph, flow, sources, reaching),
         python=any("PyFunc" in flow.types.get(vertex, "") for vertex in reaching),
+        risky_pools=any(has_risky_pools(f.node_def) for f in graph_def.library.function),
         random=any(_RANDOM.fullmatch(flow.types.get(vertex, "")) for vertex in reaching),
     )
 

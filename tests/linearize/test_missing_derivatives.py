@@ -261,6 +261,17 @@ ROWS = {
         ),
         _1=SMALL,
     ),
+    "MaxPoolGradV2": Row(
+        lambda g: raw.MaxPoolGradV2(
+            orig_input=IMAGE,
+            orig_output=IMAGE,
+            grad=g,
+            ksize=[1, 1, 1, 1],
+            strides=[1, 1, 1, 1],
+            padding="SAME",
+        ),
+        _2=IMAGE,
+    ),
     "OneHot": Row(
         lambda on, off: raw.OneHot(indices=[1, 2], depth=3, on_value=on, off_value=off),
         _2=NUMBER,
@@ -378,6 +389,7 @@ APPROXIMATE = {
     "EagerPyFunc",
     "ImageProjectiveTransformV2",
     "ImageProjectiveTransformV3",
+    "MaxPoolGradV2",
     "SoftmaxCrossEntropyWithLogits",
     "StatelessParameterizedTruncatedNormal",
 }

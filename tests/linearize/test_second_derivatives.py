@@ -59,6 +59,7 @@ IN_PART = {
     "PadV2",
     "SoftmaxCrossEntropyWithLogits",
     "StatelessParameterizedTruncatedNormal",
+    "MaxPoolGradV2",
     "Zeta",
 }
 

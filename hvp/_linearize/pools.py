@@ -1,0 +1,141 @@
+"""Max pooling whose second derivative TensorFlow computes wrong, put right.
+
+In a graph the operation `MaxPoolGradGrad` writes its result over its input, if nothing else needs
+that and the two are of one size, and clears it before it has read it all (TensorFlow 2.16 to 2.21,
+on the CPU): the second derivative is wrong, or zero. They are of one size where windows move by one
+and the padding is ``"SAME"``, where a window is one entry, and where an image is. Here the padding
+is made explicit, so that they are of two sizes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+# By the number of axes of space.
+_GRADIENTS = {"MaxPoolGrad": 2, "MaxPool3DGrad": 3}
+_SECOND = {"MaxPoolGradGrad": 2, "MaxPool3DGradGrad": 3}
+
+
+def has_risky_pools(nodes: Iterable[Any]) -> bool:
+    """Whether some of the nodes are gradients of pools that may be differentiated wrong."""
+    return any(node.op in _GRADIENTS and _is_risky(node) for node in nodes)
+
+
+def separate_pools(graph_def: Any) -> Any:
+    """Return a graph in which no second derivative of a pool can be written over its input.
+
+    Parameters
+    ----------
+    graph_def : GraphDef
+        Of a traced function.
+
+    Returns
+    -------
+    GraphDef
+        With calls of functions in place of such operations; the same one if there are none.
+    """
+    if not any(_is_risky(node) for node in _all_nodes(graph_def)):
+        return graph_def
+    made = tf.compat.v1.GraphDef()
+    made.CopyFrom(graph_def)
+    known = {function.signature.name for function in made.library.function}
+    for node in list(_all_nodes(made)):
+        if not _is_risky(node):
+            continue
+        function, dtype = _safe(node), node.attr["T"].type
+        if function.signature.name not in known:
+            made.library.function.add().CopyFrom(function)
+            known.add(function.signature.name)
+        name, inputs = node.name, list(node.input)
+        node.Clear()
+        node.name, node.op = name, "PartitionedCall"
+        node.input.extend(inputs)
+        node.attr["Tin"].list.type.extend([dtype] * 3)
+        node.attr["Tout"].list.type.append(dtype)
+        node.attr["f"].func.name = function.signature.name
+    return made
+
+
+def _all_nodes(graph_def: Any) -> Iterator[Any]:
+    yield from graph_def.node
+    for function in graph_def.library.function:
+        yield from function.node_def
+
+
+def _is_risky(node: Any) -> bool:
+    if node.op not in _GRADIENTS and node.op not in _SECOND:
+        return False
+    return node.attr["padding"].s == b"SAME" or max(node.attr["ksize"].list.i) == 1
+
+
+def _safe(node: Any) -> Any:
+    attributes = node.attr
+    return _function(
+        node.op,
+        tf.as_dtype(attributes["T"].type),
+        tuple(attributes["ksize"].list.i),
+        tuple(attributes["strides"].list.i),
+        attributes["data_format"].s.decode(),
+    )
+
+
+@functools.cache
+def _function(
+    kind: str, dtype: tf.DType, ksize: tuple[int, ...], strides: tuple[int, ...], layout: str
+) -> Any:
+    """Make the definition of a function of the same inputs and result."""
+    axes = len(ksize)
+    spec = tf.TensorSpec([None] * axes, dtype)
+
+    def padded(x: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return the shape, and how many entries there are too few at either end."""
+        shape = tf.shape(x)
+        moves = -(-shape // strides)
+        missing = tf.maximum((moves - 1) * strides + ksize - shape, 0)
+        return shape, tf.stack([missing // 2, missing - missing // 2], axis=1)
+
+    def pool(which: str, x: tf.Tensor, y: tf.Tensor, grad: tf.Tensor) -> tf.Tensor:
+        options = {"orig_input": x, "orig_output": y, "grad": grad, "data_format": layout}
+        return getattr(tf.raw_ops, which)(**options, ksize=ksize, strides=strides, padding="VALID")
+
+    def gradient(x: tf.Tensor, y: tf.Tensor, grad: tf.Tensor) -> tf.Tensor:
+        shape, missing = padded(x)
+        if max(ksize) == 1:
+            zeros = tf.zeros(axes, tf.int32)
+            return tf.raw_ops.StridedSliceGrad(
+                shape=shape, begin=zeros, end=shape, strides=strides, dy=grad
+            )
+        wide = pool(kind, tf.pad(x, missing, constant_values=dtype.min), y, grad)
+        return tf.slice(wide, missing[:, 0], shape)
+
+    def second(x: tf.Tensor, y: tf.Tensor, grad: tf.Tensor) -> tf.Tensor:
+        shape, missing = padded(x)
+        if max(ksize) == 1:
+            return tf.strided_slice(grad, tf.zeros(axes, tf.int32), shape, strides)
+        wide = tf.pad(x, missing, constant_values=dtype.min)
+        return pool(kind, wide, y, tf.pad(grad, missing))
+
+    safe = tf.function(gradient if kind in _GRADIENTS else second, autograph=False)
+
+    @tf.function(autograph=False)
+    def caller(x: tf.Tensor, y: tf.Tensor, grad: tf.Tensor) -> tf.Tensor:
+        return safe(x, y, grad)
+
+    library = caller.get_concrete_function(spec, spec, spec).graph.as_graph_def().library
+    (definition,) = library.function
+    (made,) = definition.signature.output_arg
+    return _renamed(definition, made.name)
+
+
+def _renamed(definition: Any, output: str) -> Any:
+    """Call the result of a function as that of the operation is called."""
+    function = type(definition)()
+    function.CopyFrom(definition)
+    function.signature.output_arg[0].name = "output"
+    function.ret.clear()
+    function.ret["output"] = definition.ret[output]
+    return function
