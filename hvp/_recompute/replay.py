@@ -9,6 +9,7 @@ its own is run once, and its results are inputs of every later run.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -170,12 +171,15 @@ def same_nodes(
         if one is None or other is None:
             _refuse_other_function("a tensor from outside", name, name_again)
             continue
-        if _what(one, library) != _what(other, library):
+        if not _is_same(_what(one, library), _what(other, library)):
             _refuse_other_function(
                 "an operation", f"{one.op} {name!r}", f"{other.op} {name_again!r}"
             )
-        # A loop that is differentiated has more inputs, after those it had.
-        queue += zip(data_inputs(one), data_inputs(other))
+        # A loop that is differentiated has more inputs than it had, and sometimes in another order.
+        inputs_of_one, inputs_of_other = data_inputs(one), data_inputs(other)
+        if one.op in CONTROL_FLOW and set(inputs_of_one) <= set(inputs_of_other):
+            inputs_of_other = inputs_of_one
+        queue += zip(inputs_of_one, inputs_of_other)
         if len(data_inputs(one)) != len(data_inputs(other)) and one.op not in CONTROL_FLOW:
             _refuse_other_function("an operation", name, name_again)
     return pairs
@@ -191,11 +195,11 @@ def _through_identities(tensor: str, nodes: dict[str, Any], inputs: Collection[s
     return tensor
 
 
-def _what(node: Any, library: dict[str, Any]) -> Any:
+def _what(node: Any, library: dict[str, Any]) -> tuple[str, Counter[Any]]:
     """Return what an operation computes, in a form that can be compared."""
     if node.op in CONTROL_FLOW:
         # Rewritten when it is differentiated: more results, and other names for all of it.
-        constants = sorted(
+        constants = Counter(
             inner.attr["value"].SerializeToString()
             for function in functions_of(node)
             if function.name in library
@@ -203,13 +207,21 @@ def _what(node: Any, library: dict[str, Any]) -> Any:
             if inner.op == "Const"
         )
         return node.op.replace("Stateless", ""), constants
-    attributes = sorted(
+    attributes = Counter(
         (name, value.SerializeToString(deterministic=True))
         for name, value in node.attr.items()
         # A function of Python's has another token in each trace.
         if not name.startswith("_") and name not in ("seed", "seed2", "token")
     )
     return node.op, attributes
+
+
+def _is_same(first: tuple[str, Counter[Any]], again: tuple[str, Counter[Any]]) -> bool:
+    """Whether an operation of the second trace does what one of the first does."""
+    (kind, parts), (kind_again, parts_again) = first, again
+    if {kind, f"Stateless{kind}"} & CONTROL_FLOW:  # it may have got constants of its derivative's
+        return kind == kind_again and not parts - parts_again
+    return kind == kind_again and parts == parts_again
 
 
 def _refuse_other_function(what: str, first: Any, again: Any) -> None:

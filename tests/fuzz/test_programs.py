@@ -1,0 +1,111 @@
+"""Random programs: products of both engines, with and without recompute, against differences.
+
+Differences of float64 gradients: no second derivative of TensorFlow's enters.
+"""
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+import hvp
+from tests.cases import examples, random
+from tests.fuzz.programs import Program, programs
+from tests.fuzz.report import REPORT
+from tests.fuzz.steps import FAMILIES
+
+# Relative to the largest entry of the product; and how far from each other differences may be.
+_CLOSE, _SETTLED = 1e-6, 1e-7
+_CLOSE_IN_FLOAT32 = 2e-2
+WAYS = {
+    "graph": {},
+    "tape": {"engine": "tape"},
+    "graph, recomputed": {"recompute": True},
+    "tape, recomputed": {"engine": "tape", "recompute": True},
+    "graph, float32": {"dtype": "float32"},
+}
+
+
+def product(program, v, *, dtype="float64", recompute=False, **options):
+    made = program.made(dtype, recompute)
+    with hvp.HessianOperator(made.loss, made.variables, **options) as H:
+        # In the order of the nest, which is not that of the variables in dictionaries.
+        order = H.flatten(unflattened(made, np.arange(made.size, dtype=np.float64)))
+        result, gradient = np.empty(made.size), np.empty(made.size)
+        places = order.astype(int)
+        result[places], gradient[places] = H @ v[places].astype(H.dtype), H.gradient
+        block = np.empty((made.size, 2))
+        block[places] = H @ np.stack([v[places], 2 * v[places]], axis=1).astype(H.dtype)
+    return result, block, gradient
+
+
+def unflattened(made, vector):
+    """A nest like the variables, out of one vector in the order they were made in."""
+    parts, start = {}, 0
+    for variable in made.list:
+        size = int(np.prod(variable.shape))
+        parts[id(variable)] = vector[start : start + size].reshape(variable.shape)
+        start += size
+    return replaced(made.variables, parts)
+
+
+def replaced(nest, parts):
+    if isinstance(nest, dict):
+        return {name: replaced(value, parts) for name, value in nest.items()}
+    if isinstance(nest, (list, tuple)):
+        return type(nest)(replaced(value, parts) for value in nest)
+    return parts[id(nest)]
+
+
+def check(program):
+    """Compare all ways with differences; report what could not be compared."""
+    truth = program.made()
+    v = random(program._seed + 7, truth.size, dtype="float64")
+    v /= np.linalg.norm(v)
+    zero = truth.gradient()(np.zeros(truth.size))
+    if not np.isfinite(zero).all() or not np.isfinite(truth.loss().numpy()):
+        return REPORT.add("not finite", truth)
+    want, apart = truth.differences(v)
+    scale = max(np.abs(want).max(), 1e-3 * np.abs(zero).max(), 1e-6)
+    if not apart <= _SETTLED * scale:
+        return REPORT.add("differences do not settle", truth)
+    for way, options in WAYS.items():
+        if options.get("recompute") and program.has_products():
+            continue  # refused: whether there is a zero cannot be looked at there
+        result, block, gradient = product(program, v, **options)
+        if options.get("dtype") == "float32":
+            # Only where the gradient, at least, is not all rounding.
+            if np.abs(gradient - zero).max() > 1e-4 * np.abs(zero).max():
+                continue
+            close = _CLOSE_IN_FLOAT32
+        else:
+            np.testing.assert_allclose(
+                gradient, zero, atol=1e-9 * np.abs(zero).max() + 1e-14, err_msg=way
+            )
+            close = _CLOSE
+        np.testing.assert_allclose(result, want, rtol=0, atol=close * scale, err_msg=way)
+        both = np.stack([result, 2 * result], axis=1)
+        np.testing.assert_allclose(
+            block, both, rtol=0, atol=(1e-3 if close > _CLOSE else 1e-9) * scale, err_msg=way
+        )
+    return REPORT.add("agree", truth)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_products_are_differences_of_gradients(family):
+    @examples(2)
+    @given(programs(family))
+    def run(program):
+        with REPORT.mismatch(program):
+            check(program)
+
+    run()
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize(
+    ("family", "name"), [(family, name) for family, steps in FAMILIES.items() for name in steps]
+)
+def test_each_step_alone(family, name):
+    program = Program([(family, name)], 3, 3, 1, "mean square", "list", (0,))
+    with REPORT.mismatch(program):
+        check(program)
