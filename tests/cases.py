@@ -16,15 +16,15 @@ import numpy as np
 import tensorflow as tf
 from hypothesis import HealthCheck, settings
 
-_FUZZ = int(os.environ.get("HVP_FUZZ", "0"))
+FUZZ = int(os.environ.get("HVP_FUZZ", "0"))
 
 
 def examples(count: int) -> Any:
     """So many examples, the same each time; with `make fuzz` many more, and new ones."""
     return settings(
-        max_examples=count * max(1, _FUZZ),
+        max_examples=count * max(1, FUZZ),
         deadline=None,
-        derandomize=not _FUZZ,
+        derandomize=not FUZZ,
         suppress_health_check=[HealthCheck.too_slow],
     )
 

@@ -219,7 +219,13 @@ class GraphProgram:
         count = len(self._cotangents)
         given = [*tensors[:count], *self.unpack(tensors[count:])]
         known = {**self._handles, **dict(zip([*self._cotangents, *self.residuals], given))}
-        return import_part(self.product_part, known, self._results)
+        made = import_part(self.product_part, known, self._results)
+        # Where a shape was computed, and is now a residual, TensorFlow forgets what it is.
+        named = [v for v, name in zip(self.variables, self.traced.vjp) if name is not None]
+        return [
+            tensor if tensor.shape.is_fully_defined() else tf.ensure_shape(tensor, variable.shape)
+            for tensor, variable in zip(made, named)
+        ]
 
     def _import_flat_product(self, flat: tf.Tensor, *residuals: tf.Tensor) -> tf.Tensor:
         fed = self.fed(self._flattener.split(flat))

@@ -13,6 +13,7 @@ import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 # By the number of axes of space.
@@ -91,35 +92,45 @@ def _function(
     axes = len(ksize)
     spec = tf.TensorSpec([None] * axes, dtype)
 
-    def padded(x: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return the shape, and how many entries there are too few at either end."""
+    still = max(strides) == 1  # then what is missing does not depend on the image
+
+    def too_few(x: tf.Tensor) -> Any:
+        """How many entries are missing, along each axis, for whole windows."""
+        if still:
+            return np.subtract(ksize, 1)
         shape = tf.shape(x)
         moves = -(-shape // strides)
-        missing = tf.maximum((moves - 1) * strides + ksize - shape, 0)
-        return shape, tf.stack([missing // 2, missing - missing // 2], axis=1)
+        return tf.maximum((moves - 1) * strides + ksize - shape, 0)
+
+    def widened(tensor: tf.Tensor, x: tf.Tensor, value: Any) -> tf.Tensor:
+        missing = too_few(x)
+        ends = [missing // 2, missing - missing // 2]
+        paddings = np.stack(ends, axis=1) if still else tf.stack(ends, axis=1)
+        return tf.ensure_shape(tf.pad(tensor, paddings, constant_values=value), spec.shape)
 
     def pool(which: str, x: tf.Tensor, y: tf.Tensor, grad: tf.Tensor) -> tf.Tensor:
         options = {"orig_input": x, "orig_output": y, "grad": grad, "data_format": layout}
         return getattr(tf.raw_ops, which)(**options, ksize=ksize, strides=strides, padding="VALID")
 
     def gradient(x: tf.Tensor, y: tf.Tensor, grad: tf.Tensor) -> tf.Tensor:
-        shape, missing = padded(x)
         if max(ksize) == 1:
-            zeros = tf.zeros(axes, tf.int32)
-            return tf.raw_ops.StridedSliceGrad(
-                shape=shape, begin=zeros, end=shape, strides=strides, dy=grad
-            )
-        wide = pool(kind, tf.pad(x, missing, constant_values=dtype.min), y, grad)
-        return tf.slice(wide, missing[:, 0], shape)
+            return grad if still else _spread(grad, tf.shape(x), strides)
+        wide = pool(kind, widened(x, x, dtype.min), y, grad)
+        missing = too_few(x)
+        if still:
+            ends = [slice(int(m // 2), int(m // 2 - m) or None) for m in missing]
+            return wide[tuple(ends)]
+        return tf.slice(wide, missing // 2, tf.shape(x))
 
     def second(x: tf.Tensor, y: tf.Tensor, grad: tf.Tensor) -> tf.Tensor:
-        shape, missing = padded(x)
         if max(ksize) == 1:
-            return tf.strided_slice(grad, tf.zeros(axes, tf.int32), shape, strides)
-        wide = tf.pad(x, missing, constant_values=dtype.min)
-        return pool(kind, wide, y, tf.pad(grad, missing))
+            return grad[tuple(slice(None, None, stride) for stride in strides)]
+        return pool(kind, widened(x, x, dtype.min), y, widened(grad, x, 0))
 
-    safe = tf.function(gradient if kind in _GRADIENTS else second, autograph=False)
+    def ranked(function: Any) -> Any:
+        return lambda *tensors: tf.ensure_shape(tf.identity(function(*tensors)), spec.shape)
+
+    safe = tf.function(ranked(gradient if kind in _GRADIENTS else second), autograph=False)
 
     @tf.function(autograph=False)
     def caller(x: tf.Tensor, y: tf.Tensor, grad: tf.Tensor) -> tf.Tensor:
@@ -129,6 +140,14 @@ def _function(
     (definition,) = library.function
     (made,) = definition.signature.output_arg
     return _renamed(definition, made.name)
+
+
+def _spread(grad: tf.Tensor, shape: tf.Tensor, strides: tuple[int, ...]) -> tf.Tensor:
+    """Put entries back where strides took them from, and zeros between."""
+    zeros = np.zeros(len(strides), np.int32)
+    return tf.raw_ops.StridedSliceGrad(
+        shape=shape, begin=zeros, end=shape, strides=strides, dy=grad
+    )
 
 
 def _renamed(definition: Any, output: str) -> Any:

@@ -42,6 +42,7 @@ def problem(name, function):
 def assert_right(made, **options):
     want = dense_hessian(made, step=1e-4)  # no two entries are so near each other
     with hvp.HessianOperator(made.loss, made.variables, **options) as H:
+        assert H.stats.engine == options.get("engine", "graph")
         np.testing.assert_allclose(H.to_dense(), want, atol=1e-9)
         columns = [H @ e for e in np.eye(H.shape[0])]
         np.testing.assert_allclose(np.stack(columns, axis=1), want, atol=1e-9)
