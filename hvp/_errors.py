@@ -13,6 +13,8 @@ __all__ = [
     "InvalidVariablesError",
     "InvalidVectorError",
     "NonFiniteError",
+    "OutOfMemoryError",
+    "ProcessError",
     "RecomputeError",
     "SecondDerivativeError",
     "StaleOperatorError",
@@ -112,6 +114,14 @@ class CheckpointError(HvpError, ValueError):
 
 class ConvergenceWarning(RuntimeWarning):
     """An answer is less exact than was asked for; the result says where and why."""
+
+
+class OutOfMemoryError(HvpError, RuntimeError):
+    """TensorFlow could not get the memory for an evaluation or a product."""
+
+
+class ProcessError(HvpError, RuntimeError):
+    """An operator was taken to another process, by pickling or forking."""
 
 
 class TooLargeError(HvpError, ValueError):

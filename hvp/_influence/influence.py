@@ -16,6 +16,7 @@ from numpy.lib.format import open_memmap
 from hvp._arguments import check_count
 from hvp._checkpoint import Checkpoint, fingerprint
 from hvp._errors import CheckpointError, ConvergenceWarning, HvpError, InvalidDataError
+from hvp._guard import OneProcess
 from hvp._operators.example_gradients import ExampleData, ExampleGradients
 from hvp._operators.hessian import HessianOperator
 from hvp._operators.memory import part_of_limit
@@ -54,7 +55,7 @@ class TopInfluences(NamedTuple):
     harmful_scores: np.ndarray
 
 
-class InfluenceFunctions:
+class InfluenceFunctions(OneProcess):
     """Predicts what would become of a model if training examples were left out, without training.
 
     Of weights that minimize the mean loss `L` of `n` training examples, with gradients `g_i` of the

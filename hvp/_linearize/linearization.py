@@ -8,7 +8,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvp._errors import ClosedOperatorError, InvalidLossError, InvalidVectorError
+from hvp._errors import (
+    ClosedOperatorError,
+    InvalidLossError,
+    InvalidVectorError,
+    OutOfMemoryError,
+)
+from hvp._guard import Guard, OneProcess
 from hvp._linearize.compiled import JitCompile
 from hvp._linearize.flatten import check_numeric, outline
 from hvp._linearize.graph import GraphEngine
@@ -16,7 +22,7 @@ from hvp._linearize.program import Engine, Program
 from hvp._linearize.tape import TapeEngine
 
 
-class Linearization:
+class Linearization(OneProcess):
     """The derivative of a function at one point, applied as often as wanted.
 
     Made by `hvp.linearize`. Uses some memory, the *residuals*, so that an application need not
@@ -32,11 +38,14 @@ class Linearization:
         An upper bound of the residuals' size, None where it cannot be told.
     """
 
-    def __init__(self, program: Program, engine: TapeEngine | GraphEngine, value: Any) -> None:
+    def __init__(
+        self, program: Program, engine: TapeEngine | GraphEngine, value: Any, guard: Guard
+    ) -> None:
         self.value = value
         self.engine = engine.name
         self.nbytes = program.nbytes(engine)
         self._engine: TapeEngine | GraphEngine | None = engine
+        self._guard = guard
         self._primal = program.flattener
         self._dtypes = [output.dtype for output in engine.outputs if output is not None]
 
@@ -67,7 +76,8 @@ class Linearization:
         """
         parts = self._primal.parts_of_nest(v)
         tangents = [tf.cast(part, dtype) for part, dtype in zip(parts, self._primal.dtypes)]
-        return tf.nest.pack_sequence_as(self.value, self._open().jvp(tangents))
+        with self._guard:
+            return tf.nest.pack_sequence_as(self.value, self._open().jvp(tangents))
 
     def vjp(self, u: Any) -> Any:
         """Multiply the transposed derivative by a cotangent: `J^T u`.
@@ -110,13 +120,15 @@ class Linearization:
                 f"the shapes of the value, {shapes}",
             )
         cotangents = [tf.cast(part, dtype) for part, dtype in zip(parts, self._dtypes)]
-        return self._primal.nest_of_parts(engine.vjp(cotangents))
+        with self._guard:
+            return self._primal.nest_of_parts(engine.vjp(cotangents))
 
     def close(self) -> None:
         """Release the residuals; `value` stays. Closing twice does nothing."""
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
+        with self._guard:
+            if self._engine is not None:
+                self._engine.close()
+                self._engine = None
 
     def __enter__(self) -> Linearization:
         """Return itself."""
@@ -207,10 +219,22 @@ def linearize(
         structure[:] = [tf.nest.map_structure(lambda _: 0, value)]
         return None, [_check_output(leaf) for leaf in tf.nest.flatten(value)]
 
-    program = Program(outputs, variables, engine, jit_compile)
-    _, made = program.linearize()
+    guard = Guard(_out_of_memory)
+    with guard:
+        program = Program(outputs, variables, engine, jit_compile)
+        _, made = program.linearize()
     value = tf.nest.pack_sequence_as(structure[0], made.outputs)
-    return Linearization(program, made, value)
+    return Linearization(program, made, value, guard)
+
+
+def _out_of_memory(error: Exception) -> OutOfMemoryError:
+    reason = (str(error).strip().splitlines() or [""])[0]
+    return OutOfMemoryError(
+        f"there was not enough memory for a linearization (TensorFlow: {reason})",
+        "a function whose intermediate values fit",
+        "let some of them be recomputed, by hvp.recompute; or use hvp.HessianOperator, which "
+        "divides data by memory_limit",
+    )
 
 
 def _check_output(leaf: Any) -> tf.Tensor:

@@ -15,6 +15,7 @@ from scipy.optimize import OptimizeResult
 
 from hvp._arguments import check_count
 from hvp._errors import GraphModeError, HvpError, NonFiniteError
+from hvp._guard import OneProcess
 from hvp._linearize.trace import Resource
 from hvp._minimize.models import SampledModel, WholeModel
 from hvp._minimize.non_finite import log_non_finite, non_finite_said
@@ -87,7 +88,7 @@ class NewtonStep:
     from_gradients: bool
 
 
-class NewtonCG(tf.Module):
+class NewtonCG(OneProcess, tf.Module):
     """A truncated Newton method whose conjugate gradients run inside a graph.
 
     Each step minimizes the quadratic model of the loss in a trust region, approximately, by

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 from scipy.sparse.linalg import LinearOperator
 
+from hvp._guard import OneProcess
 from hvp._operators.points import Point, Points
 from hvp._operators.vectors import make_array
 
@@ -17,7 +18,7 @@ OPERATOR_OPTIONS = frozenset(
 )
 
 
-class ScipyObjective:
+class ScipyObjective(OneProcess):
     """A loss as the functions that `scipy.optimize.minimize` asks for.
 
     Value, gradient and Hessian-vector products at one point come from one evaluation, and the last

@@ -144,6 +144,12 @@ class BatchedProgram:
         notes = [shaped.program.note for shaped in self._shaped.values()]
         return "; ".join(dict.fromkeys(filter(None, [*notes, self._note])))
 
+    @property
+    def expected_nbytes(self) -> int:
+        """Bytes of residuals and data of all batches, as far as the first one tells."""
+        examples = self._batches.examples or self._examples
+        return int(self._nbytes_each * examples)
+
     def nbytes(self, engine: Any) -> int | None:
         """Bytes that are kept."""
         return int(engine.nbytes)

@@ -18,17 +18,19 @@ from hvp._errors import (
     NonFiniteError,
     StaleOperatorError,
 )
+from hvp._guard import Guard, OneProcess
 from hvp._linearize.graph import GraphEngine, Run
 from hvp._linearize.program import Linearized, Program
 from hvp._operators.batched_program import BatchedEngine, BatchedProgram
 from hvp._operators.in_graph import InGraph, is_for_xla
+from hvp._operators.memory import out_of_memory
 from hvp._operators.staleness import Watch
 from hvp._operators.statistics import Statistics
 
 OnStale = Literal["raise", "refresh", "ignore"]
 
 
-class Evaluation:
+class Evaluation(OneProcess):
     """A loss, its gradient, and the gradient's derivative, at the variables' values of one moment.
 
     Parameters
@@ -52,12 +54,15 @@ class Evaluation:
                 f"the argument on_stale is {on_stale!r}", "'raise', 'refresh' or 'ignore'"
             )
         self.on_stale = on_stale
+        self._guard = Guard(self._out_of_memory)
+        self._doing = "tracing the loss"
         self._counts = Statistics()
         self._engine: Linearized | BatchedEngine | None = None
         self._value: tf.Tensor | None = None
         self._in_graph: InGraph | None = None
         self._absent = "the operator is closed"
-        self.program = make_program()
+        with self._guard:
+            self.program = make_program()
         self._watch = Watch(self.program.reads)
         self.refresh()
 
@@ -125,8 +130,14 @@ class Evaluation:
         What is kept of the point before is released first, so that the two never have to fit in
         memory together. If this raises, the evaluation holds nothing until a `refresh` succeeds.
         """
+        with self._guard:
+            self._evaluate()
+
+    def _evaluate(self) -> None:
         self._release("the last refresh failed")
+        self._doing = "evaluating the gradient"
         value, engine = self.program.linearize()
+        self._doing = "a product"
         self._counts.gradient_evaluations += 1
         self._check(value, engine)
         self._watch.set(engine.watched)
@@ -136,28 +147,30 @@ class Evaluation:
 
     def close(self) -> None:
         """Release what is kept."""
-        self._release("the operator is closed")
+        with self._guard:
+            self._release("the operator is closed")
 
     def value(self) -> tf.Tensor:
         """Return the loss, a scalar."""
-        self._current()
-        return self._value
+        with self._guard:
+            self._current()
+            return self._value
 
     def gradient(self) -> list[tf.Tensor]:
         """Return the gradient, a tensor for each variable."""
         variables = self.program.nest.variables
-        return [
-            tf.zeros(v.shape, v.dtype) if g is None else g
-            for g, v in zip(self._current().outputs, variables)
-        ]
+        with self._guard:
+            outputs = self._current().outputs
+        return [tf.zeros(v.shape, v.dtype) if g is None else g for g, v in zip(outputs, variables)]
 
     def product(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Multiply the Hessian by one vector, in parts shaped and typed like the variables."""
         if not tf.executing_eagerly():
             engine, run = self._to_graph()
             return engine.vjp(parts, run)
-        result = self._current().vjp(parts)
-        self._counts.products += 1
+        with self._guard:
+            result = self._current().vjp(parts)
+            self._counts.products += 1
         return result
 
     def product_flat(self, flat: tf.Tensor) -> tf.Tensor:
@@ -165,15 +178,18 @@ class Evaluation:
         if not tf.executing_eagerly():
             engine, run = self._to_graph()
             return engine.vjp_flat(flat, self.program.flattener, run)
+        with self._guard:
+            result = self._product_flat(flat)
+            self._counts.products += 1
+        return result
+
+    def _product_flat(self, flat: tf.Tensor) -> tf.Tensor:
         there = self._engine
         if isinstance(there, GraphEngine) and there.program.can_watch and self.on_stale != "ignore":
             result, changed = there.watched_vjp_flat(flat)
             if not changed:
-                self._counts.products += 1
                 return result
-        result = self._current().vjp_flat(flat, self.program.flattener)
-        self._counts.products += 1
-        return result
+        return self._current().vjp_flat(flat, self.program.flattener)
 
     def product_rows(self, rows: tf.Tensor) -> tf.Tensor:
         """Multiply by the rows of a block, of shape `(k, n)`."""
@@ -182,8 +198,9 @@ class Evaluation:
             if is_for_xla():  # where blocks of several sizes would be compiled each
                 return run(engine.program.flat_rows, rows)
             return engine.vjp_flat_rows(rows, self.program.flattener, run)
-        result = self._current().vjp_flat_rows(rows, self.program.flattener)
-        self._counts.products += int(rows.shape[0])
+        with self._guard:
+            result = self._current().vjp_flat_rows(rows, self.program.flattener)
+            self._counts.products += int(rows.shape[0])
         return result
 
     @property
@@ -193,12 +210,17 @@ class Evaluation:
 
     def _to_graph(self, rows: bool = False) -> tuple[GraphEngine, Run]:
         """Return the engine, and what adds its products to the graph being traced."""
-        with tf.init_scope():
+        with tf.init_scope(), self._guard:
             engine = cast(GraphEngine, self._current())
         if self._in_graph is None:
             watch = None if self.on_stale == "ignore" else self._watch
-            self._in_graph = InGraph(self._current, watch, engine)
+            self._in_graph = InGraph(self._now, watch, engine)
         return engine, functools.partial(self._in_graph.run, rows)
+
+    def _now(self) -> None:
+        """Make sure of the same from inside a graph, in a thread of TensorFlow's."""
+        with self._guard:
+            self._current()
 
     def _current(self) -> Linearized | BatchedEngine:
         """Return the engine, having made sure that it is there and true."""
@@ -217,6 +239,11 @@ class Evaluation:
             if changed:
                 self.refresh()
         return self._engine
+
+    def _out_of_memory(self, error: Exception) -> HvpError:
+        program = self.__dict__.get("program")  # there is none, if it was being traced
+        nbytes = None if program is None else program.expected_nbytes
+        return out_of_memory(error, self._doing, nbytes)
 
     def _release(self, reason: str) -> None:
         self._absent = reason

@@ -7,7 +7,14 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from hvp._errors import HvpError, TooLargeError
+import tensorflow as tf
+
+from hvp._errors import HvpError, OutOfMemoryError, TooLargeError
+
+try:
+    import resource
+except ImportError:  # not on Windows
+    resource = None  # type: ignore[assignment]
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _UNITS.update({f"{unit}i": 2 ** (10 * i) for i, unit in enumerate("KMGT", start=1)})
@@ -16,6 +23,8 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?|)B?\s*", re.IGNORECASE)
 _WORKING = 3.0
 # Where arrays are cut, a batch at work takes one part in so many.
 _PART = 4
+# What part of the memory that is left an advised limit takes.
+_FITTING = 0.4
 
 
 class Budget:
@@ -74,7 +83,7 @@ class Budget:
         if available is not None and available < working and not self._warned:
             self._warned = True
             warnings.warn(
-                f"hvp keeps {_said(nbytes)} for products, and the machine has {_said(available)} "
+                f"hvp keeps {amount(nbytes)} for products, and the machine has {amount(available)} "
                 "left: pass memory_limit to keep less, at the cost of time",
                 RuntimeWarning,
                 stacklevel=2,
@@ -85,11 +94,38 @@ class Budget:
         """Return the error for a batch that cannot be cut into pieces that fit."""
         least = _WORKING * expected / examples
         return TooLargeError(
-            f"a batch of one example takes about {_said(least)}, and memory_limit is "
-            f"{_said(self._limit or 0)}",
-            f"a memory_limit of at least {_said(least)}",
+            f"a batch of one example takes about {amount(least)}, and memory_limit is "
+            f"{amount(self._limit or 0)}",
+            f"a memory_limit of at least {amount(least)}",
             "raise it, or let layers be recomputed: recompute=True, hvp.recompute",
         )
+
+
+def out_of_memory(error: Exception, doing: str, nbytes: int | None) -> HvpError:
+    """Tell a lack of memory in words, with a limit that would fit.
+
+    Parameters
+    ----------
+    error : Exception
+        TensorFlow's.
+    doing : str
+        What was done when it was raised.
+    nbytes : int or None
+        Of what is kept for products, as far as it is known.
+    """
+    available = _available()
+    fits = [size for size in (available, nbytes) if size]
+    limit = f"memory_limit='{max(1, int(min(fits) * _FITTING / 2**20))}MiB'" if fits else ""
+    kept = f"; products need {amount(nbytes)} of residuals" if nbytes else ""
+    left = f", and {amount(available)} are left" if available else ""
+    lines = str(error).strip().splitlines() or [""]
+    reason = next((line for line in lines if "OOM" in line), lines[0]).strip()
+    return OutOfMemoryError(
+        f"there was not enough memory for {doing}{kept}{left} (TensorFlow: {reason})",
+        "an evaluation that fits",
+        f"pass {limit or 'a memory_limit'}, with the examples as data; or let layers be "
+        "recomputed: recompute=True for a Keras model, hvp.recompute for parts of a function",
+    )
 
 
 def part_of_limit(limit: Any, count: int) -> int:
@@ -114,16 +150,30 @@ def _bytes(limit: Any) -> int:
 
 
 def _available() -> int | None:
-    """Bytes the machine has left; None where it does not tell."""
+    """Bytes that are left, on the device if there is one; None where that cannot be told."""
+    for device in tf.config.list_logical_devices("GPU"):
+        found = tf.config.experimental.get_memory_info(device.name)
+        return int(found["peak"] - found["current"])  # nearly all of it was in use at the peak
+    limits = [_from_proc("/proc/meminfo", "MemAvailable:")]
+    if resource is not None:
+        most = resource.getrlimit(resource.RLIMIT_AS)[0]
+        used = _from_proc("/proc/self/status", "VmSize:")
+        limits.append(None if most < 0 or used is None else most - used)
+    known = [limit for limit in limits if limit is not None]
+    return max(0, min(known)) if known else None
+
+
+def _from_proc(path: str, name: str) -> int | None:
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
+        lines = Path(path).read_text().splitlines()
     except OSError:
         return None
-    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    found = [line.split()[1] for line in lines if line.startswith(name)]
     return int(found[0]) * 1024 if found else None
 
 
-def _said(nbytes: float) -> str:
+def amount(nbytes: float) -> str:
+    """Return a number of bytes in words, such as ``"1.5 GiB"``."""
     for unit in ("bytes", "KiB", "MiB"):
         if nbytes < 1024:
             return f"{nbytes:.3g} {unit}" if unit != "bytes" else f"{nbytes:.0f} bytes"

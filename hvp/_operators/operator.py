@@ -16,6 +16,7 @@ import tensorflow as tf
 from scipy.sparse.linalg import LinearOperator
 
 from hvp._errors import ClosedOperatorError, HvpError, InvalidVectorError, TooLargeError
+from hvp._guard import OneProcess
 from hvp._linearize.flatten import check_numeric
 from hvp._operators.arithmetic import DtypePreserving
 from hvp._operators.evaluation import Evaluation
@@ -28,7 +29,7 @@ Self = TypeVar("Self", bound="SymmetricOperator")
 _DENSE_BLOCK = 64
 
 
-class SymmetricOperator(DtypePreserving):
+class SymmetricOperator(OneProcess, DtypePreserving):
     """What the operators of this package have in common.
 
     Parameters

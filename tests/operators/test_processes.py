@@ -1,0 +1,321 @@
+"""Threads, forked and pickled operators, interrupts."""
+
+import copy
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from scipy.sparse.linalg import cg
+
+import hvp
+from hvp import _guard
+from tests.cases import mlp, random
+
+N = 6
+
+
+def quartic():
+    """A loss whose Hessian is a diagonal that is known."""
+    w = tf.Variable(np.linspace(0.5, 1.5, N))
+    return w, lambda: tf.reduce_sum(w**4) / 12
+
+
+def in_threads(count, work):
+    """Run something in several threads at once; raise what any of them raised."""
+    errors, ready = [], threading.Barrier(count)
+
+    def run(number):
+        try:
+            ready.wait()
+            work(number)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for error in errors:
+        raise error
+
+
+@pytest.mark.parametrize("engine", ["graph", "tape"])
+@pytest.mark.parametrize("batch_size", [None, 5])
+def test_products_from_several_threads_are_right(engine, batch_size):
+    problem = mlp("float64")
+    with hvp.HessianOperator(
+        problem.loss, problem.variables, problem.data, engine=engine, batch_size=batch_size
+    ) as H:
+        n = H.shape[0]
+        vectors = [random(i, n, dtype="float64") for i in range(4)]
+        want = [H @ v for v in vectors]
+        before = H.stats.products
+
+        def work(number):
+            v = vectors[number]
+            for turn in range(5):
+                if turn == 2:
+                    H.refresh()  # to the same values
+                np.testing.assert_allclose(H @ v, want[number], rtol=1e-10)
+                block = H @ np.stack([v, -v], axis=1)
+                np.testing.assert_allclose(block[:, 1], -want[number], rtol=1e-10, atol=1e-12)
+                np.testing.assert_allclose(H.product(tf.constant(v)), want[number], rtol=1e-10)
+
+        in_threads(4, work)
+        assert H.stats.products == before + 4 * 5 * 4
+
+
+def test_solutions_from_several_threads_are_right():
+    w, loss = quartic()
+    with hvp.HessianOperator(loss, w) as H:
+        b = [random(i, N, dtype="float64") for i in range(4)]
+
+        def work(number):
+            for method in ("cg", "minres", "exact"):
+                x = hvp.solve(H, b[number], method=method, rtol=1e-10).x
+                np.testing.assert_allclose(x * w.numpy() ** 2, b[number], rtol=1e-8)
+            x, _ = cg(H, b[number], rtol=1e-10)
+            np.testing.assert_allclose(x * w.numpy() ** 2, b[number], rtol=1e-8)
+
+        in_threads(4, work)
+
+
+def test_a_linearization_serves_several_threads():
+    w, _ = quartic()
+    with hvp.linearize(lambda: w**3, w) as derivative:
+
+        def work(number):
+            v = random(number, N, dtype="float64")
+            for _ in range(5):
+                np.testing.assert_allclose(derivative.jvp(v), 3 * w.numpy() ** 2 * v)
+                np.testing.assert_allclose(derivative.vjp(v), 3 * w.numpy() ** 2 * v)
+
+        in_threads(4, work)
+
+
+def test_one_thread_at_a_time_is_what_makes_them_right():
+    """Another thread waits while one is inside."""
+    w, loss = quartic()
+    with hvp.HessianOperator(loss, w) as H:
+        done = threading.Event()
+        with H._evaluation._guard:
+            thread = threading.Thread(target=lambda: (H @ np.ones(N), done.set()))
+            thread.start()
+            assert not done.wait(0.3)
+        thread.join(10)
+        assert done.is_set()
+
+
+FORK = """
+import os, sys, warnings
+warnings.simplefilter("ignore")
+import numpy as np
+import tensorflow as tf
+import hvp
+
+w = tf.Variable([1.0, 2.0])
+H = hvp.HessianOperator(lambda: tf.reduce_sum(w**4), w)
+H @ np.ones(2)
+with hvp.linearize(lambda: w**2, w) as linear:
+    child = os.fork()
+    if not child:
+        for use in (
+            lambda: H @ np.ones(2),
+            lambda: H.product(w),
+            lambda: H.value,
+            lambda: H.gradient,
+            lambda: H.refresh(),
+            lambda: hvp.solve(H, np.ones(2)),
+            lambda: linear.vjp(np.ones(2)),
+            lambda: hvp.HessianOperator(lambda: tf.reduce_sum(w**4), w),
+            lambda: hvp.linearize(lambda: w**2, w),
+            lambda: H.close(),
+        ):
+            try:
+                use()
+            except hvp.ProcessError as error:
+                print("refused", "spawn" in str(error), flush=True)
+            else:
+                print("worked", flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+print("parent", H @ np.ones(2))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+def test_a_forked_operator_says_what_to_do():
+    run = subprocess.run(
+        [sys.executable, "-c", FORK], capture_output=True, text=True, timeout=120, check=True
+    )
+    lines = run.stdout.splitlines()
+    assert lines == ["refused True"] * 10 + ["parent [12. 48.]"]
+
+
+def test_forked_before_it_is_used_there_is_nothing_to_refuse(monkeypatch):
+    monkeypatch.setattr(_guard._Process, "in_use", False)
+    monkeypatch.setattr(_guard._Process, "is_broken", False)
+    _guard._Process.after_fork()
+    w, loss = quartic()
+    with hvp.HessianOperator(loss, w) as H:
+        H @ np.ones(N)
+        _guard._Process.after_fork()
+        with pytest.raises(hvp.ProcessError, match="forked"):
+            H @ np.ones(N)
+        monkeypatch.setattr(_guard._Process, "is_broken", False)
+
+
+def unpicklable():
+    w, loss = quartic()
+    H = hvp.HessianOperator(loss, w)
+    return {
+        "operator": H,
+        "sum": H + H,
+        "damped": H.damped(1.0),
+        "linearization": hvp.linearize(lambda: w**3, w),
+        "objective": hvp.ScipyObjective(loss, w),
+        "preconditioner's inverse": hvp.NeumannInverse(H),
+    }
+
+
+@pytest.mark.parametrize("kind", unpicklable())
+def test_pickles_and_deep_copies_say_what_to_do(kind):
+    thing = unpicklable()[kind]
+    for take in (pickle.dumps, copy.deepcopy):
+        with pytest.raises(hvp.ProcessError, match="build it again"):
+            take(thing)
+
+
+def test_a_shallow_copy_shares_what_is_evaluated():
+    w, loss = quartic()
+    with hvp.HessianOperator(loss, w) as H:
+        twin = copy.copy(H)
+        np.testing.assert_array_equal(twin @ np.ones(N), H @ np.ones(N))
+        assert H.stats.gradient_evaluations == 1
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="there are no timers")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a finalizer
+@pytest.mark.parametrize("batch_size", [None, 5])
+def test_an_interrupt_leaves_the_operator_usable(batch_size):
+    """Interrupted at many moments, in products, solutions and refreshes."""
+    problem = mlp("float64")
+    H = hvp.HessianOperator(problem.loss, problem.variables, problem.data, batch_size=batch_size)
+    n = H.shape[0]
+    v = random(0, n, dtype="float64")
+    want, values = H @ v, [w.numpy() for w in H._evaluation.program.nest.variables]
+    interrupted = 0
+
+    def work():
+        H @ v
+        H @ np.stack([v, v], axis=1)
+        hvp.solve(H.damped(10.0), v, method="cg", maxiter=20, rtol=1e-12)
+        H.refresh()
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for milliseconds in range(1, 60, 2):
+            signal.setitimer(signal.ITIMER_REAL, milliseconds / 1000)
+            try:
+                work()
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                interrupted += 1
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            try:
+                got = H @ v
+            except hvp.ClosedOperatorError as error:  # it was in the middle of a refresh
+                assert "refresh()" in str(error)  # noqa: PT017
+                H.refresh()
+                got = H @ v
+            np.testing.assert_allclose(got, want, rtol=1e-10)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert interrupted > 3
+    for now, then in zip(H._evaluation.program.nest.variables, values):
+        np.testing.assert_array_equal(now, then)
+    in_threads(2, lambda number: H @ v)  # no lock is left behind
+    H.close()
+
+
+def test_too_little_memory_is_told_in_words(monkeypatch):
+    w = tf.Variable(tf.ones(4))
+
+    def loss(x):
+        return tf.reduce_mean((x @ w[:, tf.newaxis]) ** 2)
+
+    def huge():
+        return tf.reduce_sum(w) ** 3 + 0 * tf.reduce_sum(tf.fill([2**44], w[0]))
+
+    with pytest.raises(hvp.OutOfMemoryError, match=r"hvp\.recompute") as caught:
+        hvp.HessianOperator(huge, w)
+    assert "evaluating the gradient" in str(caught.value)
+    assert "OOM when allocating" in str(caught.value)
+    assert "with the examples as data" in str(caught.value)
+    with pytest.raises(hvp.OutOfMemoryError, match="linearization"):
+        hvp.linearize(lambda: w * tf.reduce_sum(tf.fill([2**44], w[0])), w)
+    # A block that is too wide for the machine does not close the operator.
+    with hvp.HessianOperator(loss, w, (np.ones((3, 4), "float32"),)) as H:
+
+        def raises(*_):
+            raise tf.errors.ResourceExhaustedError(None, None, "OOM when allocating tensor")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(H._evaluation._engine, "vjp_flat_rows", raises)
+            with pytest.raises(hvp.OutOfMemoryError, match="a product"):
+                H @ np.ones((4, 2))
+        np.testing.assert_allclose(H @ np.ones(4), 8 * np.ones(4))
+
+
+LIMITED = """
+import re, resource, sys
+import numpy as np
+import tensorflow as tf
+import hvp
+
+w = tf.Variable(np.linspace(-1, 1, 4 * 8000, dtype="float32").reshape(4, 8000))
+x = np.ones((8000, 4), "float32")
+
+def loss(x):  # over a tensor of 256 MB, if it is made of all examples at once
+    return tf.reduce_mean(tf.reduce_mean(tf.tanh(x @ w), axis=1) ** 2)
+
+first = hvp.HessianOperator(loss, w, (x[:8],))  # what it takes to begin at all
+v = np.ones(first.shape[0], "float32")
+first @ v
+first.close()
+used = int(re.search("VmSize:\\\\s+(\\\\d+)", open("/proc/self/status").read())[1]) * 1024
+resource.setrlimit(resource.RLIMIT_AS, (used + 200 * 2**20, -1))
+try:
+    hvp.HessianOperator(loss, w, (x,)) @ v
+except hvp.OutOfMemoryError as error:
+    said = str(error)
+print("residuals", re.search("residuals", said) is not None)
+limit = re.search("memory_limit='(\\\\w+)'", said)[1]
+H = hvp.HessianOperator(loss, w, (x,), memory_limit=limit)
+print("norm", np.isfinite(np.linalg.norm(H @ v)))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_limit_that_is_advised_works():
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(LIMITED)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env={**os.environ, "TF_ENABLE_ONEDNN_OPTS": "0", "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert run.stdout.splitlines() == ["residuals True", "norm True"], run.stderr[-2000:]
