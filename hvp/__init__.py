@@ -12,6 +12,8 @@ The public names, all of them:
     A truncated Newton method, its inner iterations in a graph.
 `ScipyObjective`
     The functions that scipy's optimizers ask for, for those who call them themselves.
+`check`
+    Whether an operator is the Hessian that was meant: a report.
 `solve`
     Linear systems with a Hessian, for one or many right-hand sides.
 `NystromPreconditioner`, `DiagonalPreconditioner`
@@ -30,10 +32,13 @@ The public names, all of them:
     Base of the errors, each listed in the documentation.
 """
 
+from hvp._check.check import check
+from hvp._check.report import CheckReport, Finding
 from hvp._errors import (
     CheckpointError,
     ClosedOperatorError,
     ConvergenceWarning,
+    FailedCheckError,
     GraphModeError,
     HvpError,
     InvalidDataError,
@@ -65,11 +70,14 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [
     "ArnoldiInverse",
+    "CheckReport",
     "CheckpointError",
     "ClosedOperatorError",
     "ConvergenceWarning",
     "DiagonalPreconditioner",
     "ExactInverse",
+    "FailedCheckError",
+    "Finding",
     "GraphModeError",
     "HessianOperator",
     "HvpError",
@@ -94,6 +102,7 @@ __all__ = [
     "Statistics",
     "TooLargeError",
     "TopInfluences",
+    "check",
     "hessian_vector_product",
     "linearize",
     "minimize",

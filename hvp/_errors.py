@@ -6,6 +6,7 @@ __all__ = [
     "CheckpointError",
     "ClosedOperatorError",
     "ConvergenceWarning",
+    "FailedCheckError",
     "GraphModeError",
     "HvpError",
     "InvalidDataError",
@@ -114,6 +115,10 @@ class CheckpointError(HvpError, ValueError):
 
 class ConvergenceWarning(RuntimeWarning):
     """An answer is less exact than was asked for; the result says where and why."""
+
+
+class FailedCheckError(HvpError, AssertionError):
+    """Something that `hvp.check` looked at is not as it is with a Hessian."""
 
 
 class OutOfMemoryError(HvpError, RuntimeError):

@@ -80,6 +80,7 @@ class Dataflow:
         self._functions = {f.signature.name: f for f in graph_def.library.function}
         # For operations with a gradient function of their own: which outputs are used.
         self._overridden: set[Vertex] = set()
+        self.custom_gradients: set[Vertex] = set()
         self._used_outputs: dict[Vertex, set[int]] = defaultdict(set)
         self._add_nodes((), graph_def.node, {})
 
@@ -199,6 +200,8 @@ class Dataflow:
             gradient = node.attr["_gradient_op_type"].s if "_gradient_op_type" in node.attr else b""
             if gradient.startswith((b"CustomGradient", RECOMPUTED_GRADIENT.encode())):
                 self._overridden.add(vertex)
+                if gradient.startswith(b"CustomGradient"):
+                    self.custom_gradients.add(vertex)
             for index, (source, dtype) in enumerate(inputs):
                 self._connect(Edge(source, vertex, index, dtype))
         return producer

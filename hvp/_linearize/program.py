@@ -7,7 +7,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, Union
+from typing import Any, Literal, NamedTuple, Union
 
 import tensorflow as tf
 
@@ -20,7 +20,7 @@ from hvp._linearize.graph_parts import digest_of_graph
 from hvp._linearize.inline import KEPT_WHOLE
 from hvp._linearize.keras_losses import kept_losses
 from hvp._linearize.moments import exact_moments
-from hvp._linearize.second_derivatives import refuse_missing_derivatives
+from hvp._linearize.second_derivatives import Doubt, refuse_missing_derivatives
 from hvp._linearize.split import UnsplittableError
 from hvp._linearize.tape import TapeEngine
 from hvp._linearize.trace import Resource, Trace, trace
@@ -31,6 +31,20 @@ Engine = Literal["graph", "tape"]
 Linearized = Union[TapeEngine, GraphEngine]
 
 _log = logging.getLogger("hvp")
+
+
+class Remarks(NamedTuple):
+    """What is known, before it runs, of a function that need not be wrong.
+
+    Operations with a `tf.custom_gradient`; those whose derivative is wrong at a zero, where they
+    are refused; random draws, and those that are the same each time; whether Python code runs.
+    """
+
+    custom: list[Doubt]
+    wrong_at_zero: list[Doubt]
+    random: list[Doubt]
+    repeated: list[Doubt]
+    python: bool
 
 
 class Program:
@@ -143,7 +157,21 @@ class Program:
     @property
     def draws(self) -> bool:
         """Whether results depend on random draws whose state is not a variable."""
-        return self._trace is not None and self._trace.random
+        return self._trace is not None and bool(self._trace.random)
+
+    @property
+    def remarks(self) -> Remarks | None:
+        """What the graph of the function tells about its derivatives; None if it has none."""
+        if self._trace is None:
+            return None
+        doubts = self._trace.doubts
+        return Remarks(
+            doubts.custom,
+            doubts.wrong_at_zero,
+            self._trace.random,
+            self._trace.repeated,
+            self._trace.python,
+        )
 
     @property
     def expected_nbytes(self) -> int:

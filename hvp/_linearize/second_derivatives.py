@@ -36,6 +36,12 @@ class Doubt(NamedTuple):
     kind: str
     line: str = ""
 
+    @property
+    def place(self) -> str:
+        """The layer or scope that it is in, or the line."""
+        scope = layer_of(self.name).rpartition("/")[0]
+        return repr(scope) if scope else self.line
+
     def __str__(self) -> str:
         made = f" ({self.line})" if self.line else ""
         return f"{self.kind} at {layer_of(self.name)!r}{made}"
@@ -51,10 +57,13 @@ class Doubts:
         Those without a derivative that is not zero.
     wrong_at_zero : list of Doubt
         Those whose derivative is wrong if their first input has a zero.
+    custom : list of Doubt
+        Those whose derivative is what a `tf.custom_gradient` says.
     """
 
     missing: list[Doubt]
     wrong_at_zero: list[Doubt]
+    custom: list[Doubt]
 
 
 def find_doubts(flow: Dataflow, sources: Iterable[Vertex], targets: Iterable[Vertex]) -> Doubts:
@@ -99,11 +108,15 @@ def find_doubts(flow: Dataflow, sources: Iterable[Vertex], targets: Iterable[Ver
         if concerned and not (missing.together and concerned < set(missing.inputs)):
             found.add(vertex)
     moments = _moments_differentiated_twice(flow, depends, matters)
-    doubts = {_doubt(flow, v) for v in found} | {_doubt(flow, v, _MOMENTS) for v in moments}
-    return Doubts(sorted(doubts), sorted(_doubt(flow, vertex) for vertex in wrong_at_zero))
+    doubts = {doubt_of(flow, v) for v in found} | {doubt_of(flow, v, _MOMENTS) for v in moments}
+    custom = [doubt_of(flow, v) for v in flow.custom_gradients & depends & matters]
+    return Doubts(
+        sorted(doubts), sorted(doubt_of(flow, vertex) for vertex in wrong_at_zero), sorted(custom)
+    )
 
 
-def _doubt(flow: Dataflow, vertex: Vertex, kind: str = "") -> Doubt:
+def doubt_of(flow: Dataflow, vertex: Vertex, kind: str = "") -> Doubt:
+    """Describe an operation."""
     return Doubt(flow.names[vertex], kind or flow.types[vertex], flow.source_line(vertex))
 
 

@@ -13,10 +13,13 @@ from hvp._linearize.dataflow import RECOMPUTED_GRADIENT, Dataflow, Vertex
 from hvp._linearize.gradient import densify
 from hvp._linearize.graph_parts import ancestors, cut_out, import_part
 from hvp._linearize.pools import has_risky_pools
-from hvp._linearize.second_derivatives import Doubts, find_doubts
+from hvp._linearize.second_derivatives import Doubt, Doubts, doubt_of, find_doubts
 
 _WRITES = re.compile(r"Assign\w*VariableOp|Resource\w*(Scatter|Apply|Assign)\w*|Rng\w+|Stateful\w+")
 _RANDOM = re.compile(r"(Random|Truncated|ParameterizedTruncated|Multinomial)\w*")
+_REPEATED = re.compile(
+    r"Stateless(Random(Uniform|Normal|Gamma|Poisson|Binomial)|Truncated|Parameterized)\w*"
+)
 _READS = re.compile(r"ReadVariableOp|ResourceGather\w*|ResourceStridedSlice\w*")
 
 
@@ -127,8 +130,10 @@ class Trace:
     nbytes : int
         Bytes of the values on the way from the variables to the results, an upper bound of
         what a tape must keep; the body of a loop counts once, a partly unknown shape not at all.
-    random : bool
-        Whether the results depend on random draws whose state is not a variable.
+    random : list of Doubt
+        Random draws that the results depend on, of which the state is no variable.
+    repeated : list of Doubt
+        Random draws that are the same each time, from seeds that are put back.
     python : bool
         Whether the results depend on Python code that runs with the graph.
     risky_pools : bool
@@ -142,7 +147,8 @@ class Trace:
     doubts: Doubts
     zeros: Callable[[], tf.Tensor] | None
     nbytes: int
-    random: bool
+    random: list[Doubt]
+    repeated: list[Doubt]
     python: bool
     risky_pools: bool
 
@@ -199,7 +205,12 @@ def trace(
         nbytes=_bytes_between(concrete.graph, flow, sources, reaching),
         python=any("PyFunc" in flow.types.get(vertex, "") for vertex in reaching),
         risky_pools=any(has_risky_pools(f.node_def) for f in graph_def.library.function),
-        random=any(_RANDOM.fullmatch(flow.types.get(vertex, "")) for vertex in reaching),
+        random=sorted(
+            doubt_of(flow, v) for v in reaching if _RANDOM.fullmatch(flow.types.get(v, ""))
+        ),
+        repeated=sorted(
+            doubt_of(flow, v) for v in reaching if _REPEATED.fullmatch(flow.types.get(v, ""))
+        ),
     )
 
 

@@ -13,7 +13,7 @@ from hvp._errors import HvpError, InvalidLossError, NonFiniteError, StaleOperato
 from hvp._linearize.flatten import Flattener
 from hvp._linearize.gradient import value_and_gradient
 from hvp._linearize.graph import GraphEngine, Run
-from hvp._linearize.program import Engine, Linearized, Program
+from hvp._linearize.program import Engine, Linearized, Program, Remarks
 from hvp._operators.batches import Batch, Batches
 from hvp._operators.data import Elements
 from hvp._operators.in_graph import Slot
@@ -157,6 +157,11 @@ class BatchedProgram:
     def preserving(self) -> AbstractContextManager[None]:
         """As of `Program`."""
         return self._first.preserving()
+
+    @property
+    def remarks(self) -> Remarks | None:
+        """As of `Program`."""
+        return self._first.remarks
 
     @property
     def draws(self) -> bool:

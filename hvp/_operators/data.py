@@ -152,8 +152,8 @@ def convert_batch(data: Any, name: str) -> Elements:
 
     Parameters
     ----------
-    data : tuple or dict
-        Of nests of arrays and tensors.
+    data : tuple or dict, or Elements
+        Of nests of arrays and tensors; what was converted before is returned.
     name : str
         What to call it in messages.
 
@@ -162,6 +162,8 @@ def convert_batch(data: Any, name: str) -> Elements:
     InvalidDataError
         If it is of another kind, empty, or the first axes differ.
     """
+    if isinstance(data, Elements):
+        return data
     if isinstance(data, tf.data.Dataset) or not isinstance(data, (tuple, dict)):
         mend = "for a single array pass (x,)" if hasattr(data, "shape") else "pass one batch"
         raise InvalidDataError(f"{name} is {type(data).__name__}", EXPECTED, mend)

@@ -163,6 +163,12 @@ class Evaluation(OneProcess):
             outputs = self._current().outputs
         return [tf.zeros(v.shape, v.dtype) if g is None else g for g, v in zip(outputs, variables)]
 
+    def unconnected(self) -> list[str]:
+        """Return the names of the variables that the loss does not depend on."""
+        with self._guard:
+            outputs = self._current().outputs
+        return [name for name, g in zip(self.program.nest.names, outputs) if g is None]
+
     def product(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Multiply the Hessian by one vector, in parts shaped and typed like the variables."""
         if not tf.executing_eagerly():

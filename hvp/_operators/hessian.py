@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -10,6 +11,7 @@ import numpy as np
 from hvp._errors import InvalidLossError
 from hvp._linearize.compiled import JitCompile
 from hvp._linearize.program import Engine
+from hvp._operators.data import convert_batch
 from hvp._operators.evaluation import OnStale
 from hvp._operators.loss_evaluation import evaluate_loss
 from hvp._operators.model_loss import loss_of_model
@@ -156,7 +158,11 @@ class HessianOperator(SymmetricOperator):
         jit_compile: JitCompile = False,
         recompute: bool | int | Sequence[Any] = False,
     ) -> None:
-        evaluation = evaluate_loss(
+        divided = not (batch_size is None and memory_limit is None and weight is None)
+        if isinstance(data, (tuple, dict)) and not divided:
+            data = convert_batch(data, "data")  # once, not for each evaluation
+        evaluate = functools.partial(
+            evaluate_loss,
             loss,
             variables,
             data,
@@ -166,12 +172,11 @@ class HessianOperator(SymmetricOperator):
             regularization=regularization,
             weight=weight,
             progress=progress,
-            on_stale=on_stale,
             engine=engine,
-            jit_compile=jit_compile,
             recompute=recompute,
         )
-        super().__init__(evaluation, damping)
+        super().__init__(evaluate(on_stale=on_stale, jit_compile=jit_compile), damping)
+        self._evaluate_gradient = functools.partial(evaluate, on_stale="ignore", products=False)
 
     @classmethod
     def from_keras(

@@ -14,7 +14,7 @@ from hvp._linearize.program import Engine, Program
 from hvp._linearize.variables import collect_variables
 from hvp._operators.batched_program import BatchedProgram
 from hvp._operators.batches import Batches
-from hvp._operators.data import bind_batch, checked_loss, explain_mixed_precision
+from hvp._operators.data import Elements, bind_batch, checked_loss, explain_mixed_precision
 from hvp._operators.evaluation import Evaluation, OnStale
 from hvp._operators.memory import Budget
 from hvp._progress import check_progress
@@ -78,7 +78,7 @@ def evaluate_loss(
     if wanted:
         loss = in_segments(loss, variables, recompute)
     options: dict[str, Any] = {"engine": engine, "jit_compile": jit_compile, "products": products}
-    one = data is None or isinstance(data, (tuple, dict))
+    one = data is None or isinstance(data, (tuple, dict, Elements))
     if one and batch_size is None and memory_limit is None and weight is None:
         total = reduction == "sum"
         bound = bind_batch(loss, data, regularization=regularization, total=total)

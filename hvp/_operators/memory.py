@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,16 @@ def out_of_memory(error: Exception, doing: str, nbytes: int | None) -> HvpError:
         f"pass {limit or 'a memory_limit'}, with the examples as data; or let layers be "
         "recomputed: recompute=True for a Keras model, hvp.recompute for parts of a function",
     )
+
+
+def peak_nbytes() -> int | None:
+    """Bytes in use at most so far, on the device if there is one; None where it is not told."""
+    for device in tf.config.list_logical_devices("GPU"):
+        return int(tf.config.experimental.get_memory_info(device.name)["peak"])
+    if resource is None:
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024
+    return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * unit
 
 
 def part_of_limit(limit: Any, count: int) -> int:

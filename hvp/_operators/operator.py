@@ -18,8 +18,10 @@ from scipy.sparse.linalg import LinearOperator
 from hvp._errors import ClosedOperatorError, HvpError, InvalidVectorError, TooLargeError
 from hvp._guard import OneProcess
 from hvp._linearize.flatten import check_numeric
+from hvp._linearize.program import Remarks
 from hvp._operators.arithmetic import DtypePreserving
 from hvp._operators.evaluation import Evaluation
+from hvp._operators.gradients import Gradients
 from hvp._operators.statistics import Statistics
 from hvp._operators.vectors import check_array, check_product, make_array
 
@@ -53,6 +55,8 @@ class SymmetricOperator(OneProcess, DtypePreserving):
         self._damping = check_damping(damping)
         self._flattener = evaluation.program.flattener
         self._kept: dict[Any, Any] = {}
+        # Evaluates the gradient alone, of a new trace: for checks. None where there is none.
+        self._evaluate_gradient: Callable[[], Evaluation] | None = None
         size = self._flattener.size
         super().__init__(np.dtype(self._flattener.dtype.as_numpy_dtype), (size, size))
 
@@ -402,6 +406,27 @@ class SymmetricOperator(OneProcess, DtypePreserving):
         if key not in self._kept:
             self._kept[key] = make()
         return self._kept[key]
+
+    def gradients(self) -> Gradients | None:
+        """Return the gradient as a function of the point, traced anew; None if there is none."""
+        if self._evaluate_gradient is None:
+            return None
+        return Gradients(self._evaluate_gradient(), self._evaluation)
+
+    @property
+    def remarks(self) -> Remarks | None:
+        """What the graph of the loss tells about its derivatives; None if there is none."""
+        return self._evaluation.program.remarks
+
+    def unconnected(self) -> list[str]:
+        """Return the names of the variables that the loss does not depend on."""
+        outputs = self._evaluation.gradient_parts()
+        return [name for name, g in zip(self.variable_names, outputs) if g is None]
+
+    @property
+    def variable_names(self) -> list[str]:
+        """Names of the variables, in the order of the vectors."""
+        return [name.partition(":")[0] for name in self._evaluation.program.nest.names]
 
     def product_rows(self, rows: tf.Tensor) -> tf.Tensor:
         """Multiply the rows of a tensor of shape `(k, n)`: as `product`, many vectors at once."""

@@ -1,0 +1,1 @@
+"""Layer 3: looking whether an operator is right."""

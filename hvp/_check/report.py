@@ -1,0 +1,97 @@
+"""What a check of an operator found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from hvp._errors import FailedCheckError
+
+Outcome = Literal["ok", "note", "warning", "failed"]
+
+
+class Finding(NamedTuple):
+    """One thing that was looked at.
+
+    Attributes
+    ----------
+    name : str
+        What was looked at.
+    outcome : {"ok", "note", "warning", "failed"}
+        Whether it is right; ``"note"`` for what is only good to know, ``"warning"`` for what may be
+        wrong, or could not be seen.
+    said : str
+        What was seen, and what to do about it.
+    """
+
+    name: str
+    outcome: Outcome
+    said: str
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """What `hvp.check` found: prints as a table.
+
+    Attributes
+    ----------
+    title : str
+        Of what.
+    findings : tuple of Finding
+        What was looked at, in order; each has `name`, `outcome` and `said`.
+    eigenvalues : ndarray
+        Ritz values, ascending: estimates of extreme eigenvalues, from inside.
+    seconds_per_product : float
+        Median over single vectors, the first product left out.
+    residual_bytes : int or None
+        Of what is kept for products.
+    peak_bytes : int or None
+        By how much products raised the process's, or device's, peak; None where it cannot be told.
+    products, gradient_evaluations : int
+        What the check cost.
+    """
+
+    title: str
+    findings: tuple[Finding, ...]
+    eigenvalues: np.ndarray
+    seconds_per_product: float
+    residual_bytes: int | None
+    peak_bytes: int | None
+    products: int
+    gradient_evaluations: int
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing failed."""
+        return all(finding.outcome != "failed" for finding in self.findings)
+
+    def __getitem__(self, name: str) -> Finding:
+        """Return the finding of a name."""
+        for finding in self.findings:
+            if finding.name == name:
+                return finding
+        raise KeyError(name)
+
+    def raise_if_failed(self) -> None:
+        """Raise `FailedCheckError`, which says what failed, if anything did."""
+        failed = [f"{name}: {said}" for name, outcome, said in self.findings if outcome == "failed"]
+        if failed:
+            raise FailedCheckError(
+                f"the check of {self.title} failed ({'; '.join(failed)})",
+                "an operator whose products are those of a Hessian",
+                "print the report to see all that was looked at",
+            )
+
+    def __str__(self) -> str:
+        verdict = "all is well" if self.ok else "FAILED"
+        cost = f"{self.products} products, {self.gradient_evaluations} gradients"
+        width = max(len(finding.name) for finding in self.findings)
+        rows = [
+            f"  {finding.outcome:<8} {finding.name:<{width}}  {finding.said}"
+            for finding in self.findings
+        ]
+        return "\n".join([f"{self.title}: {verdict} ({cost})", *rows])
+
+    __repr__ = __str__

@@ -1,0 +1,289 @@
+"""A check passes what is right, and says of each wrong operator what is wrong."""
+
+import contextlib
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvp
+from tests.cases import CASES, mlp, random
+
+NAMES = [
+    "products",
+    "symmetry",
+    "linearity",
+    "blocks",
+    "same each time",
+    "differences",
+    "connected",
+    "operations",
+    "curvature",
+    "precision",
+    "cost",
+]
+
+
+def outcomes(report):
+    return {finding.name: finding.outcome for finding in report.findings}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_right_passes(case):
+    problem = CASES[case]("float64")
+    with hvp.HessianOperator(problem.loss, problem.variables, problem.data, damping=0.3) as H:
+        before = [v.numpy() for v in problem.tensorflow_variables()]
+        report = hvp.check(H)
+        assert report.ok, str(report)
+        assert [finding.name for finding in report.findings] == NAMES
+        found = outcomes(report)
+        assert found["differences"] == "ok" or "kinks" in report["differences"].said
+        assert found["same each time"] == found["symmetry"] == "ok"
+        assert report.products == H.stats.products <= 20
+        assert report.gradient_evaluations == 8
+        assert H.stats.gradient_evaluations == 1
+        report.raise_if_failed()
+        for variable, value in zip(problem.tensorflow_variables(), before):
+            np.testing.assert_array_equal(variable, value)
+        H @ np.ones(H.shape[0])  # not out of date
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"batch_size": 4}, {"memory_limit": "1MiB"}, {"engine": "tape"}, {"reduction": "sum"}],
+    ids=str,
+)
+def test_however_it_is_built(options):
+    problem = mlp("float64")
+    with hvp.HessianOperator(problem.loss, problem.variables, problem.data, **options) as H:
+        report = hvp.check(H)
+        assert report.ok
+        assert outcomes(report)["differences"] == "ok"
+
+
+@pytest.mark.parametrize("engine", ["graph", "tape"])
+def test_a_gradient_that_is_right_only_once_fails(engine):
+    """Its derivative is written so that the second one lacks a term."""
+
+    @tf.custom_gradient
+    def square(x):
+        return x**2, lambda upstream: 2 * upstream * tf.stop_gradient(x)
+
+    good = tf.Variable(random(0, 4).astype("float64"), name="good")
+    bad = tf.Variable(random(1, 4).astype("float64"), name="bad")
+    with hvp.HessianOperator(
+        lambda: tf.reduce_sum(square(bad) + tf.sin(good)), [good, bad], engine=engine
+    ) as H:
+        report = hvp.check(H)
+        assert not report.ok
+        assert outcomes(report)["differences"] == "failed"
+        assert "'bad'" in report["differences"].said
+        assert "test_check.py, line" in report["operations"].said
+        with pytest.raises(hvp.FailedCheckError, match="differences: of gradients"):
+            report.raise_if_failed()
+        assert "FAILED" in str(report)
+
+
+def test_a_loss_that_draws_fails_and_the_layer_is_named():
+    w = tf.Variable(tf.ones(5), name="w")
+    fixed = tf.Variable(tf.ones(5), name="fixed")
+
+    class Noise(tf.Module):
+        def __call__(self):
+            with tf.name_scope("noise"):
+                return tf.random.normal([5]) * w**2
+
+    noise = Noise()
+    with hvp.HessianOperator(lambda: tf.reduce_sum(noise()) + tf.reduce_sum(fixed**2), [w, fixed]):
+        pass
+    H = hvp.HessianOperator(lambda: tf.reduce_sum(noise()) + tf.reduce_sum(fixed**2), [w, fixed])
+    with H:
+        report = hvp.check(H)
+        said = report["same each time"].said
+        assert outcomes(report)["same each time"] == "failed"
+        assert "evaluated twice" in said
+        assert "by 'w'" in said
+        assert "fixed" not in said
+        assert "RandomStandardNormal at 'noise" in said
+        assert outcomes(report)["differences"] == "warning"
+
+
+def test_numpy_numbers_that_a_trace_holds_fail():
+    rng, w = np.random.default_rng(0), tf.Variable(tf.ones(5), name="w")
+    with hvp.HessianOperator(lambda: tf.reduce_sum(rng.standard_normal(5) * w**2), w) as H:
+        report = hvp.check(H)
+        assert "traced anew" in report["same each time"].said
+        assert not report.ok
+
+
+def test_dropout_from_a_seed_is_the_same_each_time():
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [
+            keras.Input((3,)),
+            keras.layers.Dense(8, activation="tanh"),
+            keras.layers.Dropout(0.5, name="drop"),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dense(1),
+        ]
+    )
+    model.compile(loss="mse")
+    x, y = random(0, 6, 3), random(1, 6, 1)
+    before = [v.numpy() for v in model.variables]
+    with hvp.HessianOperator.from_keras(model, (x, y), training=True) as H:
+        report = hvp.check(H)
+    assert report.ok, str(report)
+    assert outcomes(report)["operations"] == "note"
+    assert "drop" in report["operations"].said
+    for now, then in zip(model.variables, before):
+        np.testing.assert_array_equal(now, then)
+
+
+@contextlib.contextmanager
+def spoiled(H, monkeypatch, *, single=None, rows=None):
+    """Let the operator's products be other ones."""
+    engine, evaluation = H._evaluation._engine, H._evaluation
+    with monkeypatch.context() as patch:
+        if single is not None:
+            patch.setattr(
+                evaluation, "product_flat", lambda v: tf.constant(single(v.numpy()).astype(H.dtype))
+            )
+        if rows is not None:
+            right = engine.vjp_flat_rows
+            patch.setattr(engine, "vjp_flat_rows", lambda v, f: rows(right(v, f)))
+        yield
+
+
+def test_each_wrong_product_fails(monkeypatch):
+    w = tf.Variable(np.linspace(1, 2, 12), name="w")
+    with hvp.HessianOperator(lambda: tf.reduce_sum(w**4) / 12, w) as H:
+        right = H.to_dense()
+        skew = np.triu(np.ones((12, 12)), 1) * 1e-3
+        state = np.random.default_rng(0)
+        wrong = {
+            "symmetry": lambda v: (right + skew) @ v,
+            "linearity": lambda v: right @ v + 1e-3 * np.abs(v),
+            "products": lambda v: right @ v + 1e-3 * state.standard_normal(12),
+            "differences": lambda v: 1.001 * right @ v,
+        }
+        for name, multiply in wrong.items():
+            with spoiled(H, monkeypatch, single=multiply):
+                assert outcomes(hvp.check(H))[name] == "failed", name
+        with spoiled(H, monkeypatch, rows=lambda made: 1.001 * made):
+            report = hvp.check(H)
+            assert [n for n, outcome in outcomes(report).items() if outcome == "failed"] == [
+                "blocks"
+            ]
+        with spoiled(H, monkeypatch, single=lambda v: right @ v * np.nan):
+            report = hvp.check(H)
+            assert "not finite" in report["products"].said
+            assert not report.ok
+        assert hvp.check(H).ok
+
+
+def test_variables_the_loss_does_not_read_are_named():
+    w, other = tf.Variable([1.0, 2.0], name="w"), tf.Variable([1.0], name="other")
+    with hvp.HessianOperator(lambda: tf.reduce_sum(w**4), [w, other]) as H:
+        report = hvp.check(H)
+    assert outcomes(report)["connected"] == "warning"
+    assert "'other'" in report["connected"].said
+    assert "singular" in report["curvature"].said
+
+
+def test_an_untraceable_loss_is_told():
+    w = tf.Variable([1.0, 2.0], name="w")
+    with hvp.HessianOperator(lambda: tf.reduce_sum(w**4) * float(w.numpy()[0] > 0), w) as H:
+        report = hvp.check(H)
+    assert outcomes(report)["operations"] == "warning"
+    assert "traced" in report["operations"].said
+    assert report.ok
+
+
+def test_kinks_are_a_warning():
+    w = tf.Variable(np.zeros(3), name="w")
+    with hvp.HessianOperator(lambda: tf.reduce_sum(tf.abs(w - 1e-7)) + tf.reduce_sum(w**2), w) as H:
+        report = hvp.check(H)
+    assert outcomes(report)["differences"] == "warning"
+    assert "kinks" in report["differences"].said
+
+
+def quadratic(eigenvalues, dtype="float64"):
+    w = tf.Variable(np.ones(len(eigenvalues), dtype))
+    d = tf.constant(np.array(eigenvalues, dtype))
+    return hvp.HessianOperator(lambda: tf.reduce_sum(d * w**2) / 2, w)
+
+
+def test_curvature_and_precision():
+    cases = {
+        "positive": [1.0, 2.0, 5.0],
+        "indefinite": [-1.0, 2.0, 5.0],
+        "negative": [-1.0, -2.0, -5.0],
+        "singular": [0.0, 2.0, 5.0],
+    }
+    for kind, eigenvalues in cases.items():
+        with quadratic(eigenvalues) as H:
+            report = hvp.check(H)
+            assert report["curvature"].said.startswith(kind)
+            np.testing.assert_allclose(report.eigenvalues, sorted(eigenvalues), atol=1e-12)
+    with quadratic([1e-4, 1.0, 2.0], "float32") as H:
+        report = hvp.check(H, rtol=1e-6)
+        assert outcomes(report)["precision"] == "warning"
+        assert "float64" in report["precision"].said
+        assert outcomes(hvp.check(H, rtol=0.1))["precision"] == "ok"
+    # Ritz values lie inside the spectrum.
+    values = np.linspace(-3, 7, 60)
+    with quadratic(values) as H:
+        report = hvp.check(H)
+        assert -3 <= report.eigenvalues[0] < -2
+        assert 6 < report.eigenvalues[-1] <= 7
+        assert len(report.eigenvalues) == 10
+        assert report.products == 15
+
+
+def test_variables_are_put_back_if_something_raises(monkeypatch):
+    w = tf.Variable([1.0, 2.0])
+    with hvp.HessianOperator(lambda: tf.reduce_sum(w**4), w) as H:
+        from hvp._operators.gradients import Gradients
+
+        right, calls = Gradients.again, []
+
+        def again(self):
+            calls.append(w.numpy())
+            if len(calls) > 2:
+                raise KeyboardInterrupt
+            return right(self)
+
+        monkeypatch.setattr(Gradients, "again", again)
+        with pytest.raises(KeyboardInterrupt):
+            hvp.check(H)
+        assert not np.array_equal(calls[-1], [1.0, 2.0])
+        np.testing.assert_array_equal(w, [1.0, 2.0])
+
+
+def test_bad_arguments_are_refused_before_any_work():
+    with quadratic([1.0, 2.0]) as H:
+        for wrong in (np.eye(2), H + H, None):
+            with pytest.raises(hvp.HvpError, match="check was given"):
+                hvp.check(wrong)
+        for rtol in (0, 2, "small", np.nan):
+            with pytest.raises(hvp.HvpError, match="rtol"):
+                hvp.check(H, rtol=rtol)
+        with pytest.raises(hvp.HvpError, match="progress"):
+            hvp.check(H, progress="yes")
+        assert H.stats.products == 0
+    with pytest.raises(hvp.ClosedOperatorError):
+        hvp.check(H)
+
+
+def test_the_report_is_a_table():
+    with quadratic([1.0, 2.0]) as H:
+        report = hvp.check(H, progress="always")
+    lines = str(report).splitlines()
+    assert repr(report) == str(report)
+    assert "all is well" in lines[0]
+    assert len(lines) == 1 + len(NAMES)
+    assert len({line.index(finding.said) for line, finding in zip(lines[1:], report.findings)}) == 1
+    assert max(map(len, lines)) < 160
+    with pytest.raises(KeyError):
+        report["nothing"]
