@@ -158,16 +158,13 @@ class Evaluation(OneProcess):
 
     def gradient(self) -> list[tf.Tensor]:
         """Return the gradient, a tensor for each variable."""
-        variables = self.program.nest.variables
-        with self._guard:
-            outputs = self._current().outputs
-        return [tf.zeros(v.shape, v.dtype) if g is None else g for g, v in zip(outputs, variables)]
+        pairs = zip(self.gradient_parts(), self.program.nest.variables)
+        return [tf.zeros(v.shape, v.dtype) if g is None else g for g, v in pairs]
 
-    def unconnected(self) -> list[str]:
-        """Return the names of the variables that the loss does not depend on."""
+    def gradient_parts(self) -> list[tf.Tensor | None]:
+        """Return the gradient, None for variables that the loss does not depend on."""
         with self._guard:
-            outputs = self._current().outputs
-        return [name for name, g in zip(self.program.nest.names, outputs) if g is None]
+            return list(self._current().outputs)
 
     def product(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Multiply the Hessian by one vector, in parts shaped and typed like the variables."""
