@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -111,9 +112,8 @@ class Made:
         """How many numbers the variables hold."""
         return sum(int(tf.size(v)) for v in self.list)
 
-    def gradient(self) -> Callable[[np.ndarray], np.ndarray]:
-        """Return the gradient as a function of the change from where the variables are."""
-
+    @functools.cached_property
+    def _gradient(self) -> Any:
         @tf.function
         def gradient() -> tf.Tensor:
             with tf.GradientTape() as tape:
@@ -127,6 +127,10 @@ class Made:
                 0,
             )
 
+        return gradient
+
+    def gradient(self) -> Callable[[np.ndarray], np.ndarray]:
+        """Return the gradient as a function of the change from where the variables are."""
         at = [tf.identity(v) for v in self.list]
         sizes = np.cumsum([int(tf.size(v)) for v in self.list])[:-1]
 
@@ -134,7 +138,7 @@ class Made:
             try:
                 for v, a, part in zip(self.list, at, np.split(change, sizes)):
                     v.assign(a + part.reshape(a.shape))
-                return gradient().numpy()
+                return self._gradient().numpy()
             finally:
                 for v, a in zip(self.list, at):
                     v.assign(a)
@@ -158,13 +162,7 @@ class Made:
     def operations(self) -> set[str]:
         """Return the types of the operations in the loss and its gradient."""
 
-        @tf.function(autograph=False)
-        def both() -> Any:
-            with tf.GradientTape() as tape:
-                loss = self.loss()
-            return loss, tape.gradient(loss, self.list)
-
-        graph = both.get_concrete_function().graph.as_graph_def()
+        graph = self._gradient.get_concrete_function().graph.as_graph_def()
         nodes = [*graph.node, *(n for f in graph.library.function for n in f.node_def)]
         return {node.op for node in nodes}
 

@@ -14,6 +14,7 @@ class Report:
     def __init__(self) -> None:
         self.outcomes: Counter[str] = Counter()
         self.operations: set[str] = set()
+        self.fallbacks = 0
         self.mismatches: list[str] = []
 
     def add(self, outcome: str, made: Any) -> None:
@@ -36,6 +37,7 @@ class Report:
     def merge(self, other: dict[str, Any]) -> None:
         """Add the counts of another process."""
         self.outcomes.update(other["outcomes"])
+        self.fallbacks += other["fallbacks"]
         self.operations |= set(other["operations"])
         self.mismatches += other["mismatches"]
 
@@ -43,6 +45,7 @@ class Report:
         """What `merge` takes."""
         return {
             "outcomes": dict(self.outcomes),
+            "fallbacks": self.fallbacks,
             "operations": sorted(self.operations),
             "mismatches": self.mismatches,
         }
@@ -53,6 +56,7 @@ class Report:
         return [
             f"{sum(self.outcomes.values())} programs: {counts}",
             f"{len(self.operations)} kinds of TensorFlow operations in those that agree",
+            f"{self.fallbacks} operators fell to the tape engine",
             *sorted(set(self.mismatches)),
         ]
 
