@@ -19,9 +19,10 @@ test: $(VENV)/.test
 test-oldest: $(OLDEST)/.test
 	$(OLDEST)/bin/python -m pytest $(PARALLEL)
 
-# The tests with random examples: other ones each time, and many more. Hours.
+# The tests with random examples: other ones each time, and many more, and 600 random programs. Hours.
 fuzz: $(VENV)/.test
-	HVP_FUZZ=50 $(BIN)/python -m pytest $(PARALLEL) tests/linearize/test_flatten.py tests/*/test_properties.py
+	HVP_FUZZ=50 $(BIN)/python -m pytest $(PARALLEL) tests/fuzz tests/linearize/test_flatten.py \
+		tests/*/test_properties.py
 
 # Any other pair: make test-with PYTHON=python3.13 TENSORFLOW=2.21
 test-with:

@@ -40,6 +40,26 @@ sphinx_gallery_conf = {
 }
 suppress_warnings = ["config.cache"]  # sphinx-gallery's settings hold functions
 
+
+def _table_of_missing_derivatives(app, docname, source):
+    """Put the table that the package looks in where a page asks for it."""
+    from hvp._linearize.missing_derivatives import MISSING_DERIVATIVES
+
+    rows = "".join(
+        f"   * - ``{kind}``\n     - {missing.remedy}\n"
+        for kind, missing in sorted(MISSING_DERIVATIVES.items())
+    )
+    table = (
+        ".. list-table:: What is refused\n   :header-rows: 1\n\n"
+        f"   * - operation\n     - what to do\n{rows}"
+    )
+    source[0] = source[0].replace(".. missing-derivatives::", table)
+
+
+def setup(app):
+    app.connect("source-read", _table_of_missing_derivatives)
+
+
 html_theme = "pydata_sphinx_theme"
 html_title = "hvp"
 html_theme_options = {"show_prev_next": False, "navigation_with_keys": False}

@@ -133,6 +133,10 @@ class TooLargeError(HvpError, ValueError):
     """A dense matrix was asked for that is larger than the stated limit."""
 
 
+for _name in __all__:  # tracebacks show the public name
+    globals()[_name].__module__ = "hvp"
+
+
 def _sentence(text: str, *, capital: bool = True) -> str:
     text = text.strip().rstrip(".")
     first_word = text.partition(" ")[0]

@@ -10,11 +10,13 @@ README = Path(__file__).parents[1] / "README.md"
 
 def test_the_readmes_code_runs(capsys):
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert len(blocks) == 7
+    assert len(blocks) == 8
     namespace = {}
     for block in blocks:
         exec(compile(block, str(README), "exec"), namespace)
-    assert capsys.readouterr().out.startswith("1 gradient for")
+    printed = capsys.readouterr().out
+    assert printed.startswith("1 gradient for")
+    assert "variables, float32: all is well" in printed
     assert namespace["info"] == 0
     assert namespace["largest"] > 0
     assert namespace["dense"].shape == (161, 161)
@@ -22,6 +24,7 @@ def test_the_readmes_code_runs(capsys):
     assert namespace["result"].gradient_evaluations == len(namespace["result"].history)
     assert namespace["result"].fun < namespace["loss_value"]
     assert namespace["solutions"].shape == (161, 8)
+    assert namespace["report"].ok
     assert namespace["scores"].shape == (10, 200)
     assert namespace["again"].shape == namespace["block"].__wrapped__.kernel.shape
 

@@ -306,7 +306,7 @@ class _Run:
         floor = self._epsilon * float(np.linalg.norm(self._H.gradient)) / length
         scale = max(float(np.linalg.norm(got)), float(np.linalg.norm(want)), floor) or 1.0
         settled, wrong = apart[best] / scale, float(np.linalg.norm(got - want)) / scale
-        said = f"of gradients and a product differ by {wrong:.1g}"
+        said = f"central differences and a product differ by {wrong:.1g}"
         if settled > _SETTLED:
             yield Finding(
                 name,
@@ -370,7 +370,7 @@ class _Run:
             return
         low, high = float(self.eigenvalues[0]), float(self.eigenvalues[-1])
         noise = self._close * self._norm
-        known = "eigenvalues" if self._n <= _STEPS else "eigenvalues at least"
+        below, above = ("", "") if self._n <= _STEPS else (" or below", " or above")
         if low < -noise:
             kind = "negative" if high <= noise else "indefinite"
             advice = f"; conjugate gradients want damping above {-low:.2g}, or use MINRES"
@@ -379,7 +379,7 @@ class _Run:
         else:
             kind, advice = "positive", ""
         outcome: Outcome = "note" if advice else "ok"
-        said = f"{kind}: {known} from {low:.3g} to {high:.3g}{advice}"
+        said = f"{kind}: eigenvalues from {low:.3g}{below} to {high:.3g}{above}{advice}"
         yield Finding("curvature", outcome, said)
         smallest = float(np.abs(self.eigenvalues).min())
         condition = self._norm / smallest if smallest else np.inf

@@ -80,7 +80,7 @@ def test_a_gradient_that_is_right_only_once_fails(engine):
         assert outcomes(report)["differences"] == "failed"
         assert "'bad'" in report["differences"].said
         assert "test_check.py, line" in report["operations"].said
-        with pytest.raises(hvp.FailedCheckError, match="differences: of gradients"):
+        with pytest.raises(hvp.FailedCheckError, match="differences: central"):
             report.raise_if_failed()
         assert "FAILED" in str(report)
 

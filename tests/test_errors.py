@@ -1,0 +1,41 @@
+"""The catalogue of errors: each is there, and is raised by its example."""
+
+import doctest
+import re
+from pathlib import Path
+
+import pytest
+
+import hvp
+from hvp import _errors
+
+CATALOGUE = Path(__file__).parents[1] / "docs" / "errors.rst"
+
+
+def sections():
+    """What stands under each heading."""
+    parts = re.split(r"^(\w+)\n-{3,}\n", CATALOGUE.read_text(), flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2]))
+
+
+def test_the_catalogue_runs():
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    failed, run = doctest.testfile(str(CATALOGUE), module_relative=False, optionflags=flags)
+    assert run > len(_errors.__all__)
+    assert failed == 0
+
+
+@pytest.mark.parametrize("name", _errors.__all__)
+def test_every_error_is_in_it_and_public(name):
+    examples = doctest.DocTestParser().get_examples(sections()[name])
+    raised = [example.exc_msg for example in examples if example.exc_msg]
+    assert len(raised) == 1
+    assert raised[0].startswith(f"hvp.{name}: ")
+    kind = getattr(hvp, name)
+    assert kind.__module__ == "hvp"
+    assert name in hvp.__all__
+    assert issubclass(kind, (hvp.HvpError, Warning))
+
+
+def test_the_catalogue_names_nothing_else():
+    assert set(sections()) == set(_errors.__all__)
