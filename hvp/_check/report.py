@@ -13,17 +13,10 @@ Outcome = Literal["ok", "note", "warning", "failed"]
 
 
 class Finding(NamedTuple):
-    """One thing that was looked at.
+    """One thing that was looked at: its name, the outcome, and what was seen.
 
-    Attributes
-    ----------
-    name : str
-        What was looked at.
-    outcome : {"ok", "note", "warning", "failed"}
-        Whether it is right; ``"note"`` for what is only good to know, ``"warning"`` for what may be
-        wrong, or could not be seen.
-    said : str
-        What was seen, and what to do about it.
+    The outcome is ``"ok"``; ``"failed"``; ``"note"`` for what is only good to know; or ``"warning"``
+    for what may be wrong, or could not be seen. What was seen tells what to do about it, too.
     """
 
     name: str
