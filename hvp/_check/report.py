@@ -15,8 +15,9 @@ Outcome = Literal["ok", "note", "warning", "failed"]
 class Finding(NamedTuple):
     """One thing that was looked at: its name, the outcome, and what was seen.
 
-    The outcome is ``"ok"``; ``"failed"``; ``"note"`` for what is only good to know; or ``"warning"``
-    for what may be wrong, or could not be seen. What was seen tells what to do about it, too.
+    The outcome is ``"ok"``, or ``"failed"``; ``"note"`` for what is only good to know;
+    ``"warning"`` for what may be wrong, or could not be seen. What was seen tells what to do about
+    it, too.
     """
 
     name: str

@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-# By the number of axes of space.
-_GRADIENTS = {"MaxPoolGrad": 2, "MaxPool3DGrad": 3}
-_SECOND = {"MaxPoolGradGrad": 2, "MaxPool3DGradGrad": 3}
+_GRADIENTS = frozenset({"MaxPoolGrad", "MaxPool3DGrad"})
+_SECOND = frozenset({"MaxPoolGradGrad", "MaxPool3DGradGrad"})
 
 
 def has_risky_pools(nodes: Iterable[Any]) -> bool:
@@ -91,7 +90,6 @@ def _function(
     """Make the definition of a function of the same inputs and result."""
     axes = len(ksize)
     spec = tf.TensorSpec([None] * axes, dtype)
-
     still = max(strides) == 1  # then what is missing does not depend on the image
 
     def too_few(x: tf.Tensor) -> Any:

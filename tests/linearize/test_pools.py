@@ -53,20 +53,23 @@ def test_second_derivatives_are_right(name):
     assert_right(problem(name, functools.partial(pool, name=name)))
 
 
-@pytest.mark.parametrize("within", ["function", "loop", "branch", "recompute"])
+@pytest.mark.parametrize("within", ["function", "loop", "branch", "recompute", "loop in recompute"])
 def test_also_inside_functions(within):
     once = functools.partial(pool, name="moved by one")
+
+    def loop(x):
+        return tf.while_loop(lambda i, _: i < 2, lambda i, x: (i + 1, once(x) * 0.9), (0, x))[1]
+
     inside = {
         "function": tf.function(once),
-        "loop": lambda x: tf.while_loop(
-            lambda i, _: i < 2, lambda i, x: (i + 1, once(x) * 0.9), (0, x)
-        )[1],
+        "loop": loop,
+        "loop in recompute": hvp.recompute(loop),
         "branch": lambda x: tf.cond(tf.reduce_sum(x) < 99, lambda: once(x), lambda: x),
         "recompute": hvp.recompute(once),
     }[within]
     made = problem("moved by one", inside)
     assert_right(made)
-    if within != "recompute":
+    if "recompute" not in within:
         with pytest.raises(hvp.SecondDerivativeError, match="engine='graph'"):
             hvp.HessianOperator(made.loss, made.variables, engine="tape")
     assert_right(problem("moved by one", once), engine="tape")

@@ -486,11 +486,11 @@ def test_the_limit_is_kept():
     whole = memory.run(program.replace("LIMIT", "None"))
     assert (whole["kept"], whole["grown"] > 500) == (8, True)
     cut = program.replace(", batch_size=2**12", "")
-    for each, limit in ((program, 512), (program, 256), (cut, 256)):
+    for each, limit in ((program, 512), (cut, 256)):
         measured = memory.run(each.replace("LIMIT", f"'{limit}MiB'"))
         assert measured["norm"] == pytest.approx(whole["norm"], rel=1e-5)
         assert measured["grown"] < 1.2 * limit
-        assert (measured["kept"] > 0) == (limit == 512 or each is cut)
+        assert measured["kept"] > 0
 
 
 def test_data_without_end_are_refused():
