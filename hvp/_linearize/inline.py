@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvp._linearize.dataflow import CALLS, functions_of, output_offset
-from hvp._linearize.pools import separate_pools
+from hvp._linearize.replace import replace_operations
 
 _serials = itertools.count()
 # In the names of functions that stay as they are, and whose calls are operations like any.
@@ -32,7 +32,7 @@ def inline_calls(graph_def: Any) -> tuple[Any, Callable[[str], str]]:
     rename : callable
         From a tensor's name in the graph to its name in the flat one.
     """
-    graph_def = separate_pools(graph_def)
+    graph_def = replace_operations(graph_def)
     functions = {f.signature.name: f for f in graph_def.library.function}
     flat = tf.compat.v1.GraphDef(versions=graph_def.versions)
     outermost = _Inliner(functions, flat).add("", graph_def.node, {}, [])

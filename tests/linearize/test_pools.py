@@ -116,7 +116,7 @@ def test_in_space():
 
 def test_tensorflow_still_has_it_wrong(monkeypatch):
     """When it has not, the module `pools` can go."""
-    monkeypatch.setattr(inline, "separate_pools", lambda graph_def: graph_def)
+    monkeypatch.setattr(inline, "replace_operations", lambda graph_def: graph_def)
     monkeypatch.setattr(trace, "has_risky_pools", lambda nodes: False)
     with pytest.raises(AssertionError, match="Not equal"):
         assert_right(problem("moved by one", functools.partial(pool, name="moved by one")))

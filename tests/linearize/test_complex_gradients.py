@@ -1,0 +1,53 @@
+"""Gradients of complex numbers, which XLA computes without the conjugates."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvp
+from hvp._linearize import inline
+from tests.cases import Problem, dense_hessian, random
+
+FUNCTIONS = {
+    "reciprocal": tf.math.reciprocal,
+    "sqrt": tf.sqrt,
+    "rsqrt": tf.math.rsqrt,
+    "quotient": lambda z: (z + 1) / (z * z + 3),
+    "angle": lambda z: tf.complex(tf.math.angle(z), tf.math.real(z)),
+    "in a loop": lambda z: tf.while_loop(
+        lambda i, _: i < 2, lambda i, z: (i + 1, tf.sqrt(z + 2)), (0, z), maximum_iterations=2
+    )[1],
+}
+
+
+def problem(name):
+    w = tf.Variable(random(0, 6).astype(np.float64) + 1.5)
+
+    def loss():
+        z = FUNCTIONS[name](tf.complex(tf.sin(w) + 2, w))
+        return tf.reduce_sum(tf.math.real(z * z) + tf.math.imag(z) ** 2)
+
+    return Problem(loss, w)
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_products_are_right(name, jit_compile):
+    made = problem(name)
+    want = dense_hessian(made)
+    with hvp.HessianOperator(made.loss, made.variables, jit_compile=jit_compile) as H:
+        np.testing.assert_allclose(H.to_dense(), want, atol=1e-8)
+        columns = [H @ e for e in np.eye(6)]
+        np.testing.assert_allclose(np.stack(columns, axis=1), want, atol=1e-8)
+        if name != "in a loop":
+            assert H.stats.jit_compile is jit_compile
+            product = tf.function(H.product, jit_compile=jit_compile)
+            np.testing.assert_allclose(product(tf.constant(np.eye(6)[0])), want[:, 0], atol=1e-8)
+
+
+def test_xla_still_has_them_wrong(monkeypatch):
+    """When it has not, the module `complex_gradients` can go."""
+    monkeypatch.setattr(inline, "replace_operations", lambda graph_def: graph_def)
+    made = problem("reciprocal")
+    with hvp.HessianOperator(made.loss, made.variables, jit_compile=True) as H:
+        assert np.abs(H.to_dense() - dense_hessian(made)).max() > 1e-3
