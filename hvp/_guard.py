@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -47,14 +47,14 @@ class Guard:
     """
 
     def __init__(self, out_of_memory: Callable[[Exception], HvpError]) -> None:
-        self._refuse_forks()
+        refuse_forks()
         _Process.in_use = True
         self._lock = threading.RLock()
         self._out_of_memory = out_of_memory
 
     def __enter__(self) -> None:
         """Wait for other threads."""
-        self._refuse_forks()  # before the lock, which another thread may have held
+        refuse_forks()  # before the lock, which another thread may have held
         self._lock.acquire()
 
     def __exit__(
@@ -68,15 +68,41 @@ class Guard:
         if isinstance(error, tf.errors.ResourceExhaustedError):
             raise self._out_of_memory(error) from error
 
-    @staticmethod
-    def _refuse_forks() -> None:
-        if _Process.is_broken:
-            raise ProcessError(
-                "this process was forked off one in which hvp was used, and has none of "
-                "TensorFlow's threads: it would wait for ever",
-                "a process that starts TensorFlow itself",
-                "use multiprocessing.get_context('spawn'), and build the operator there",
-            )
+
+def put_back(pairs: Iterable[tuple[Callable[[Any], Any], Any]]) -> None:
+    """Call each function with its value, all of them, also if that is interrupted in between.
+
+    Parameters
+    ----------
+    pairs : iterable of (callable, object)
+        What assigns, and what to assign.
+
+    Raises
+    ------
+    KeyboardInterrupt
+        Afterwards, if there was one.
+    """
+    waiting, interrupt = list(pairs), None
+    while waiting:
+        try:
+            assign, value = waiting[-1]
+            assign(value)
+            waiting.pop()
+        except KeyboardInterrupt as error:  # it may have been assigned or not: once more
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
+
+
+def refuse_forks() -> None:
+    """Raise `ProcessError` in a process that was forked off one that used this package."""
+    if _Process.is_broken:
+        raise ProcessError(
+            "this process was forked off one in which hvp was used, and has none of TensorFlow's "
+            "threads: it would wait for ever",
+            "a process that starts TensorFlow itself",
+            "use multiprocessing.get_context('spawn'), and build the operator there",
+        )
 
 
 class OneProcess:

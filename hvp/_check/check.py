@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from hvp._check.report import CheckReport, Finding, Outcome
-from hvp._errors import HvpError, NonFiniteError
+from hvp._errors import GraphModeError, HvpError, NonFiniteError
 from hvp._operators.gradients import Gradients
 from hvp._operators.memory import amount, peak_nbytes
 from hvp._operators.operator import SymmetricOperator
@@ -94,7 +95,7 @@ def check(H: Any, *, rtol: float = 1e-5, seed: int = 0, progress: Any = False) -
     >>> with hvp.HessianOperator(lambda: tf.reduce_sum(w**4) / 12, w) as H:
     ...     report = hvp.check(H)
     >>> report.ok, report.eigenvalues.round(2), report.products
-    (True, array([1., 4., 9.]), 9)
+    (True, array([1., 4., 9.]), 10)
     >>> report["curvature"].said
     'positive: eigenvalues from 1 to 9'
     """
@@ -104,7 +105,16 @@ def check(H: Any, *, rtol: float = 1e-5, seed: int = 0, progress: Any = False) -
         )
     if not (isinstance(rtol, (int, float)) and 0 < rtol < 1):
         raise HvpError(f"the argument rtol is {rtol!r}", "a number between 0 and 1")
+    if not isinstance(seed, (int, np.integer)) or isinstance(seed, bool) or seed < 0:
+        raise HvpError(f"the argument seed is {seed!r}", "a whole number, not negative")
+    if not tf.executing_eagerly():
+        raise GraphModeError("check is called while TensorFlow traces a graph", "eager execution")
     check_progress(progress)
+    with H.exclusively():  # while the variables are moved
+        return _checked(H, rtol, seed, progress)
+
+
+def _checked(H: SymmetricOperator, rtol: float, seed: int, progress: Any) -> CheckReport:
     before, peak = H.stats.products, peak_nbytes()
     run = _Run(H, np.random.default_rng(seed))
     steps: list[Callable[[], Iterator[Finding]]] = [
@@ -126,7 +136,7 @@ def check(H: Any, *, rtol: float = 1e-5, seed: int = 0, progress: Any = False) -
     residuals = H.stats.residual_bytes
     findings.append(_cost(seconds, residuals, grown))
     return CheckReport(
-        title=f"{type(H).__name__} of {H.shape[0]} variables, {H.dtype.name}",
+        title=f"{type(H).__name__} of size {H.shape[0]}, {H.dtype.name}",
         findings=tuple(findings),
         eigenvalues=run.eigenvalues,
         seconds_per_product=seconds,
@@ -282,37 +292,41 @@ class _Run:
     def differences(self) -> Iterator[Finding]:
         """Compare a product with central differences of the gradient."""
         name = "differences"
-        if self._Hu is None or self._gradients is None or not self._repeats:
+        if self._gradients is None or not self._repeats or not self.eigenvalues.size:
             yield Finding(name, "warning", "not looked at: there is no one gradient, see above")
             return
-        length = np.cbrt(self._epsilon) * max(1.0, self._gradients.norm_of_variables())
+        # Of each variable by its own scale, which may be quite another one than its neighbour's.
+        scales, length = self._gradients.scales(), float(np.cbrt(self._epsilon))
+        direction = (scales * self._rng.standard_normal(self._n)).astype(self._H.dtype)
+        got = self._multiply(direction) - self._H.damping * direction.astype(np.float64)
         found = []
         for step in _DIFFERENCES:
             ends = []
             for sign in (1.0, -1.0):
-                change = (sign * step * length * self._u).astype(self._H.dtype)
+                change = (sign * step * length * direction).astype(self._H.dtype)
                 try:
                     with self._gradients.moved(change):
                         ends.append(self._gradients.again()[1].astype(np.float64))
                 except NonFiniteError as error:
                     yield Finding(name, "warning", f"not looked at: nearby, {error}")
                     return
-            found.append((ends[0] - ends[1]) / (2 * step * length))
+            found.append(scales * (ends[0] - ends[1]) / (2 * step * length))
         apart = [float(np.linalg.norm(a - b)) for a, b in zip(found, found[1:])]
         best = int(np.argmin(apart))
         want = (found[best] + found[best + 1]) / 2
-        got = self._Hu - self._H.damping * self._u.astype(np.float64)
+        miss = scales * got - want
         # A direction of small curvature is judged by the rounding of the gradients it came from.
-        floor = self._epsilon * float(np.linalg.norm(self._H.gradient)) / length
-        scale = max(float(np.linalg.norm(got)), float(np.linalg.norm(want)), floor) or 1.0
-        settled, wrong = apart[best] / scale, float(np.linalg.norm(got - want)) / scale
+        floor = self._epsilon * float(np.linalg.norm(scales * self._H.gradient)) / length
+        size = max(float(np.linalg.norm(scales * got)), float(np.linalg.norm(want)), floor) or 1.0
+        settled, wrong = apart[best] / size, float(np.linalg.norm(miss)) / size
         said = f"central differences and a product differ by {wrong:.1g}"
         if settled > _SETTLED:
+            more = " (float64 would tell more)" if self._epsilon > 1e-12 else ""
             yield Finding(
                 name,
                 "warning",
-                f"{said}, but differences are good to {settled:.1g} only: kinks, or rounding "
-                "(float64 would tell more)",
+                f"not judged: {said}, but differences are good to {settled:.1g} only: kinks, or "
+                f"rounding{more}",
             )
         elif wrong <= max(_APART * settled, self._close):
             yield Finding(name, "ok", said)
@@ -320,7 +334,8 @@ class _Run:
             yield Finding(
                 name,
                 "failed",
-                f"{said}, most in {self._largest(got - want)}; is there a gradient somebody wrote?",
+                f"{said}, most in {self._largest(miss)}; a tf.stop_gradient or a gradient "
+                "somebody wrote would do that, or a loss that changes what it reads",
             )
 
     def _largest(self, error: np.ndarray) -> str:
@@ -369,7 +384,7 @@ class _Run:
             yield Finding("curvature", "warning", "not looked at: products are not finite")
             return
         low, high = float(self.eigenvalues[0]), float(self.eigenvalues[-1])
-        noise = self._close * self._norm
+        noise = 100 * self._epsilon * self._norm
         below, above = ("", "") if self._n <= _STEPS else (" or below", " or above")
         if low < -noise:
             kind = "negative" if high <= noise else "indefinite"
@@ -389,11 +404,10 @@ class _Run:
             yield Finding("precision", "ok", f"{self._H.dtype.name} is enough: {said}")
             return
         advice = "add damping" if self._epsilon < 1e-12 else "build it in float64, or add damping"
-        yield Finding(
-            "precision",
-            "warning",
-            f"{self._H.dtype.name} leaves {attainable:.1g} of a solution open: {said}; {advice}",
-        )
+        wrong = f"solutions may be wrong by {attainable:.1g} of their size"
+        if attainable >= 1:
+            wrong = "solutions are all rounding"
+        yield Finding("precision", "warning", f"in {self._H.dtype.name}, {wrong}: {said}; {advice}")
 
 
 def _cost(seconds: float, residuals: int | None, grown: int | None) -> Finding:

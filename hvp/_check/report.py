@@ -79,7 +79,10 @@ class CheckReport:
             )
 
     def __str__(self) -> str:
-        verdict = "all is well" if self.ok else "FAILED"
+        warned = [finding.name for finding in self.findings if finding.outcome == "warning"]
+        verdict = f"nothing failed, look at {', '.join(warned)}" if warned else "all is well"
+        if not self.ok:
+            verdict = "FAILED"
         cost = f"{self.products} products, {self.gradient_evaluations} gradients"
         width = max(len(finding.name) for finding in self.findings)
         rows = [

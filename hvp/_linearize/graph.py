@@ -7,6 +7,7 @@ product, with the residuals as arguments. Both serve every later point.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -243,7 +244,10 @@ class GraphProgram:
 
         # All rows in one operation where TensorFlow knows how, else in a loop in the graph.
         rolled = any(_is_not_vectorized(node) for node in self.product_part.node)
-        return (tf.map_fn if rolled else vectorized)(product, rows)
+        if not rolled:
+            with contextlib.suppress(ValueError):  # it made shapes unknown that have to be known
+                return vectorized(product, rows)
+        return tf.map_fn(product, rows)
 
     def fed(self, cotangents: Sequence[Any]) -> list[Any]:
         """Leave out the cotangents of outputs that are identically zero."""

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from hvp._digest import digest
 from hvp._errors import GraphModeError, HvpError, SecondDerivativeError
+from hvp._guard import put_back
 from hvp._linearize.compiled import JitCompile
 from hvp._linearize.flatten import Flattener
 from hvp._linearize.graph import GraphEngine, GraphProgram
@@ -215,6 +216,11 @@ class Program:
             parts += [*map(digest, outside), digest_of_graph(graph.graph_def)]
         return " ".join(parts)
 
+    @property
+    def seeds(self) -> tuple[Resource, ...]:
+        """Whole numbers that the function reads and changes: seeds, counters."""
+        return tuple(r for r in self._preserved if self._trace and r.dtype.is_integer)
+
     def preserving(self) -> AbstractContextManager[None]:
         """Put the variables that the function writes back to what they were, afterwards."""
         return _preserved(self._preserved)
@@ -313,5 +319,4 @@ def _preserved(resources: Sequence[Resource]) -> Iterator[None]:
     try:
         yield
     finally:
-        for resource, value in zip(resources, values):
-            resource.write(value)
+        put_back((resource.write, value) for resource, value in zip(resources, values))

@@ -14,6 +14,7 @@ import scipy.optimize
 from scipy.optimize import OptimizeResult
 
 from hvp._errors import HvpError, TooLargeError
+from hvp._guard import refuse_forks
 from hvp._minimize.non_finite import log_non_finite, non_finite_said
 from hvp._minimize.objective import OPERATOR_OPTIONS, ScipyObjective
 from hvp._operators.points import Points
@@ -147,6 +148,7 @@ def minimize(
     """
     start = time.perf_counter()
     name = _method(method)
+    refuse_forks()
     wanted = METHODS[name]
     check_progress(progress)
     settings = {key: more.pop(key) for key in list(more) if key in OPERATOR_OPTIONS}

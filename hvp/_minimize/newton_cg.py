@@ -15,7 +15,7 @@ from scipy.optimize import OptimizeResult
 
 from hvp._arguments import check_count
 from hvp._errors import GraphModeError, HvpError, NonFiniteError
-from hvp._guard import OneProcess
+from hvp._guard import OneProcess, refuse_forks
 from hvp._linearize.trace import Resource
 from hvp._minimize.models import SampledModel, WholeModel
 from hvp._minimize.non_finite import log_non_finite, non_finite_said
@@ -187,6 +187,7 @@ class NewtonCG(OneProcess, tf.Module):
         seed: int = 0,
         **options: Any,
     ) -> None:
+        refuse_forks()
         super().__init__(name="newton_cg")
         later = sorted({"gtol", "rtol", "maxiter", "callback", "progress"} & set(options))
         if later:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 from scipy.sparse.linalg import LinearOperator
 
-from hvp._guard import OneProcess
+from hvp._guard import OneProcess, refuse_forks
 from hvp._operators.points import Point, Points
 from hvp._operators.vectors import make_array
 
@@ -86,6 +86,7 @@ class ScipyObjective(OneProcess):
         on_stale: Literal["raise", "refresh"] = "raise",
         **options: Any,
     ) -> None:
+        refuse_forks()
         check_options(options, "ScipyObjective")
         self._set(Points.of(loss, variables, data, on_stale=on_stale, **options))
 

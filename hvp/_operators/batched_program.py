@@ -14,6 +14,7 @@ from hvp._linearize.flatten import Flattener
 from hvp._linearize.gradient import value_and_gradient
 from hvp._linearize.graph import GraphEngine, Run
 from hvp._linearize.program import Engine, Linearized, Program, Remarks
+from hvp._linearize.trace import Resource
 from hvp._operators.batches import Batch, Batches
 from hvp._operators.data import Elements
 from hvp._operators.in_graph import Slot
@@ -153,6 +154,11 @@ class BatchedProgram:
     def nbytes(self, engine: Any) -> int | None:
         """Bytes that are kept."""
         return int(engine.nbytes)
+
+    @property
+    def seeds(self) -> tuple[Resource, ...]:
+        """As of `Program`."""
+        return self._first.seeds
 
     def preserving(self) -> AbstractContextManager[None]:
         """As of `Program`."""

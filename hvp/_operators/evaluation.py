@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, cast
 
@@ -13,12 +14,13 @@ import tensorflow as tf
 
 from hvp._errors import (
     ClosedOperatorError,
+    GraphModeError,
     HvpError,
     InvalidVariablesError,
     NonFiniteError,
     StaleOperatorError,
 )
-from hvp._guard import Guard, OneProcess
+from hvp._guard import Guard, OneProcess, put_back
 from hvp._linearize.graph import GraphEngine, Run
 from hvp._linearize.program import Linearized, Program
 from hvp._operators.batched_program import BatchedEngine, BatchedProgram
@@ -130,12 +132,14 @@ class Evaluation(OneProcess):
         What is kept of the point before is released first, so that the two never have to fit in
         memory together. If this raises, the evaluation holds nothing until a `refresh` succeeds.
         """
+        self._refuse_graphs("refresh")
         with self._guard:
             self._evaluate()
 
     def _evaluate(self) -> None:
         self._release("the last refresh failed")
         self._doing = "evaluating the gradient"
+        self._seeds = [resource.read() for resource in self.program.seeds]
         value, engine = self.program.linearize()
         self._doing = "a product"
         self._counts.gradient_evaluations += 1
@@ -150,8 +154,34 @@ class Evaluation(OneProcess):
         with self._guard:
             self._release("the operator is closed")
 
+    @staticmethod
+    def _refuse_graphs(what: str) -> None:
+        if not tf.executing_eagerly():
+            raise GraphModeError(
+                f"the operator's {what} is asked for while TensorFlow traces a graph",
+                "eager execution",
+                "ask outside of the tf.function: inside, an operator has products only",
+            )
+
+    def exclusively(self) -> AbstractContextManager[None]:
+        """Let other threads wait."""
+        return self._guard
+
+    @contextlib.contextmanager
+    def with_seeds(self) -> Iterator[None]:
+        """Put seeds and counters back to what they were when it was evaluated."""
+        resources = self.program.seeds
+        now = [resource.read() for resource in resources]
+        try:
+            for resource, value in zip(resources, self._seeds):
+                resource.write(value)
+            yield
+        finally:
+            put_back((resource.write, value) for resource, value in zip(resources, now))
+
     def value(self) -> tf.Tensor:
         """Return the loss, a scalar."""
+        self._refuse_graphs("value")
         with self._guard:
             self._current()
             return self._value
@@ -163,6 +193,7 @@ class Evaluation(OneProcess):
 
     def gradient_parts(self) -> list[tf.Tensor | None]:
         """Return the gradient, None for variables that the loss does not depend on."""
+        self._refuse_graphs("gradient")
         with self._guard:
             return list(self._current().outputs)
 

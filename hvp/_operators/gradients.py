@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import tensorflow as tf
 
+from hvp._guard import put_back
 from hvp._operators.evaluation import Evaluation
 
 
@@ -16,10 +17,10 @@ class Gradients:
 
     Parameters
     ----------
-    evaluation : Evaluation
-        Of the gradient alone.
+    make : callable
+        Returns an evaluation of the gradient alone.
     other : Evaluation
-        The operator's.
+        The operator's, of which the seeds are used.
 
     Attributes
     ----------
@@ -27,15 +28,18 @@ class Gradients:
         How many there were.
     """
 
-    def __init__(self, evaluation: Evaluation, other: Evaluation) -> None:
-        self._evaluation = evaluation
+    def __init__(self, make: Callable[[], Evaluation], other: Evaluation) -> None:
+        with other.with_seeds():
+            evaluation = make()
+        self._evaluation, self._other = evaluation, other
         self._flattener = other.program.flattener
         self._variables = other.program.nest.variables
         self.evaluations = 1
 
     def again(self) -> tuple[float, np.ndarray]:
         """Evaluate once more, at the values the variables have now."""
-        self._evaluation.refresh()
+        with self._other.with_seeds():
+            self._evaluation.refresh()
         self.evaluations += 1
         return self.last()
 
@@ -49,10 +53,17 @@ class Gradients:
         sizes = [int(np.prod(shape)) for shape in self._flattener.shapes]
         return np.split(vector, np.cumsum(sizes)[:-1])
 
-    def norm_of_variables(self) -> float:
-        """Return the norm of all variables together."""
-        squares = [tf.reduce_sum(tf.square(tf.cast(v, tf.float64))) for v in self._variables]
-        return float(tf.sqrt(tf.add_n(squares)))
+    def scales(self) -> np.ndarray:
+        """Return how large entries are, of shape `(n,)`: the root mean square of their variable.
+
+        Of variables that are zero, that of the smallest other one; one, if all are.
+        """
+        norms = [
+            tf.sqrt(tf.reduce_mean(tf.square(tf.cast(v, tf.float64)))) for v in self._variables
+        ]
+        found = np.array([float(norm) for norm in norms])
+        found[~(found > 0)] = found[found > 0].min() if (found > 0).any() else 1.0
+        return np.repeat(found, [int(np.prod(shape)) for shape in self._flattener.shapes])
 
     @contextlib.contextmanager
     def moved(self, change: np.ndarray) -> Iterator[None]:
@@ -64,8 +75,7 @@ class Gradients:
                 variable.assign(value + part)
             yield
         finally:
-            for variable, value in zip(self._variables, before):
-                variable.assign(value)
+            put_back((variable.assign, value) for variable, value in zip(self._variables, before))
 
     def close(self) -> None:
         """Release what is kept."""

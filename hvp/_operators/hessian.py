@@ -15,7 +15,7 @@ from hvp._operators.data import convert_batch
 from hvp._operators.evaluation import OnStale
 from hvp._operators.loss_evaluation import evaluate_loss
 from hvp._operators.model_loss import loss_of_model
-from hvp._operators.operator import SymmetricOperator
+from hvp._operators.operator import SymmetricOperator, check_damping
 
 
 class HessianOperator(SymmetricOperator):
@@ -158,6 +158,7 @@ class HessianOperator(SymmetricOperator):
         jit_compile: JitCompile = False,
         recompute: bool | int | Sequence[Any] = False,
     ) -> None:
+        damping = check_damping(damping)
         divided = not (batch_size is None and memory_limit is None and weight is None)
         if isinstance(data, (tuple, dict)) and not divided:
             data = convert_batch(data, "data")  # once, not for each evaluation

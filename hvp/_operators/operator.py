@@ -7,6 +7,7 @@ import inspect
 import numbers
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -411,7 +412,11 @@ class SymmetricOperator(OneProcess, DtypePreserving):
         """Return the gradient as a function of the point, traced anew; None if there is none."""
         if self._evaluate_gradient is None:
             return None
-        return Gradients(self._evaluate_gradient(), self._evaluation)
+        return Gradients(self._evaluate_gradient, self._evaluation)
+
+    def exclusively(self) -> AbstractContextManager[None]:
+        """Let other threads wait, in a context."""
+        return self._evaluation.exclusively()
 
     @property
     def remarks(self) -> Remarks | None:

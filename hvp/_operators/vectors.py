@@ -7,14 +7,21 @@ import warnings
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
-from hvp._errors import InvalidVectorError, NonFiniteError
+from hvp._errors import GraphModeError, InvalidVectorError, NonFiniteError
 
 
 def make_array(array: Any) -> np.ndarray:
     """Return `array` as an ndarray; raise `InvalidVectorError` for what none can be made of."""
     if isinstance(array, np.ndarray):
         return array
+    if isinstance(array, tf.Tensor) and not hasattr(array, "numpy"):
+        raise GraphModeError(
+            "a tensor that has no value yet is given, while TensorFlow traces a graph",
+            "arrays, or tensors with values",
+            "inside a tf.function call product(v)",
+        )
     try:
         with warnings.catch_warnings():  # older NumPys warn of a ragged list, newer ones raise
             warnings.simplefilter("error")

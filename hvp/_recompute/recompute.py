@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvp._errors import RecomputeError
+from hvp._guard import refuse_forks
 from hvp._linearize.keras_losses import kept_losses, layers_with_new_losses
 from hvp._recompute.keras_scope import KerasScope
 from hvp._recompute.segment import Segment
@@ -91,6 +92,7 @@ def recompute(f: Callable[..., Any]) -> Callable[..., Any]:
 
     @tf.autograph.experimental.do_not_convert  # f itself is, if need be, when it is traced
     def recomputed(*args: Any, **kwargs: Any) -> Any:
+        refuse_forks()
         signature, tensors = _signature_of((args, kwargs))
         # Replicas have other variables each.
         passes = signature.scope.passes or tf.distribute.has_strategy()

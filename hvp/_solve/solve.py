@@ -18,7 +18,7 @@ from scipy.sparse.linalg import LinearOperator, aslinearoperator
 
 from hvp._arguments import check_count
 from hvp._checkpoint import Checkpoint, fingerprint
-from hvp._errors import ConvergenceWarning, HvpError, InvalidVectorError
+from hvp._errors import ConvergenceWarning, GraphModeError, HvpError, InvalidVectorError
 from hvp._operators.operator import check_damping
 from hvp._progress import check_progress
 from hvp._solve.block_conjugate_gradients import BLOCK_CONJUGATE_GRADIENTS
@@ -235,6 +235,8 @@ def solve(
 
 
 def _check(method: Any, damping: Any, rtol: Any, atol: Any, maxiter: Any, M: Any) -> None:
+    if not tf.executing_eagerly():
+        raise GraphModeError("solve is called while TensorFlow traces a graph", "eager execution")
     if method not in _NAMES:
         raise HvpError(f"the method is {method!r}", " or ".join(map(repr, _NAMES)))
     check_damping(damping)

@@ -124,6 +124,7 @@ import hvp
 w = tf.Variable([1.0, 2.0])
 H = hvp.HessianOperator(lambda: tf.reduce_sum(w**4), w)
 H @ np.ones(2)
+recomputed = hvp.recompute(lambda x: x**2)
 with hvp.linearize(lambda: w**2, w) as linear:
     child = os.fork()
     if not child:
@@ -137,6 +138,11 @@ with hvp.linearize(lambda: w**2, w) as linear:
             lambda: linear.vjp(np.ones(2)),
             lambda: hvp.HessianOperator(lambda: tf.reduce_sum(w**4), w),
             lambda: hvp.linearize(lambda: w**2, w),
+            lambda: hvp.minimize(lambda: tf.reduce_sum(w**4), w),
+            lambda: hvp.NewtonCG(lambda: tf.reduce_sum(w**4), w),
+            lambda: hvp.ScipyObjective(lambda: tf.reduce_sum(w**4), w),
+            lambda: recomputed(w),
+            lambda: hvp.check(H),
             lambda: H.close(),
         ):
             try:
@@ -157,7 +163,7 @@ def test_a_forked_operator_says_what_to_do():
         [sys.executable, "-c", FORK], capture_output=True, text=True, timeout=120, check=True
     )
     lines = run.stdout.splitlines()
-    assert lines == ["refused True"] * 10 + ["parent [12. 48.]"]
+    assert lines == ["refused True"] * 15 + ["parent [12. 48.]"]
 
 
 def test_forked_before_it_is_used_there_is_nothing_to_refuse(monkeypatch):

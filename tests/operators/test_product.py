@@ -282,3 +282,17 @@ def test_blocks_of_convolutions_are_computed_without_a_word():
     finally:
         tf.get_logger().removeHandler(handler)
     assert said == []
+
+
+def test_blocks_where_vectorizing_forgets_shapes():
+    """The diagonal of a matrix, under XLA: found by random programs."""
+    w = tf.Variable(random(0, 2, 2, dtype="float64"))
+
+    def loss():
+        a = tf.matmul(w, w, transpose_a=True) + np.eye(2)
+        return tf.reduce_sum(tf.linalg.triangular_solve(tf.linalg.cholesky(a), a) ** 3)
+
+    block = random(1, 4, 3, dtype="float64")
+    with hvp.HessianOperator(loss, w, jit_compile="auto") as H:
+        want = np.stack([H @ column for column in block.T], axis=1)
+        np.testing.assert_allclose(H @ block, want, rtol=1e-9)
