@@ -80,9 +80,10 @@ def check(H: Any, *, rtol: float = 1e-5, seed: int = 0, progress: Any = False) -
 
     Notes
     -----
-    Costs at most 20 products, and nine evaluations of the gradient (three where the loss is another
-    one each time), by a trace of their own that keeps nothing. Variables are moved for differences,
-    by about the cube root of rounding, and put back, also if something raises.
+    Costs at most 20 products, and eight evaluations of the gradient (two where the loss is another
+    one each time), by a trace of their own that keeps nothing. For the differences variables are
+    moved, by about the cube root of rounding times their size, and put back, also if something
+    raises or interrupts; other threads that use the operator wait.
 
     That products agree with differences along one random direction does not prove that they do
     along all; a term that is missing is missed only by chance.
