@@ -165,8 +165,6 @@ class _Run:
         self._close = 3 * np.sqrt(self._epsilon)  # of products of one matrix, relative to its norm
         self.eigenvalues = np.empty(0)
         self.seconds: list[float] = []
-        self._u = self._unit()
-        self._Hu: np.ndarray | None = None
         self._norm = 0.0
         self._gradients: Gradients | None = None
         self._repeats = False
@@ -196,15 +194,15 @@ class _Run:
         try:
             basis, asymmetry = self._lanczos()
             first = basis[0]
-            Hv = self._multiply(first)
+            Hv, u = self._multiply(first), self._unit()
             again = self._multiply(first)
-            self._Hu = self._multiply(self._u)
-            combined = self._multiply((2.5 * first - 0.7 * self._u).astype(first.dtype))
-            block = self._H @ np.stack([first, self._u], axis=1)
+            Hu = self._multiply(u)
+            combined = self._multiply((2.5 * first - 0.7 * u).astype(first.dtype))
+            block = self._H @ np.stack([first, u], axis=1)
         except NonFiniteError as error:
             yield Finding("products", "failed", str(error))
             return
-        scale = max(self._norm, float(np.linalg.norm(Hv)), float(np.linalg.norm(self._Hu)))
+        scale = max(self._norm, float(np.linalg.norm(Hv)), float(np.linalg.norm(Hu)))
         scale = scale or 1.0
 
         def compared(name: str, apart: float, said: str) -> Finding:
@@ -217,9 +215,9 @@ class _Run:
             apart = float(np.linalg.norm(Hv - again))
             yield compared("products", apart, "computed again they differ by")
         yield compared("symmetry", asymmetry, "u'Hv and v'Hu differ by")
-        apart = float(np.linalg.norm(combined - (2.5 * Hv - 0.7 * self._Hu)))
+        apart = float(np.linalg.norm(combined - (2.5 * Hv - 0.7 * Hu)))
         yield compared("linearity", apart, "H(au + bv) and aHu + bHv differ by")
-        apart = float(np.linalg.norm(block - np.stack([Hv, self._Hu], axis=1)))
+        apart = float(np.linalg.norm(block - np.stack([Hv, Hu], axis=1)))
         yield compared("blocks", apart, "H @ [u, v] and [H @ u, H @ v] differ by")
 
     def _lanczos(self) -> tuple[list[np.ndarray], float]:

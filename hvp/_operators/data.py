@@ -189,6 +189,8 @@ def explain_mixed_precision(
     variable_dtypes : callable
         Tells the variables'.
     """
+    if isinstance(data, Elements):
+        data = data._elements
     if isinstance(error, HvpError) or not isinstance(data, (tuple, dict)):
         return
     dtypes = variable_dtypes()

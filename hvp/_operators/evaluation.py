@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, cast
@@ -56,7 +57,8 @@ class Evaluation(OneProcess):
                 f"the argument on_stale is {on_stale!r}", "'raise', 'refresh' or 'ignore'"
             )
         self.on_stale = on_stale
-        self._guard = Guard(self._out_of_memory)
+        # Without a cycle: what is dropped is to be freed at once.
+        self._guard = Guard(functools.partial(_no_memory, weakref.ref(self)))
         self._doing = "tracing the loss"
         self._counts = Statistics()
         self._engine: Linearized | BatchedEngine | None = None
@@ -274,11 +276,6 @@ class Evaluation(OneProcess):
                 self.refresh()
         return self._engine
 
-    def _out_of_memory(self, error: Exception) -> HvpError:
-        program = self.__dict__.get("program")  # there is none, if it was being traced
-        nbytes = None if program is None else program.expected_nbytes
-        return out_of_memory(error, self._doing, nbytes)
-
     def _release(self, reason: str) -> None:
         self._absent = reason
         if self._engine is not None:
@@ -311,6 +308,15 @@ class Evaluation(OneProcess):
                 "a loss that is differentiable at this point",
                 "look for square roots, norms or logarithms of zero",
             )
+
+
+def _no_memory(reference: Callable[[], Evaluation | None], error: Exception) -> HvpError:
+    evaluation = reference()
+    if evaluation is None:
+        return out_of_memory(error, "an operator", None)
+    program = evaluation.__dict__.get("program")  # there is none, if it was being traced
+    nbytes = None if program is None else program.expected_nbytes
+    return out_of_memory(error, evaluation._doing, nbytes)
 
 
 def _list(names: Sequence[str]) -> str:

@@ -238,6 +238,9 @@ def test_an_interrupt_leaves_the_operator_usable(batch_size):
                 signal.setitimer(signal.ITIMER_REAL, 0)
             except KeyboardInterrupt:
                 interrupted += 1
+            except RuntimeError as error:  # TensorFlow's, of an interrupt while it makes an error
+                assert "KeyboardInterrupt" in str(error)  # noqa: PT017
+                interrupted += 1
             signal.setitimer(signal.ITIMER_REAL, 0)
             try:
                 got = H @ v
