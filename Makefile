@@ -22,7 +22,7 @@ test-oldest: $(OLDEST)/.test
 # The tests with random examples: other ones each time, and many more, and 600 random programs. Hours.
 fuzz: $(VENV)/.test
 	HVP_FUZZ=100 $(BIN)/python -m pytest $(PARALLEL) tests/fuzz tests/linearize/test_flatten.py \
-		tests/*/test_properties.py
+		tests/*/test_properties.py tests/solve tests/influence tests/operators/test_batches.py
 
 # Any other pair: make test-with PYTHON=python3.13 TENSORFLOW=2.21
 test-with:

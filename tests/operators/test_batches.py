@@ -9,7 +9,14 @@ import tensorflow as tf
 
 import hvp
 from tests import memory
-from tests.cases import Problem, dense_hessian, random, relative_error, set_random_weights
+from tests.cases import (
+    FUZZ,
+    Problem,
+    dense_hessian,
+    random,
+    relative_error,
+    set_random_weights,
+)
 
 N, IN, OUT = 23, 4, 2
 X, Y = random(0, N, IN, dtype="float64"), random(1, N, OUT, dtype="float64")
@@ -486,7 +493,7 @@ def test_the_limit_is_kept():
     whole = memory.run(program.replace("LIMIT", "None"))
     assert (whole["kept"], whole["grown"] > 500) == (8, True)
     cut = program.replace(", batch_size=2**12", "")
-    for each, limit in ((program, 512), (cut, 256)):
+    for each, limit in ((program, 512), (cut, 256)) if FUZZ else ((cut, 256),):
         measured = memory.run(each.replace("LIMIT", f"'{limit}MiB'"))
         assert measured["norm"] == pytest.approx(whole["norm"], rel=1e-5)
         assert measured["grown"] < 1.2 * limit

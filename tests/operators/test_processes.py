@@ -231,7 +231,7 @@ def test_an_interrupt_leaves_the_operator_usable(batch_size):
 
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
-        for milliseconds in range(1, 60, 2):
+        for milliseconds in range(1, 60, 4):
             signal.setitimer(signal.ITIMER_REAL, milliseconds / 1000)
             try:
                 work()

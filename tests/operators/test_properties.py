@@ -55,7 +55,7 @@ def operators(draw):
     return hvp.HessianOperator(loss, nest(layers), (x, y), damping=damping)
 
 
-@examples(10)
+@examples(6)
 @given(operators(), st.integers(0, 1000), st.floats(-10, 10))
 def test_symmetric_and_linear(H, seed, factor):
     epsilon = np.finfo(H.dtype).eps
