@@ -22,8 +22,8 @@ from hvp._operators.memory import amount, peak_nbytes
 from hvp._operators.operator import SymmetricOperator
 from hvp._progress import check_progress, progress_bar
 
-# Steps of the Lanczos iteration, which are most of the products, and all products at most.
-_STEPS, _PRODUCTS = 10, 20
+# Steps of the Lanczos iteration, which are most of the products.
+_STEPS = 10
 # Differences are taken over three steps, in units of the best for a smooth function. They settle if
 # two neighbours agree to this part; then they may differ from the product so many times as much.
 _DIFFERENCES = (4.0, 1.0, 0.25)

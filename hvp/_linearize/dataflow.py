@@ -90,11 +90,11 @@ class Dataflow:
         if graph is None:
             return ""
         # Of a gradient made inside a function, what it is the gradient of is in another function.
-        forward = _IN_A_FUNCTION.sub(r"\1", vertex[1])
+        match = _IN_A_FUNCTION.fullmatch(vertex[1])
         alike = [
             other
-            for other in self.types
-            if other[1] == forward and self.types[vertex].startswith(self.types[other])
+            for other in (self.types if match else ())
+            if other[1] == match[1] and self.types[vertex].startswith(self.types[other])
         ]
         lines = (source_line(graph, _outermost(other)) for other in [*alike, vertex])
         return next(filter(None, lines), "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -71,6 +72,7 @@ def _names(tensors: Iterable[Any]) -> set[str]:
     return {tensor.name for tensor in tensors}
 
 
+@functools.cache
 def _folders() -> tuple[Path, list[Path]]:
     """Return the folders of this package, and of those between it and the user's code."""
     ours = Path(__file__).parents[1]

@@ -21,7 +21,7 @@ from hvp._errors import (
     NonFiniteError,
     StaleOperatorError,
 )
-from hvp._guard import Guard, OneProcess, put_back
+from hvp._guard import Guard, OneProcess
 from hvp._linearize.graph import GraphEngine, Run
 from hvp._linearize.program import Linearized, Program
 from hvp._operators.batched_program import BatchedEngine, BatchedProgram
@@ -172,14 +172,10 @@ class Evaluation(OneProcess):
     @contextlib.contextmanager
     def with_seeds(self) -> Iterator[None]:
         """Put seeds and counters back to what they were when it was evaluated."""
-        resources = self.program.seeds
-        now = [resource.read() for resource in resources]
-        try:
-            for resource, value in zip(resources, self._seeds):
+        with self.preserving():
+            for resource, value in zip(self.program.seeds, self._seeds):
                 resource.write(value)
             yield
-        finally:
-            put_back((resource.write, value) for resource, value in zip(resources, now))
 
     def value(self) -> tf.Tensor:
         """Return the loss, a scalar."""

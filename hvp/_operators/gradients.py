@@ -50,8 +50,7 @@ class Gradients:
 
     def parts(self, vector: np.ndarray) -> list[np.ndarray]:
         """Cut a vector, or an array of shape `(n,)`, into parts, one for each variable."""
-        sizes = [int(np.prod(shape)) for shape in self._flattener.shapes]
-        return np.split(vector, np.cumsum(sizes)[:-1])
+        return np.split(vector, np.cumsum(self._flattener.sizes)[:-1])
 
     def scales(self) -> np.ndarray:
         """Return how large entries are, of shape `(n,)`: the root mean square of their variable.
@@ -63,7 +62,7 @@ class Gradients:
         ]
         found = np.array([float(norm) for norm in norms])
         found[~(found > 0)] = found[found > 0].min() if (found > 0).any() else 1.0
-        return np.repeat(found, [int(np.prod(shape)) for shape in self._flattener.shapes])
+        return np.repeat(found, self._flattener.sizes)
 
     @contextlib.contextmanager
     def moved(self, change: np.ndarray) -> Iterator[None]:

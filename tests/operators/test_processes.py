@@ -16,7 +16,7 @@ from scipy.sparse.linalg import cg
 
 import hvp
 from hvp import _guard
-from tests.cases import mlp, random
+from tests.cases import dense_hessian, mlp, random
 
 N = 6
 
@@ -56,7 +56,10 @@ def test_products_from_several_threads_are_right(engine, batch_size):
     ) as H:
         n = H.shape[0]
         vectors = [random(i, n, dtype="float64") for i in range(4)]
-        want = [H @ v for v in vectors]
+        dense = dense_hessian(problem)
+        want = [dense @ v for v in vectors]
+        np.testing.assert_allclose(H @ vectors[0], want[0], rtol=1e-7, atol=1e-9)
+        want = [H @ v for v in vectors]  # to which all threads are to come close
         before = H.stats.products
 
         def work(number):
@@ -217,6 +220,7 @@ def test_an_interrupt_leaves_the_operator_usable(batch_size):
     H = hvp.HessianOperator(problem.loss, problem.variables, problem.data, batch_size=batch_size)
     n = H.shape[0]
     v = random(0, n, dtype="float64")
+    np.testing.assert_allclose(H @ v, dense_hessian(problem) @ v, rtol=1e-7, atol=1e-9)
     want, values = H @ v, [w.numpy() for w in H._evaluation.program.nest.variables]
     interrupted = 0
 
