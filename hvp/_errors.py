@@ -78,7 +78,7 @@ class InvalidVariablesError(HvpError, ValueError):
 
 
 class InvalidDataError(HvpError, ValueError):
-    """The data are empty, ragged or of an unknown kind."""
+    """The data are empty, ragged, of an unknown kind, or not what the loss takes."""
 
 
 class InvalidVectorError(HvpError, ValueError):
@@ -135,6 +135,23 @@ class TooLargeError(HvpError, ValueError):
 
 for _name in __all__:  # tracebacks show the public name
     globals()[_name].__module__ = "hvp"
+
+
+def line_of(error: Exception, number: int = 0, about: str = "") -> str:
+    """Return one line of another library's message.
+
+    Parameters
+    ----------
+    error : Exception
+        Of any kind.
+    number : int, optional
+        Which line, of none that are about it.
+    about : str, optional
+        The first line with this in it is preferred.
+    """
+    lines = str(error).strip().splitlines() or [""]
+    told = next((line for line in lines if about in line), None) if about else None
+    return (told or lines[number]).strip()
 
 
 def _sentence(text: str, *, capital: bool = True) -> str:

@@ -15,7 +15,7 @@ from numpy.lib.format import open_memmap
 
 from hvp._arguments import check_count
 from hvp._checkpoint import Checkpoint, fingerprint
-from hvp._errors import CheckpointError, ConvergenceWarning, HvpError, InvalidDataError
+from hvp._errors import CheckpointError, ConvergenceWarning, HvpError, InvalidDataError, line_of
 from hvp._guard import OneProcess
 from hvp._operators.example_gradients import ExampleData, ExampleGradients
 from hvp._operators.hessian import HessianOperator
@@ -459,7 +459,7 @@ class InfluenceFunctions(OneProcess):
             difference = self._train.first.differs(test.first)
             if not difference:
                 raise
-            reason = (str(error).strip().splitlines() or [""])[0]
+            reason = line_of(error)
             raise InvalidDataError(
                 f"the loss of the test data cannot be computed ({type(error).__name__}: {reason}); "
                 f"beside the training data, {difference}",

@@ -12,6 +12,8 @@ from typing import Any, Literal, Union
 
 import tensorflow as tf
 
+from hvp._errors import line_of
+
 JitCompile = Union[bool, Literal["auto"]]
 
 # Rounds in which the two are timed against each other, unless one is so many times faster.
@@ -143,7 +145,7 @@ def _seconds(function: Any, tensors: Sequence[tf.Tensor]) -> float:
 
 
 def _reason(error: Exception) -> str:
-    text = (str(error).strip().splitlines() or [""])[0]
+    text = line_of(error)
     if "variant" in text:
         return "a loop or branch in the loss hands on lists, which it does not take"
     text = re.sub(r"\{\{.*?\}\}|\b__\w+", "", text)

@@ -91,10 +91,11 @@ class Dataflow:
             return ""
         # Of a gradient made inside a function, what it is the gradient of is in another function.
         match = _IN_A_FUNCTION.fullmatch(vertex[1])
+        forward = match and match[1]
         alike = [
             other
-            for other in (self.types if match else ())
-            if other[1] == match[1] and self.types[vertex].startswith(self.types[other])
+            for other in (self.types if forward else ())
+            if other[1] == forward and self.types[vertex].startswith(self.types[other])
         ]
         lines = (source_line(graph, _outermost(other)) for other in [*alike, vertex])
         return next(filter(None, lines), "")

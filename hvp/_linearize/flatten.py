@@ -113,6 +113,26 @@ class Flattener:
                 )
         return parts
 
+    def is_flat(self, v: Any) -> bool:
+        """Whether `v` is a flat vector, checked to be a right one, and not a nest."""
+        if not (tf.is_tensor(v) or isinstance(v, (np.ndarray, tf.Variable))):
+            return False
+        check_numeric(v, "v")
+        if not tf.nest.is_nested(self.structure):  # one variable: v may be shaped like it
+            shape, dtype = self.shapes[0], self.dtypes[0]
+            if v.shape == shape and (len(shape) != 1 or tf.as_dtype(v.dtype) == dtype):
+                return False
+        self.check_flat(v)
+        return True
+
+    def check_flat(self, v: Any) -> None:
+        """Refuse a vector of another length, as far as that is known."""
+        if not tf.TensorShape(v.shape).is_compatible_with([self.size]):
+            raise InvalidVectorError(
+                f"a flat vector of shape {tuple(v.shape)} was given",
+                f"shape ({self.size},), or a nest like the variables",
+            )
+
     def nest_of_parts(self, parts: Sequence[Any]) -> Any:
         """Pack parts, in order, into the structure of the variables."""
         return tf.nest.pack_sequence_as(self.structure, parts)

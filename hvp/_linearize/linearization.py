@@ -13,6 +13,7 @@ from hvp._errors import (
     InvalidLossError,
     InvalidVectorError,
     OutOfMemoryError,
+    line_of,
 )
 from hvp._guard import Guard, OneProcess
 from hvp._linearize.compiled import JitCompile
@@ -228,7 +229,7 @@ def linearize(
 
 
 def _out_of_memory(error: Exception) -> OutOfMemoryError:
-    reason = (str(error).strip().splitlines() or [""])[0]
+    reason = line_of(error, about="OOM")
     return OutOfMemoryError(
         f"there was not enough memory for a linearization (TensorFlow: {reason})",
         "a function whose intermediate values fit",

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, Union
 import tensorflow as tf
 
 from hvp._digest import digest
-from hvp._errors import GraphModeError, HvpError, SecondDerivativeError
+from hvp._errors import GraphModeError, HvpError, SecondDerivativeError, line_of
 from hvp._guard import put_back
 from hvp._linearize.compiled import JitCompile
 from hvp._linearize.flatten import Flattener
@@ -270,7 +270,7 @@ class Program:
                 self._add_note,
             )
         except (UnsplittableError, tf.errors.OpError, ValueError) as error:
-            reason = (str(error).strip().splitlines() or [""])[-1].strip()
+            reason = line_of(error, -1)
             said = f"is computed operation by operation, by the tape engine ({reason})"
             self._add_note(said)
             self._unsaid = self.note
@@ -295,7 +295,7 @@ class Program:
         except HvpError:
             raise
         except Exception as error:  # user code may raise anything when it meets a symbolic tensor
-            reason = (str(error).strip().splitlines() or [""])[-1].strip()
+            reason = line_of(error, -1)
             self.note = (
                 f"could not be traced ({type(error).__name__}: {reason}); missing second "
                 "derivatives and changed frozen variables cannot all be detected"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -55,8 +56,9 @@ class Elements:
     def call(self, function: Callable[..., Any]) -> Any:
         """Call a function with the elements."""
         if self._by_name:
-            return function(**{str(key): element for key, element in self._elements.items()})
-        return function(*self._elements.values())
+            named = {str(key): element for key, element in self._elements.items()}
+            return called(function, **named)
+        return called(function, *self._elements.values())
 
     def part(self, start: int, end: int) -> Elements:
         """Return some of the examples."""
@@ -128,7 +130,7 @@ def bind_batch(
     factor = elements.examples if elements is not None and total else 1
 
     def bound() -> Any:
-        value = loss() if elements is None else elements.call(loss)
+        value = called(loss) if elements is None else elements.call(loss)
         if factor != 1:
             value = check_scalar(value) * factor
         if regularization is not None:
@@ -136,6 +138,30 @@ def bind_batch(
         return value
 
     return bound
+
+
+def called(function: Callable[..., Any], *elements: Any, **named: Any) -> Any:
+    """Call a function; raise `InvalidDataError` if it takes other arguments."""
+    try:
+        return function(*elements, **named)
+    except TypeError as error:
+        try:
+            signature = inspect.signature(getattr(function, "python_function", function))
+        except (TypeError, ValueError):  # there is none of some functions not written in Python
+            raise error from None
+        try:
+            signature.bind(*elements, **named)
+        except TypeError:
+            name = getattr(function, "__name__", type(function).__name__)
+            given = "no data" if not named else f"data for {', '.join(named)}"
+            if elements:
+                given = f"data of {len(elements)} element{'s' if len(elements) > 1 else ''}"
+            raise InvalidDataError(
+                f"the function {name}{signature} is called with {given}",
+                "an element of data for each of its arguments",
+                "pass data=(x, y) for two, or a dict for arguments by name",
+            ) from error
+        raise
 
 
 def checked_loss(loss: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,12 +10,15 @@ import numpy as np
 
 from hvp._errors import InvalidLossError
 from hvp._linearize.compiled import JitCompile
+from hvp._linearize.flatten import Flattener
 from hvp._linearize.program import Engine
+from hvp._linearize.variables import collect_variables
 from hvp._operators.data import convert_batch
 from hvp._operators.evaluation import OnStale
 from hvp._operators.loss_evaluation import evaluate_loss
 from hvp._operators.model_loss import loss_of_model
 from hvp._operators.operator import SymmetricOperator, check_damping
+from hvp._operators.vectors import check_array
 
 
 class HessianOperator(SymmetricOperator):
@@ -90,7 +93,7 @@ class HessianOperator(SymmetricOperator):
     InvalidVariablesError
         If `variables` are not, or the loss depends on none of them.
     InvalidDataError
-        If `data` are empty or their first axes differ.
+        If `data` are empty, their first axes differ, or the loss takes other arguments.
     NonFiniteError
         If the loss or its gradient is not finite.
     SecondDerivativeError
@@ -281,7 +284,13 @@ def hessian_vector_product(
     >>> hvp.hessian_vector_product(loss, w, tf.ones(3)).numpy()
     array([1., 4., 9.], dtype=float32)
     """
+    flattener = Flattener(collect_variables(variables))
+    is_array = isinstance(v, np.ndarray) and v.shape == (flattener.size,)
+    if is_array:
+        check_array(v, flattener.size, flattener.dtype.as_numpy_dtype, ndims=(1,))
+    elif not flattener.is_flat(v):
+        flattener.parts_of_nest(v)
     with HessianOperator(loss, variables, data) as operator:
-        if isinstance(v, np.ndarray) and v.shape == operator.shape[:1]:
+        if is_array:
             return operator.matvec(v)
         return operator.product(v)

@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvp._errors import HvpError, OutOfMemoryError, TooLargeError
+from hvp._errors import HvpError, OutOfMemoryError, TooLargeError, line_of
 
 try:
     import resource
@@ -119,8 +119,7 @@ def out_of_memory(error: Exception, doing: str, nbytes: int | None) -> HvpError:
     limit = f"memory_limit='{max(1, int(min(fits) * _FITTING / 2**20))}MiB'" if fits else ""
     kept = f"; products need {amount(nbytes)} of residuals" if nbytes else ""
     left = f", and {amount(available)} are left" if available else ""
-    lines = str(error).strip().splitlines() or [""]
-    reason = next((line for line in lines if "OOM" in line), lines[0]).strip()
+    reason = line_of(error, about="OOM")
     return OutOfMemoryError(
         f"there was not enough memory for {doing}{kept}{left} (TensorFlow: {reason})",
         "an evaluation that fits",

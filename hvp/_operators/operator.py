@@ -16,7 +16,7 @@ import scipy.sparse
 import tensorflow as tf
 from scipy.sparse.linalg import LinearOperator
 
-from hvp._errors import ClosedOperatorError, HvpError, InvalidVectorError, TooLargeError
+from hvp._errors import ClosedOperatorError, HvpError, TooLargeError
 from hvp._guard import OneProcess
 from hvp._linearize.flatten import check_numeric
 from hvp._linearize.program import Remarks
@@ -125,7 +125,7 @@ class SymmetricOperator(OneProcess, DtypePreserving):
         wait for the device. `H @ v` does look.
         """
         damping = self._damping
-        if self._is_flat(v):
+        if self._flattener.is_flat(v):
             flat = _tensor(v, self._flattener.dtype)
             if not tf.executing_eagerly():  # where the length may be known only when it runs
                 flat = tf.ensure_shape(flat, self.shape[:1])
@@ -299,7 +299,7 @@ class SymmetricOperator(OneProcess, DtypePreserving):
         is_tensor = tf.is_tensor(vector)
         vector = vector if is_tensor else np.asarray(vector)
         check_numeric(vector, "the vector")
-        self._check_flat(vector)
+        self._flattener.check_flat(vector)
         parts = self._flattener.split(tf.cast(vector, self._flattener.dtype))
         return self._flattener.nest_of_parts(parts if is_tensor else [p.numpy() for p in parts])
 
@@ -461,28 +461,6 @@ class SymmetricOperator(OneProcess, DtypePreserving):
         for result, shape in zip(results, shapes):
             result.set_shape(shape)
         return results
-
-    def _is_flat(self, v: Any) -> bool:
-        """Whether `v` is a flat vector (checked to be a right one), not a nest."""
-        if not (tf.is_tensor(v) or isinstance(v, (np.ndarray, tf.Variable))):
-            return False
-        check_numeric(v, "v")
-        if not tf.nest.is_nested(
-            self._flattener.structure
-        ):  # one variable: v may be shaped like it
-            shape, dtype = self._flattener.shapes[0], self._flattener.dtypes[0]
-            if v.shape == shape and (len(shape) != 1 or tf.as_dtype(v.dtype) == dtype):
-                return False
-        self._check_flat(v)
-        return True
-
-    def _check_flat(self, v: Any) -> None:
-        size = self._flattener.size
-        if not tf.TensorShape(v.shape).is_compatible_with([size]):
-            raise InvalidVectorError(
-                f"a flat vector of shape {tuple(v.shape)} was given",
-                f"shape ({size},), or a nest like the variables",
-            )
 
 
 def _tensor(value: Any, dtype: tf.DType) -> tf.Tensor:

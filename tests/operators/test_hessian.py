@@ -259,6 +259,56 @@ def test_damping_adds_to_the_diagonal():
         np.testing.assert_array_equal(damped.gradient, H.gradient)
 
 
+def test_one_shot_looks_at_v_before_any_work():
+    w, calls = tf.Variable([1.0, 2.0, 3.0]), []
+
+    def loss():
+        calls.append(1)
+        return tf.reduce_sum(w**4)
+
+    for v in (np.ones(2), np.array([1, np.nan, 2]), tf.ones(2), [tf.ones(3)], None, "v"):
+        with pytest.raises(hvp.InvalidVectorError):
+            hvp.hessian_vector_product(loss, w, v)
+    assert not calls
+
+
+@pytest.mark.parametrize("batch_size", [None, 2])
+@pytest.mark.parametrize("engine", ["graph", "tape"])
+@pytest.mark.parametrize(
+    ("parameters", "data", "said"),
+    [
+        (1, (np.ones(4), np.ones(4)), r"loss\(a\) is called with data of 2 elements\."),
+        (2, (np.ones(4),), r"loss\(a, b\) is called with data of 1 element\."),
+        (2, {"a": np.ones(4), "c": np.ones(4)}, "called with data for a, c"),
+        (1, None, "called with no data"),
+    ],
+)
+def test_data_that_the_loss_does_not_take(engine, batch_size, parameters, data, said):
+    w, calls = tf.Variable(1.0), []
+
+    def of_one(a):
+        calls.append(a)
+        return w**2
+
+    def of_two(a, b):
+        calls.extend([a, b])
+        return w**2
+
+    loss = {1: of_one, 2: of_two}[parameters]
+    loss.__name__ = "loss"
+    options = {"batch_size": batch_size} if data is not None else {}
+    for given in (loss, tf.function(loss)):
+        with pytest.raises(hvp.InvalidDataError, match=said):
+            hvp.HessianOperator(given, w, data, engine=engine, **options)
+    assert not calls
+
+
+def test_a_type_error_in_a_loss_stays_one():
+    w = tf.Variable(1.0)
+    with pytest.raises(TypeError, match="has no len"):
+        hvp.HessianOperator(lambda x: w**2 * len(3), w, (np.ones(4, "float32"),))
+
+
 def test_one_shot_answers_in_the_form_of_v():
     problem = rosenbrock("float64")
     w, v = problem.variables.numpy(), random(0, 10, dtype="float64")
