@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -32,12 +32,18 @@ if hasattr(os, "register_at_fork"):
 
 
 class Guard:
-    """A context in which something is used: by one thread at a time, and not in a forked process.
+    """A context in which something is used: not in a forked process, a lack of memory in words.
 
     Parameters
     ----------
     out_of_memory : callable
         Takes the error that TensorFlow raised for lack of memory; returns the one to raise.
+
+    Attributes
+    ----------
+    lock : context manager
+        To be entered within, for one thread at a time. Not part of the guard: of what is written in
+        Python, the end may be missed if there is an interrupt.
 
     Raises
     ------
@@ -49,13 +55,12 @@ class Guard:
     def __init__(self, out_of_memory: Callable[[Exception], HvpError]) -> None:
         refuse_forks()
         _Process.in_use = True
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._out_of_memory = out_of_memory
 
     def __enter__(self) -> None:
-        """Wait for other threads."""
-        refuse_forks()  # before the lock, which another thread may have held
-        self._lock.acquire()
+        """Look whether this is another process: before the lock, which may be held for ever."""
+        refuse_forks()
 
     def __exit__(
         self,
@@ -63,35 +68,9 @@ class Guard:
         error: BaseException | None,
         where: TracebackType | None,
     ) -> None:
-        """Let other threads in; tell a lack of memory in words."""
-        self._lock.release()
+        """Tell a lack of memory in words."""
         if isinstance(error, tf.errors.ResourceExhaustedError):
             raise self._out_of_memory(error) from error
-
-
-def put_back(pairs: Iterable[tuple[Callable[[Any], Any], Any]]) -> None:
-    """Call each function with its value, all of them, also if that is interrupted in between.
-
-    Parameters
-    ----------
-    pairs : iterable of (callable, object)
-        What assigns, and what to assign.
-
-    Raises
-    ------
-    KeyboardInterrupt
-        Afterwards, if there was one.
-    """
-    waiting, interrupt = list(pairs), None
-    while waiting:
-        try:
-            assign, value = waiting[-1]
-            assign(value)
-            waiting.pop()
-        except KeyboardInterrupt as error:  # it may have been assigned or not: once more
-            interrupt = error
-    if interrupt is not None:
-        raise interrupt
 
 
 def refuse_forks() -> None:

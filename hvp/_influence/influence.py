@@ -453,10 +453,9 @@ class InfluenceFunctions(OneProcess):
         test = ExampleData(test_data, "test")
         try:
             self._test_gradients.prepare(test.first)
-        except HvpError:
-            raise
         except Exception as error:  # a loss, or Keras, may raise anything
-            difference = self._train.first.differs(test.first)
+            may_be_kind = isinstance(error, InvalidDataError) or not isinstance(error, HvpError)
+            difference = self._train.first.differs(test.first) if may_be_kind else ""
             if not difference:
                 raise
             reason = line_of(error)

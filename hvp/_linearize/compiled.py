@@ -13,6 +13,7 @@ from typing import Any, Literal, Union
 import tensorflow as tf
 
 from hvp._errors import line_of
+from hvp._interrupts import Uninterrupted
 
 JitCompile = Union[bool, Literal["auto"]]
 
@@ -94,6 +95,10 @@ class Compiled:
         """Settle, on these arguments, whether XLA compiles the function; done once."""
         if self.uses_xla is not None:
             return
+        with Uninterrupted():
+            self._choose(tensors)
+
+    def _choose(self, tensors: Sequence[tf.Tensor]) -> None:
         # XLA's graph comes first if XLA was demanded, the other if it is to be compared.
         first = self._chosen
         demanded = self._jit_compile is True
@@ -121,7 +126,8 @@ class Compiled:
 
     def _traced(self, jit_compile: bool) -> Any:
         function = tf.function(self._function, autograph=False, jit_compile=jit_compile or None)
-        return function.get_concrete_function(*self._specs)
+        with Uninterrupted():
+            return function.get_concrete_function(*self._specs)
 
 
 def _faster(one: Any, other: Any, tensors: Sequence[tf.Tensor]) -> bool:

@@ -16,6 +16,7 @@ from hvp._errors import (
     line_of,
 )
 from hvp._guard import Guard, OneProcess
+from hvp._interrupts import Uninterrupted
 from hvp._linearize.compiled import JitCompile
 from hvp._linearize.flatten import check_numeric, outline
 from hvp._linearize.graph import GraphEngine
@@ -77,7 +78,7 @@ class Linearization(OneProcess):
         """
         parts = self._primal.parts_of_nest(v)
         tangents = [tf.cast(part, dtype) for part, dtype in zip(parts, self._primal.dtypes)]
-        with self._guard:
+        with self._guard, self._guard.lock:
             return tf.nest.pack_sequence_as(self.value, self._open().jvp(tangents))
 
     def vjp(self, u: Any) -> Any:
@@ -121,12 +122,12 @@ class Linearization(OneProcess):
                 f"the shapes of the value, {shapes}",
             )
         cotangents = [tf.cast(part, dtype) for part, dtype in zip(parts, self._dtypes)]
-        with self._guard:
+        with self._guard, self._guard.lock:
             return self._primal.nest_of_parts(engine.vjp(cotangents))
 
     def close(self) -> None:
         """Release the residuals; `value` stays. Closing twice does nothing."""
-        with self._guard:
+        with self._guard, self._guard.lock:
             if self._engine is not None:
                 self._engine.close()
                 self._engine = None
@@ -221,7 +222,7 @@ def linearize(
         return None, [_check_output(leaf) for leaf in tf.nest.flatten(value)]
 
     guard = Guard(_out_of_memory)
-    with guard:
+    with guard, Uninterrupted():
         program = Program(outputs, variables, engine, jit_compile)
         _, made = program.linearize()
     value = tf.nest.pack_sequence_as(structure[0], made.outputs)

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from hvp._digest import digest
 from hvp._errors import GraphModeError, HvpError, SecondDerivativeError, line_of
-from hvp._guard import put_back
+from hvp._interrupts import Uninterrupted, put_back
 from hvp._linearize.compiled import JitCompile
 from hvp._linearize.flatten import Flattener
 from hvp._linearize.graph import GraphEngine, GraphProgram
@@ -243,10 +243,15 @@ class Program:
             return results
 
         if self._graph is not None:  # which runs no Python of the function's
-            with _preserved(self._preserved):
+            with Uninterrupted(), _preserved(self._preserved):
                 self._refuse_zeros()
                 return self._graph.linearize()
-        with exact_moments(), kept_losses(self._given), _preserved(self._preserved):
+        with (
+            Uninterrupted(),
+            exact_moments(),
+            kept_losses(self._given),
+            _preserved(self._preserved),
+        ):
             self._refuse_zeros()
             engine = TapeEngine(outputs, self.nest.variables, certain=self._trace is not None)
         if self._unsaid:

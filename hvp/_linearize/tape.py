@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvp._errors import SecondDerivativeError
+from hvp._interrupts import Uninterrupted
 from hvp._linearize.dataflow import Dataflow
 from hvp._linearize.flatten import Flattener
 from hvp._linearize.gradient import densify
@@ -114,7 +115,8 @@ class TapeEngine:
             Shaped and typed like `outputs`, None where those are.
         """
         if self._transposed is None:
-            self._transposed = self._record_transposed()
+            with Uninterrupted():
+                self._transposed = self._record_transposed()
         tape, transposed, cotangents = self._transposed
         results = iter(
             self._dense(_differentiate(tape, transposed, cotangents, tangents), cotangents)
@@ -182,5 +184,5 @@ def _differentiate(
     pairs = [(t, w) for t, w in zip(targets, weights) if t is not None]
     if not pairs:
         return [None] * len(sources)
-    with derivative_errors():
+    with Uninterrupted(), derivative_errors():
         return tape.gradient([t for t, _ in pairs], sources, [w for _, w in pairs])

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from hvp._arguments import check_count
 from hvp._errors import InvalidDataError
+from hvp._interrupts import let_interrupts_come
 from hvp._operators.data import EXPECTED, Elements, check_first_axes, convert_batch
 
 # Bytes of a tensor that its fingerprint looks at, in pieces of this size.
@@ -123,6 +124,7 @@ class Batches:
                         _check_like(first, batch)
                     first = first or batch
                     self._check_same(batch)
+                    let_interrupts_come()
                     yield batch
                 index += 1
         if index == 0:

@@ -152,12 +152,14 @@ def called(function: Callable[..., Any], *elements: Any, **named: Any) -> Any:
         try:
             signature.bind(*elements, **named)
         except TypeError:
+            bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+            takes = signature.replace(parameters=bare, return_annotation=signature.empty)
             name = getattr(function, "__name__", type(function).__name__)
             given = "no data" if not named else f"data for {', '.join(named)}"
             if elements:
                 given = f"data of {len(elements)} element{'s' if len(elements) > 1 else ''}"
             raise InvalidDataError(
-                f"the function {name}{signature} is called with {given}",
+                f"the function {name}{takes} is called with {given}",
                 "an element of data for each of its arguments",
                 "pass data=(x, y) for two, or a dict for arguments by name",
             ) from error

@@ -21,7 +21,8 @@ from hvp._errors import (
     NonFiniteError,
     StaleOperatorError,
 )
-from hvp._guard import Guard, OneProcess
+from hvp._guard import Guard, OneProcess, refuse_forks
+from hvp._interrupts import Uninterrupted
 from hvp._linearize.graph import GraphEngine, Run
 from hvp._linearize.program import Linearized, Program
 from hvp._operators.batched_program import BatchedEngine, BatchedProgram
@@ -65,7 +66,7 @@ class Evaluation(OneProcess):
         self._value: tf.Tensor | None = None
         self._in_graph: InGraph | None = None
         self._absent = "the operator is closed"
-        with self._guard:
+        with self._guard, Uninterrupted():
             self.program = make_program()
         self._watch = Watch(self.program.reads)
         self.refresh()
@@ -135,7 +136,7 @@ class Evaluation(OneProcess):
         memory together. If this raises, the evaluation holds nothing until a `refresh` succeeds.
         """
         self._refuse_graphs("refresh")
-        with self._guard:
+        with self._guard, self._guard.lock, Uninterrupted():
             self._evaluate()
 
     def _evaluate(self) -> None:
@@ -153,7 +154,7 @@ class Evaluation(OneProcess):
 
     def close(self) -> None:
         """Release what is kept."""
-        with self._guard:
+        with self._guard, self._guard.lock:
             self._release("the operator is closed")
 
     @staticmethod
@@ -165,9 +166,10 @@ class Evaluation(OneProcess):
                 "ask outside of the tf.function: inside, an operator has products only",
             )
 
-    def exclusively(self) -> AbstractContextManager[None]:
+    def exclusively(self) -> AbstractContextManager[Any]:
         """Let other threads wait."""
-        return self._guard
+        refuse_forks()
+        return self._guard.lock
 
     @contextlib.contextmanager
     def with_seeds(self) -> Iterator[None]:
@@ -180,7 +182,7 @@ class Evaluation(OneProcess):
     def value(self) -> tf.Tensor:
         """Return the loss, a scalar."""
         self._refuse_graphs("value")
-        with self._guard:
+        with self._guard, self._guard.lock:
             self._current()
             return self._value
 
@@ -192,7 +194,7 @@ class Evaluation(OneProcess):
     def gradient_parts(self) -> list[tf.Tensor | None]:
         """Return the gradient, None for variables that the loss does not depend on."""
         self._refuse_graphs("gradient")
-        with self._guard:
+        with self._guard, self._guard.lock:
             return list(self._current().outputs)
 
     def product(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -200,7 +202,7 @@ class Evaluation(OneProcess):
         if not tf.executing_eagerly():
             engine, run = self._to_graph()
             return engine.vjp(parts, run)
-        with self._guard:
+        with self._guard, self._guard.lock:
             result = self._current().vjp(parts)
             self._counts.products += 1
         return result
@@ -210,7 +212,7 @@ class Evaluation(OneProcess):
         if not tf.executing_eagerly():
             engine, run = self._to_graph()
             return engine.vjp_flat(flat, self.program.flattener, run)
-        with self._guard:
+        with self._guard, self._guard.lock:
             result = self._product_flat(flat)
             self._counts.products += 1
         return result
@@ -230,7 +232,7 @@ class Evaluation(OneProcess):
             if is_for_xla():  # where blocks of several sizes would be compiled each
                 return run(engine.program.flat_rows, rows)
             return engine.vjp_flat_rows(rows, self.program.flattener, run)
-        with self._guard:
+        with self._guard, self._guard.lock:
             result = self._current().vjp_flat_rows(rows, self.program.flattener)
             self._counts.products += int(rows.shape[0])
         return result
@@ -242,7 +244,7 @@ class Evaluation(OneProcess):
 
     def _to_graph(self, rows: bool = False) -> tuple[GraphEngine, Run]:
         """Return the engine, and what adds its products to the graph being traced."""
-        with tf.init_scope(), self._guard:
+        with tf.init_scope(), self._guard, self._guard.lock:
             engine = cast(GraphEngine, self._current())
         if self._in_graph is None:
             watch = None if self.on_stale == "ignore" else self._watch
@@ -251,7 +253,7 @@ class Evaluation(OneProcess):
 
     def _now(self) -> None:
         """Make sure of the same from inside a graph, in a thread of TensorFlow's."""
-        with self._guard:
+        with self._guard, self._guard.lock:
             self._current()
 
     def _current(self) -> Linearized | BatchedEngine:

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from hvp._digest import digest
 from hvp._errors import InvalidDataError, InvalidLossError, NonFiniteError
+from hvp._interrupts import Uninterrupted
 from hvp._linearize.compiled import Compiled
 from hvp._linearize.flatten import Flattener
 from hvp._linearize.gradient import check_scalar, densify
@@ -118,7 +119,7 @@ class ExampleGradients:
     def check_mean(self, elements: Elements) -> None:
         """Refuse a loss of a batch that is not the mean of its examples' losses."""
         part = elements.part(0, min(_COMPARED, elements.examples))
-        with self._evaluation.preserving(), kept_losses(self._given):
+        with Uninterrupted(), self._evaluation.preserving(), kept_losses(self._given):
             together = float(check_scalar(part.call(self._loss)))
         alone = self.of(part)[0].numpy().astype(np.float64)
         scale = np.abs(alone).mean()
@@ -153,7 +154,7 @@ class ExampleGradients:
             def every(*tensors: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
                 return vectorized(one, list(tensors))
 
-            with self._evaluation.preserving(), kept_losses(self._given):
+            with Uninterrupted(), self._evaluation.preserving(), kept_losses(self._given):
                 self._functions[key] = Compiled(every, specs, False)
         return self._functions[key]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import tensorflow as tf
 
-from hvp._guard import put_back
+from hvp._interrupts import put_back
 from hvp._operators.evaluation import Evaluation
 
 

@@ -414,7 +414,7 @@ class SymmetricOperator(OneProcess, DtypePreserving):
             return None
         return Gradients(self._evaluate_gradient, self._evaluation)
 
-    def exclusively(self) -> AbstractContextManager[None]:
+    def exclusively(self) -> AbstractContextManager[Any]:
         """Let other threads wait, in a context."""
         return self._evaluation.exclusively()
 

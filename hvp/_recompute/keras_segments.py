@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvp._errors import RecomputeError
+from hvp._interrupts import Uninterrupted
 from hvp._linearize.graph_parts import nbytes
 from hvp._linearize.keras_losses import kept_losses
 from hvp._recompute.partition import fewest_bytes, smallest_largest
@@ -356,7 +357,7 @@ def _link_sizes(model: Any, links: list[_Link]) -> list[int]:
 
     sizes: dict[int, int] = {}
     specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in model.inputs]
-    with kept_losses(model):
+    with Uninterrupted(), kept_losses(model):
         tf.function(run, autograph=False).get_concrete_function(*specs)
     each = iter(sizes.values())
     return [max(1, sum(next(each) for _ in link.names)) for link in links]

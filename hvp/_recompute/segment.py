@@ -20,6 +20,7 @@ from typing import Any, Optional
 import tensorflow as tf
 
 from hvp._errors import RecomputeError
+from hvp._interrupts import Uninterrupted
 from hvp._linearize.dataflow import Dataflow
 from hvp._linearize.gradient import densify
 from hvp._linearize.graph_parts import import_part, without_names
@@ -424,7 +425,8 @@ def _compiled(
         autograph=False,
         experimental_attributes={"_noinline": True} if whole else None,
     )
-    made = function.get_concrete_function(*specs)
+    with Uninterrupted():
+        made = function.get_concrete_function(*specs)
     if not others:
         _shared[key] = made
     return made

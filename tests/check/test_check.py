@@ -324,7 +324,7 @@ def test_a_seed_that_has_moved_on_is_no_other_loss():
 
 
 def test_interrupts_while_variables_are_put_back(monkeypatch):
-    from hvp import _guard
+    from hvp import _interrupts
 
     w = [tf.Variable([float(i)]) for i in range(4)]
     calls = []
@@ -338,7 +338,7 @@ def test_interrupts_while_variables_are_put_back(monkeypatch):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        _guard.put_back(
+        _interrupts.put_back(
             (lambda value, i=i: assign(i, value), tf.constant([10.0 + i])) for i in range(4)
         )
     assert [float(v[0]) for v in w] == [10.0, 11.0, 12.0, 13.0]

@@ -1,6 +1,7 @@
 """Products of `HessianOperator` against independent Hessians."""
 
 import functools
+from typing import Any
 
 import keras
 import numpy as np
@@ -290,7 +291,7 @@ def test_data_that_the_loss_does_not_take(engine, batch_size, parameters, data, 
         calls.append(a)
         return w**2
 
-    def of_two(a, b):
+    def of_two(a: Any, b: Any) -> Any:
         calls.extend([a, b])
         return w**2
 

@@ -109,7 +109,7 @@ def test_one_thread_at_a_time_is_what_makes_them_right():
     w, loss = quartic()
     with hvp.HessianOperator(loss, w) as H:
         done = threading.Event()
-        with H._evaluation._guard:
+        with H.exclusively():
             thread = threading.Thread(target=lambda: (H @ np.ones(N), done.set()))
             thread.start()
             assert not done.wait(0.3)
@@ -212,7 +212,6 @@ def test_a_shallow_copy_shares_what_is_evaluated():
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="there are no timers")
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a finalizer
 @pytest.mark.parametrize("batch_size", [None, 5])
 def test_an_interrupt_leaves_the_operator_usable(batch_size):
     """Interrupted at many moments, in products, solutions and refreshes."""
@@ -230,25 +229,24 @@ def test_an_interrupt_leaves_the_operator_usable(batch_size):
         hvp.solve(H.damped(10.0), v, method="cg", maxiter=20, rtol=1e-12)
         H.refresh()
 
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGALRM, interrupt)
+    handler = signal.getsignal(signal.SIGINT)
+    before = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
-        for milliseconds in range(1, 60, 4):
+        # The first ones while TensorFlow traces: there an interrupt may leave it in a graph.
+        for milliseconds in [20, 50, 100, 200, 400, *range(1, 60, 2)]:
             signal.setitimer(signal.ITIMER_REAL, milliseconds / 1000)
             try:
                 work()
                 signal.setitimer(signal.ITIMER_REAL, 0)
             except KeyboardInterrupt:
                 interrupted += 1
-            except RuntimeError as error:  # TensorFlow's, of an interrupt while it makes an error
-                assert "KeyboardInterrupt" in str(error)  # noqa: PT017
-                interrupted += 1
             signal.setitimer(signal.ITIMER_REAL, 0)
+            assert tf.executing_eagerly()
+            assert signal.getsignal(signal.SIGINT) is handler
             try:
                 got = H @ v
-            except hvp.ClosedOperatorError as error:  # it was in the middle of a refresh
+            except hvp.ClosedOperatorError as error:  # between two batches of a refresh
+                assert batch_size
                 assert "refresh()" in str(error)  # noqa: PT017
                 H.refresh()
                 got = H @ v
@@ -261,6 +259,98 @@ def test_an_interrupt_leaves_the_operator_usable(batch_size):
         np.testing.assert_array_equal(now, then)
     in_threads(2, lambda number: H @ v)  # no lock is left behind
     H.close()
+
+
+@pytest.fixture
+def interrupts():
+    """Handle interrupts by noting them, and raising what Python would."""
+    seen = []
+
+    def handler(*_):
+        seen.append("handled")
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, handler)
+    yield seen
+    assert signal.getsignal(signal.SIGINT) is handler
+    signal.signal(signal.SIGINT, before)
+
+
+def interrupting(w, seen, times=1):
+    """A loss that is interrupted while it is evaluated; whether it then goes on is noted."""
+
+    def loss(*_):
+        for _ in range(times if seen is not None else 0):
+            signal.raise_signal(signal.SIGINT)
+            seen.append("went on")
+        return tf.reduce_sum(w**3)
+
+    return loss
+
+
+@pytest.mark.parametrize("engine", ["graph", "tape"])
+def test_an_interrupt_waits_until_tensorflow_is_at_rest(interrupts, engine):
+    w = tf.Variable([1.0, 2.0])
+    with pytest.raises(KeyboardInterrupt):
+        hvp.HessianOperator(interrupting(w, interrupts), w, engine=engine)
+    assert set(interrupts[:-1]) == {"went on"}
+    assert interrupts[-1] == "handled"
+    with hvp.HessianOperator(interrupting(w, None), w, engine=engine) as H:
+        np.testing.assert_allclose(H @ np.ones(2), [6, 12], rtol=1e-6)
+
+
+def test_a_second_interrupt_does_not_wait(interrupts):
+    w = tf.Variable([1.0, 2.0])
+    with pytest.raises(KeyboardInterrupt):
+        hvp.HessianOperator(interrupting(w, interrupts, times=9), w, engine="tape")
+    assert interrupts == ["went on", "handled"]
+    with hvp.HessianOperator(interrupting(w, None), w) as H:
+        np.testing.assert_allclose(H @ np.ones(2), [6, 12], rtol=1e-6)
+
+
+def test_an_interrupt_comes_between_batches(interrupts):
+    w, evaluated = tf.Variable([1.0, 2.0]), []
+
+    def loss(x):
+        evaluated.append(1)
+        if len(evaluated) == before + 2:
+            signal.raise_signal(signal.SIGINT)
+        return tf.reduce_mean(x) * tf.reduce_sum(w**3)
+
+    before = 1000
+    x = np.ones(20, np.float32)
+    with hvp.HessianOperator(loss, w, (x,), batch_size=1, engine="tape") as H:
+        before = len(evaluated)
+        with pytest.raises(KeyboardInterrupt):
+            H.refresh()
+        assert len(evaluated) < before + 5
+        H.refresh()
+        np.testing.assert_allclose(H @ np.ones(2), [6, 12], rtol=1e-6)
+    assert interrupts == ["handled"]
+
+
+def test_an_interrupt_that_is_ignored_stays_so():
+    w, seen = tf.Variable([1.0, 2.0]), []
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with hvp.HessianOperator(interrupting(w, seen), w) as H:
+            np.testing.assert_allclose(H @ np.ones(2), [6, 12], rtol=1e-6)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_interrupts_are_none_of_other_threads(interrupts):
+    w = tf.Variable([1.0, 2.0])
+
+    def work(number):
+        handler = signal.getsignal(signal.SIGINT)
+        with hvp.HessianOperator(interrupting(w, None), w, engine="tape") as H, H.exclusively():
+            assert signal.getsignal(signal.SIGINT) is handler
+            np.testing.assert_allclose(H @ np.ones(2), [6, 12], rtol=1e-6)
+
+    in_threads(2, work)
+    assert not interrupts
 
 
 def test_too_little_memory_is_told_in_words(monkeypatch):
