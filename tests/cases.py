@@ -13,6 +13,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from hypothesis import HealthCheck, settings
 
@@ -27,6 +28,11 @@ def examples(count: int) -> Any:
         derandomize=not FUZZ,
         suppress_health_check=[HealthCheck.too_slow],
     )
+
+
+def long(*values: Any) -> Any:
+    """Mark what is much like another test and takes long: it runs by `make fuzz` alone."""
+    return pytest.param(*values, marks=pytest.mark.skipif(not FUZZ, reason="long: make fuzz"))
 
 
 @dataclass
@@ -303,3 +309,6 @@ CASES: dict[str, Callable[[str], Problem]] = {
 
 # Normalization by the batch's or layer's own moments: TensorFlow's second derivatives are wrong.
 WRONG_IN_TENSORFLOW = {"attention with embedding", "batch normalization in training"}
+
+LONG_CASES = ["attention with embedding", "lstm rolled", "lstm unrolled"]
+CASES_IN_SHORT = [long(name) if name in LONG_CASES else name for name in CASES]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 
 import hvp
-from tests.cases import FUZZ, examples, random
+from tests.cases import examples, long, random
 from tests.fuzz.programs import Program, programs
 from tests.fuzz.report import REPORT
 from tests.fuzz.steps import FAMILIES
@@ -108,9 +108,8 @@ def test_products_are_differences_of_gradients(family):
     run()
 
 
-@pytest.mark.skipif(not FUZZ, reason="takes long: make fuzz")
 @pytest.mark.parametrize(
-    ("family", "name"), [(family, name) for family, steps in FAMILIES.items() for name in steps]
+    ("family", "name"), [long(family, name) for family, steps in FAMILIES.items() for name in steps]
 )
 def test_each_step_alone(family, name):
     program = Program([(family, name)], 3, 3, 1, "mean square", "list", (0,))

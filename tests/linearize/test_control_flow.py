@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import hvp
-from tests.cases import Problem, dense_hessian, random, relative_error, set_random_weights
+from tests.cases import Problem, dense_hessian, long, random, relative_error, set_random_weights
 
 N = 3
 X = random(1, 2, N, dtype="float64")
@@ -172,8 +172,8 @@ def test_loops_and_branches_are_split_too(loss):
         ("LSTM", True),
         ("GRU", False),
         ("masked", False),
-        ("masked", True),
-        ("Bidirectional", False),
+        long("masked", True),
+        long("Bidirectional", False),
     ],
 )
 def test_recurrent_layers(kind, unroll):

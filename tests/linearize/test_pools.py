@@ -8,7 +8,7 @@ import tensorflow as tf
 
 import hvp
 from hvp._linearize import inline, trace
-from tests.cases import Problem, dense_hessian, random
+from tests.cases import Problem, dense_hessian, long, random
 
 # The images' axes of space, windows and strides: what is pooled has the size of the image in all
 # of these but the last two.
@@ -53,7 +53,9 @@ def test_second_derivatives_are_right(name):
     assert_right(problem(name, functools.partial(pool, name=name)))
 
 
-@pytest.mark.parametrize("within", ["function", "loop", "branch", "recompute", "loop in recompute"])
+@pytest.mark.parametrize(
+    "within", ["function", "loop", long("branch"), "recompute", long("loop in recompute")]
+)
 def test_also_inside_functions(within):
     once = functools.partial(pool, name="moved by one")
 

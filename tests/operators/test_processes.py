@@ -16,7 +16,7 @@ from scipy.sparse.linalg import cg
 
 import hvp
 from hvp import _guard
-from tests.cases import dense_hessian, mlp, random
+from tests.cases import dense_hessian, long, mlp, random
 
 N = 6
 
@@ -48,7 +48,7 @@ def in_threads(count, work):
 
 
 @pytest.mark.parametrize("engine", ["graph", "tape"])
-@pytest.mark.parametrize("batch_size", [None, 5])
+@pytest.mark.parametrize("batch_size", [None, long(5)])
 def test_products_from_several_threads_are_right(engine, batch_size):
     problem = mlp("float64")
     with hvp.HessianOperator(

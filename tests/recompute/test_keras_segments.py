@@ -8,7 +8,7 @@ import tensorflow as tf
 import hvp
 from hvp._linearize.moments import exact_moments
 from hvp._recompute.partition import fewest_bytes, smallest_largest
-from tests.cases import random, relative_error
+from tests.cases import long, random, relative_error
 from tests.recompute.derivatives import MODES, assert_same, derivatives
 
 layers = keras.layers
@@ -264,9 +264,9 @@ class TestOperator:
         ("recompute", "engine", "jit_compile"),
         [
             (True, "graph", False),
-            (True, "graph", True),
+            long(True, "graph", True),
             (True, "tape", False),
-            (3, "graph", False),
+            long(3, "graph", False),
             (["d1", "d4", "d5"], "graph", False),
             (["d1", "d4", "d5"], "tape", False),
         ],

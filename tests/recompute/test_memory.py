@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from tests import memory
+from tests.cases import long
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -87,9 +88,9 @@ def plain():
 @pytest.mark.parametrize(
     ("functions", "run", "most"),
     [
-        (SEGMENTS, "product", 0.5),
+        long(SEGMENTS, "product", 0.5),
         (NESTED, "product", 0.45),
-        (SEGMENTS, "tf.function(product, autograph=False)", 0.55),
+        long(SEGMENTS, "tf.function(product, autograph=False)", 0.55),
         (SEGMENTS, "operator", 0.6),
     ],
     ids=["eager", "nested", "tf.function", "operator"],

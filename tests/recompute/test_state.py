@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import hvp
 from hvp._linearize.moments import exact_moments
-from tests.cases import Problem, dense_hessian, random, relative_error
+from tests.cases import Problem, dense_hessian, long, random, relative_error
 from tests.recompute.derivatives import MODES, assert_same, derivatives
 
 layers = keras.layers
@@ -146,7 +146,7 @@ def test_batch_normalization_against_differences():
     assert relative_error(block, want[:n, :n]) < 1e-9
 
 
-@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize("mode", [long("eager"), "graph"])
 def test_recurrent_layers_with_dropout_and_masks(mode):
     def make():
         keras.utils.set_random_seed(3)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import hvp
 from hvp._solve import equations
-from tests.cases import examples
+from tests.cases import examples, long
 from tests.solve.systems import SPECTRA, columns, matrix, operator
 
 N = 140
@@ -18,7 +18,7 @@ METHODS = [*KRYLOV, "exact", "auto"]
 unconverged = pytest.mark.filterwarnings("ignore::hvp.ConvergenceWarning")
 
 
-@pytest.mark.parametrize("k", [1, 7])
+@pytest.mark.parametrize("k", [long(1), 7])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("spectrum", SPECTRA)
 def test_dense_solutions(spectrum, method, k):
