@@ -45,9 +45,13 @@ class Uninterrupted:
             return
         if _Waiting.depth == 0:
             handler = signal.getsignal(signal.SIGINT)
-            if callable(handler) and handler is not _wait:  # not ignored, nor the system's own
-                _Waiting.handler, _Waiting.interrupt = handler, None
-                signal.signal(signal.SIGINT, _wait)
+            # Not if interrupts are ignored, or handled by other than Python.
+            _Waiting.handler, _Waiting.interrupt = handler if callable(handler) else None, None
+            if _Waiting.handler is not None:
+                try:
+                    signal.signal(signal.SIGINT, _wait)
+                except ValueError:  # where Python is part of another program: no signals come
+                    _Waiting.handler = None
         _Waiting.depth += 1
 
     def __exit__(
@@ -62,8 +66,9 @@ class Uninterrupted:
         _Waiting.depth -= 1
         if _Waiting.depth == 0 and _Waiting.handler is not None:
             handler = _Waiting.handler
-            if signal.getsignal(signal.SIGINT) is _wait:
-                signal.signal(signal.SIGINT, handler)
+            replaced = signal.signal(signal.SIGINT, handler)
+            if replaced is not _wait:  # by what ran within
+                signal.signal(signal.SIGINT, replaced)
             _Waiting.handler = None
             _come(handler)
 

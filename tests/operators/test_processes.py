@@ -340,6 +340,20 @@ def test_an_interrupt_that_is_ignored_stays_so():
         signal.signal(signal.SIGINT, before)
 
 
+def test_where_no_signals_can_be_handled_nothing_is_done(monkeypatch):
+    w = tf.Variable([1.0, 2.0])
+    handler = signal.getsignal(signal.SIGINT)
+
+    def refused(*_):
+        raise ValueError("signal only works in main thread of the main interpreter")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(signal, "signal", refused)
+        with hvp.HessianOperator(interrupting(w, None), w, engine="tape") as H:
+            np.testing.assert_allclose(H @ np.ones(2), [6, 12], rtol=1e-6)
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
 def test_interrupts_are_none_of_other_threads(interrupts):
     w = tf.Variable([1.0, 2.0])
 
