@@ -102,7 +102,9 @@ def test_iterates_are_scipys_own(method):
     np.testing.assert_allclose(ours[:30], theirs[:30], rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("method", ["Newton-CG", long("trust-ncg"), long("trust-krylov")])
+@pytest.mark.parametrize(
+    "method", [name if name == "Newton-CG" else long(name) for name in ITERATES]
+)
 def test_number_of_iterations_is_scipys_own(method):
     """As medians over starts that differ by a rounding: one alone takes 314 or 970 steps."""
     rng = np.random.default_rng(0)

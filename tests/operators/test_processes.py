@@ -16,6 +16,7 @@ from scipy.sparse.linalg import cg
 
 import hvp
 from hvp import _guard
+from hvp._interrupts import Uninterrupted
 from tests.cases import dense_hessian, long, mlp, random
 
 N = 6
@@ -363,6 +364,35 @@ def test_interrupts_are_none_of_other_threads(interrupts):
 
     in_threads(2, work)
     assert not interrupts
+
+
+def test_interrupts_wait_for_this_thread_alone(interrupts):
+    """What another thread is doing neither holds them up nor lets them through."""
+    inside, done = threading.Event(), threading.Event()
+
+    def work():
+        with Uninterrupted():
+            inside.set()
+            done.wait(10)
+
+    def interrupted_within():
+        with Uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+            interrupts.append("went on")
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        inside.wait(10)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        assert interrupts == ["handled"]
+        with pytest.raises(KeyboardInterrupt):
+            interrupted_within()
+        assert interrupts == ["handled", "went on", "handled"]
+    finally:
+        done.set()
+        thread.join()
 
 
 def test_too_little_memory_is_told_in_words(monkeypatch):
