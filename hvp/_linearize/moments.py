@@ -5,18 +5,12 @@ is, because the derivative by the mean is zero there; it leaves the *second* der
 the derivative of that zero. Layer and group normalization, and batch normalization in training
 mode, go through it, so every Hessian of a loss with one of them would be wrong in silence.
 
-The name is replaced where Keras and users look it up, only while a function is traced or run to be
-linearized. Values and first derivatives are the same to the bit, so a thread that meets the
-replacement meanwhile notices nothing. A copy bound earlier (`from tensorflow.nn import moments`, or
-an older trace of a `tf.function`) escapes, and is found by `second_derivatives` instead.
+The function here has the same values and first derivatives to the bit. TensorFlow's own, where it
+escapes the replacement (see the module `exact`), is found by `second_derivatives` instead.
 """
 
 from __future__ import annotations
 
-import contextlib
-import sys
-import threading
-from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -48,7 +42,7 @@ def moments(
         return tf.cast(mean, x.dtype), tf.cast(variance, x.dtype)
 
 
-def _moments_of_version_1(
+def moments_of_version_1(
     x: Any,
     axes: Any,
     shift: Any = None,
@@ -56,36 +50,5 @@ def _moments_of_version_1(
     keep_dims: bool | None = None,
     keepdims: bool | None = None,
 ) -> tuple[tf.Tensor, tf.Tensor]:
+    """Mean and variance, by the arguments of `tf.compat.v1.nn.moments`."""
     return moments(x, axes, shift, bool(keep_dims or keepdims), name)
-
-
-_lock = threading.Lock()
-_users = 0
-_replaced: list[tuple[Any, Any]] = []
-
-
-@contextlib.contextmanager
-def exact_moments() -> Iterator[None]:
-    """Replace TensorFlow's `moments` in its public namespaces, in this context."""
-    global _users
-    with _lock:
-        _users += 1
-        if _users == 1:
-            _replaced[:] = [(namespace, namespace.moments) for namespace in _namespaces()]
-            for namespace, _ in _replaced:
-                version_1 = namespace is tf.compat.v1.nn
-                namespace.moments = _moments_of_version_1 if version_1 else moments
-    try:
-        yield
-    finally:
-        with _lock:
-            _users -= 1
-            if _users == 0:
-                for namespace, original in _replaced:
-                    namespace.moments = original
-
-
-def _namespaces() -> list[Any]:
-    """Return the modules that have the name; an `import tensorflow.nn` makes a further one."""
-    modules = [tf.nn, sys.modules.get("tensorflow.nn", tf.nn), tf.compat.v2.nn, tf.compat.v1.nn]
-    return list({id(module): module for module in modules}.values())

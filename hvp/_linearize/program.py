@@ -15,12 +15,12 @@ from hvp._digest import digest
 from hvp._errors import GraphModeError, HvpError, SecondDerivativeError, line_of
 from hvp._interrupts import Uninterrupted, put_back
 from hvp._linearize.compiled import JitCompile
+from hvp._linearize.exact import exact_functions
 from hvp._linearize.flatten import Flattener
 from hvp._linearize.graph import GraphEngine, GraphProgram
 from hvp._linearize.graph_parts import digest_of_graph
 from hvp._linearize.inline import KEPT_WHOLE
 from hvp._linearize.keras_losses import kept_losses
-from hvp._linearize.moments import exact_moments
 from hvp._linearize.second_derivatives import Doubt, refuse_missing_derivatives
 from hvp._linearize.split import UnsplittableError
 from hvp._linearize.tape import TapeEngine
@@ -248,7 +248,7 @@ class Program:
                 return self._graph.linearize()
         with (
             Uninterrupted(),
-            exact_moments(),
+            exact_functions(),
             kept_losses(self._given),
             _preserved(self._preserved),
         ):
@@ -295,7 +295,7 @@ class Program:
 
     def _try_to_trace(self) -> Trace | None:
         try:
-            with exact_moments(), kept_losses(self._given):
+            with exact_functions(), kept_losses(self._given):
                 found = trace(self._function, self.nest.variables, self._products)
         except HvpError:
             raise

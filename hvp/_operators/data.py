@@ -170,7 +170,7 @@ def checked_loss(loss: Callable[..., Any]) -> Callable[..., Any]:
     """Refuse what is no loss; return it, traced anew if it is a `tf.function`."""
     _check_loss(loss)
     if isinstance(loss, tf.types.experimental.PolymorphicFunction):
-        # An older trace may hold operations whose second derivatives are wrong (`moments`).
+        # An older trace may hold operations whose second derivatives are wrong (`exact`).
         return tf.function(loss.python_function)
     return loss
 

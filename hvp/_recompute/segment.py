@@ -22,10 +22,10 @@ import tensorflow as tf
 from hvp._errors import RecomputeError
 from hvp._interrupts import Uninterrupted
 from hvp._linearize.dataflow import Dataflow
+from hvp._linearize.exact import exact_functions
 from hvp._linearize.gradient import densify
 from hvp._linearize.graph_parts import import_part, without_names
 from hvp._linearize.inline import KEPT_WHOLE, inline_calls
-from hvp._linearize.moments import exact_moments
 from hvp._linearize.second_derivatives import (
     Doubt,
     derivative_errors,
@@ -148,7 +148,7 @@ class Segment:
             return [tf.identity(made[i]) for i in present]
 
         cotangents = [spec for o in self._orders for spec in o.cotangents]
-        with exact_moments():
+        with exact_functions():
             concrete = apart(lambda: concrete_function(whole, *self._specs, *cotangents))
         graph_def = concrete.graph.as_graph_def()
         flow = Dataflow(graph_def, concrete.graph)

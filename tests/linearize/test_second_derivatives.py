@@ -322,6 +322,51 @@ def test_moments_bound_or_traced_earlier_are_refused_not_wrong():
         np.testing.assert_allclose(dense, H.to_dense(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("engine", ["graph", "graph, XLA", "tape"])
+@pytest.mark.parametrize("dtype", ["float64", "complex128"])
+def test_norms_of_rows_that_the_loss_does_not_use(dtype, engine):
+    z = tf.Variable(random(0, 3, 4, dtype="float64"))
+    factors = tf.cast([1.0, 2.0, -1.0, 0.5], dtype) * (1j if dtype == "complex128" else 1)
+
+    def loss():
+        norms = tf.math.reduce_euclidean_norm(tf.cast(z, dtype) * factors, axis=1)
+        return tf.math.real(norms[1]) ** 3
+
+    scaled = z.numpy()[1] * np.array([1, 2, -1, 0.5])
+    norm, D = np.linalg.norm(scaled), np.diag([1, 4, 1, 0.25])
+    slope = D @ z.numpy()[1]
+    expected = np.zeros((3, 4, 3, 4))
+    expected[1, :, 1, :] = 3 * norm * D + 3 / norm * np.outer(slope, slope)
+    kinds = {"engine": engine.split(",")[0], "jit_compile": "XLA" in engine}
+    with hvp.HessianOperator(loss, z, **kinds) as H:
+        np.testing.assert_allclose(H.to_dense(), expected.reshape(12, 12), rtol=1e-12, atol=1e-14)
+        assert H.value == pytest.approx(norm**3, rel=1e-14)
+    # Once this fails, TensorFlow has mended it.
+    with tf.GradientTape() as outer:
+        with tf.GradientTape() as inner:
+            value = loss()
+        gradient = inner.gradient(value, z)
+    assert np.isnan(outer.jacobian(gradient, z).numpy()).any()
+
+
+def test_a_norm_bound_earlier_is_refused_where_it_is_wrong():
+    reduce_euclidean_norm = tf.math.reduce_euclidean_norm
+    z = tf.Variable(random(0, 3, 4))
+    H = hvp.HessianOperator(lambda: reduce_euclidean_norm(z, axis=1)[1] ** 3, z)
+    with H, pytest.raises(hvp.NonFiniteError, match="norms"):
+        H @ np.ones(12, "float32")
+
+
+def test_a_norm_of_integers_is_tensorflows():
+    z = tf.Variable(1.0)
+
+    def loss():
+        return z**2 * tf.cast(tf.math.reduce_euclidean_norm(tf.constant([3, 5])), "float32")
+
+    with hvp.HessianOperator(loss, z) as H:
+        assert H.to_dense() == [[10]]
+
+
 @needs_silent_resize
 def test_an_untraceable_loss_does_not_take_none_for_zero():
     z = image_variable()

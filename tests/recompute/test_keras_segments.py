@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import hvp
-from hvp._linearize.moments import exact_moments
+from hvp._linearize.exact import exact_functions
 from hvp._recompute.partition import fewest_bytes, smallest_largest
 from tests.cases import long, random, relative_error
 from tests.recompute.derivatives import MODES, assert_same, derivatives
@@ -140,7 +140,7 @@ def test_values_derivatives_and_state_are_the_models(case, mode):
     found = []
     for f, owner in ((plain, plain), (hvp.recompute_model(model, segments), model)):
         weights = [v.value for v in owner.trainable_variables]
-        with exact_moments():
+        with exact_functions():
             run = MODES[mode](
                 lambda f=f, w=weights: derivatives(lambda: f(x, training=True), w, order=2)
             )

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import hvp
-from hvp._linearize.moments import exact_moments
+from hvp._linearize.exact import exact_functions
 from tests.cases import Problem, dense_hessian, long, random, relative_error
 from tests.recompute.derivatives import MODES, assert_same, derivatives
 
@@ -117,7 +117,7 @@ def test_keras_state_changes_once_and_draws_are_the_same(make, training, mode):
         model = make()
         f = wrap(model)
         weights = [v.value for v in model.trainable_variables]
-        with exact_moments():  # without, TensorFlow's own second derivative is wrong
+        with exact_functions():  # without, TensorFlow's own second derivative is wrong
             made = MODES[mode](
                 lambda f=f, w=weights: derivatives(lambda: f(X, training=training), w)
             )

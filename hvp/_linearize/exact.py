@@ -1,0 +1,59 @@
+"""TensorFlow functions whose second derivatives are wrong, replaced by exact ones.
+
+Their names are replaced where Keras and users look them up, only while a function is traced or run
+to be linearized. Values and first derivatives are the same, so a thread that meets a replacement
+meanwhile notices nothing. A copy bound earlier (`from tensorflow.nn import moments`, or an older
+trace of a `tf.function`) escapes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from hvp._linearize.moments import moments, moments_of_version_1
+from hvp._linearize.norms import reduce_euclidean_norm
+
+_lock = threading.Lock()
+_users = 0
+_replaced: list[tuple[Any, str, Any]] = []
+
+
+@contextlib.contextmanager
+def exact_functions() -> Iterator[None]:
+    """Replace TensorFlow's functions in its public namespaces, in this context."""
+    global _users
+    with _lock:
+        _users += 1
+        if _users == 1:
+            for namespace, name, function in _replacements():
+                _replaced.append((namespace, name, getattr(namespace, name)))
+                setattr(namespace, name, function)
+    try:
+        yield
+    finally:
+        with _lock:
+            _users -= 1
+            while _users == 0 and _replaced:
+                setattr(*_replaced.pop())
+
+
+def _replacements() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+    """Give the modules that have a name, the name, and what to put there."""
+    version_1 = tf.compat.v1
+    for module in _modules("nn"):
+        yield module, "moments", moments_of_version_1 if module is version_1.nn else moments
+    for module in _modules("math"):
+        yield module, "reduce_euclidean_norm", reduce_euclidean_norm
+
+
+def _modules(name: str) -> list[Any]:
+    """Return TensorFlow's modules of a name; an `import tensorflow.nn` makes a further one."""
+    modules = [getattr(namespace, name) for namespace in (tf, tf.compat.v2, tf.compat.v1)]
+    modules.append(sys.modules.get(f"tensorflow.{name}", modules[0]))
+    return list({id(module): module for module in modules}.values())
