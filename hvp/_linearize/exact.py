@@ -16,6 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvp._linearize.logsumexp import cumulative_logsumexp
 from hvp._linearize.moments import moments, moments_of_version_1
 from hvp._linearize.norms import reduce_euclidean_norm
 
@@ -50,6 +51,7 @@ def _replacements() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
         yield module, "moments", moments_of_version_1 if module is version_1.nn else moments
     for module in _modules("math"):
         yield module, "reduce_euclidean_norm", reduce_euclidean_norm
+        yield module, "cumulative_logsumexp", cumulative_logsumexp
 
 
 def _modules(name: str) -> list[Any]:

@@ -19,14 +19,17 @@ from hvp._linearize.missing_derivatives import (
     WRONG_AT_ZERO,
 )
 
-# Not an operation, but a pattern of several: see `_moments_differentiated_twice`.
+# Not operations, but patterns of several: see `_moments_differentiated_twice` and
+# `_logarithms_from_above`.
 _MOMENTS = "tf.nn.moments"
+_CUMULATIVE_LOGSUMEXP = "tf.math.cumulative_logsumexp"
 _REMEDIES = {kind: missing.remedy for kind, missing in MISSING_DERIVATIVES.items()}
 _REMEDIES.update(WRONG_AT_ZERO)
-_REMEDIES[_MOMENTS] = (
-    "call tf.nn.moments by that name, and in a tf.function that has not been traced yet (pass "
-    "its python_function)"
-)
+for _name in (_MOMENTS, _CUMULATIVE_LOGSUMEXP):
+    _REMEDIES[_name] = (
+        f"call {_name} by that name, and in a tf.function that has not been traced yet (pass its "
+        "python_function)"
+    )
 
 
 class Doubt(NamedTuple):
@@ -107,8 +110,11 @@ def find_doubts(flow: Dataflow, sources: Iterable[Vertex], targets: Iterable[Ver
         concerned = entering & set(missing.inputs) if missing.inputs else entering
         if concerned and not (missing.together and concerned < set(missing.inputs)):
             found.add(vertex)
-    moments = _moments_differentiated_twice(flow, depends, matters)
-    doubts = {doubt_of(flow, v) for v in found} | {doubt_of(flow, v, _MOMENTS) for v in moments}
+    doubts = {doubt_of(flow, vertex) for vertex in found}
+    for vertex in _moments_differentiated_twice(flow, depends, matters):
+        doubts.add(doubt_of(flow, vertex, _MOMENTS))
+    for vertex in _logarithms_from_above(flow, depends & matters):
+        doubts.add(doubt_of(flow, vertex, _CUMULATIVE_LOGSUMEXP))
     custom = [doubt_of(flow, v) for v in flow.custom_gradients & depends & matters]
     return Doubts(
         sorted(doubts), sorted(doubt_of(flow, vertex) for vertex in wrong_at_zero), sorted(custom)
@@ -173,3 +179,23 @@ def _moments_differentiated_twice(
         if variances and (users - variances) & matters:
             found.append(vertex)
     return found
+
+
+def _logarithms_from_above(flow: Dataflow, on_the_way: set[Vertex]) -> list[Vertex]:
+    """Find gradients of `CumulativeLogsumexp` whose derivative by the gradient from above matters.
+
+    Which is lost where that is zero (see the module `logsumexp`). It enters by `where(dy > 0,
+    log(dy), lowest)`, and where it is constant nothing is lost.
+    """
+
+    def made_by(vertex: Vertex, kind: str) -> list[Vertex]:
+        return [v for v in flow.producers(vertex) if flow.types.get(v) == kind]
+
+    return [
+        vertex
+        for vertex, kind in flow.types.items()
+        if kind == "CumulativeLogsumexp"
+        for difference in made_by(vertex, "Sub")
+        for chosen in made_by(difference, "SelectV2")
+        if chosen in on_the_way and made_by(chosen, "Log")
+    ]

@@ -17,11 +17,14 @@ from tests.fuzz.steps import FAMILIES
 
 _LARGEST = 24
 LOSSES = {
-    "mean square": lambda y: tf.reduce_mean(tf.square(y - 0.3)),
-    "logsumexp": lambda y: tf.reduce_logsumexp(y),
-    "huber": lambda y: tf.reduce_mean(tf.sqrt(1 + tf.square(y))),
-    "cubes": lambda y: tf.reduce_sum(tf.tanh(y) ** 3),
-    "pairs": lambda y: tf.reduce_mean(tf.sin(y[:, :1]) * tf.cos(y[:, 1:])),
+    "mean square": lambda y, p: tf.reduce_mean(tf.square(y - 0.3)),
+    "logsumexp": lambda y, p: tf.reduce_logsumexp(y),
+    "huber": lambda y, p: tf.reduce_mean(tf.sqrt(1 + tf.square(y))),
+    "cubes": lambda y, p: tf.reduce_sum(tf.tanh(y) ** 3),
+    "pairs": lambda y, p: tf.reduce_mean(tf.sin(y[:, :1]) * tf.cos(y[:, 1:])),
+    # The gradient from above is zero, of all entries but one, or of all: but its derivative is not.
+    "corner": lambda y, p: tf.sin(y[-1, -1] + 0.3) ** 3,
+    "no slope": lambda y, p: tf.reduce_sum(y * p.zeros(*y.shape)),
 }
 NESTS = {
     "list": lambda variables: list(variables),
@@ -104,8 +107,9 @@ class Made:
             else:
                 x = step(x, self._parameters)
             x = _matrix(x)
+        loss = LOSSES[self._program._loss](x, self._parameters)
         self._parameters.complete = True
-        return LOSSES[self._program._loss](x)
+        return loss
 
     @property
     def size(self) -> int:
@@ -185,6 +189,10 @@ class Parameters:
         """Give a parameter."""
         return tf.convert_to_tensor(self._give(lambda: self._variable(shape)))
 
+    def zeros(self, *shape: int) -> tf.Tensor:
+        """Give a parameter that is zero."""
+        return tf.convert_to_tensor(self._give(lambda: self._variable(shape, scale=0)))
+
     def layer(self, make: Callable[[], Any]) -> Any:
         """Give a Keras layer, whose weights become parameters when it is first called."""
         layer = self._give(lambda: self._layer(make))
@@ -196,9 +204,9 @@ class Parameters:
         self._next += 1
         return self._given[self._next - 1]
 
-    def _variable(self, shape: tuple[int, ...]) -> tf.Variable:
+    def _variable(self, shape: tuple[int, ...], scale: float = 0.7) -> tf.Variable:
         seed = self._seed + 1000 + len(self.variables)
-        self.variables.append(tf.Variable(random(seed, *shape, dtype=self._dtype, scale=0.7)))
+        self.variables.append(tf.Variable(random(seed, *shape, dtype=self._dtype, scale=scale)))
         return self.variables[-1]
 
     def _layer(self, make: Callable[[], Any]) -> Any:

@@ -120,6 +120,7 @@ def test_products_are_differences_of_gradients(family):
     ("family", "name"), [long(family, name) for family, steps in FAMILIES.items() for name in steps]
 )
 def test_each_step_alone(family, name):
-    program = Program([(family, name)], 3, 3, 1, "mean square", "list", (0,))
-    with REPORT.mismatch(program):
-        check(program)
+    for loss in ("mean square", "corner", "no slope"):
+        program = Program([(family, name)], 3, 3, 1, loss, "list", (0,))
+        with REPORT.mismatch(program):
+            check(program)

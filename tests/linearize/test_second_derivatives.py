@@ -367,6 +367,93 @@ def test_a_norm_of_integers_is_tensorflows():
         assert H.to_dense() == [[10]]
 
 
+KINDS = {
+    "graph": {},
+    "graph, XLA": {"jit_compile": True},
+    "tape": {"engine": "tape"},
+    "recomputed": {"recompute": True},
+}
+
+
+def jacobian_of_cumulative_logsumexp(x, axis, exclusive, reverse):
+    """Of the closed form: entry j has the part exp(x_j - y_i) in the sum i, if it is in it."""
+    y = tf.math.cumulative_logsumexp(x, axis, exclusive, reverse).numpy()
+    places = np.moveaxis(np.indices(x.shape), 0, -1).reshape(-1, x.ndim)
+    sums, entries = places[:, np.newaxis], places[np.newaxis]
+    before = entries[..., axis] - sums[..., axis]
+    before = -before if reverse else before
+    others = [i for i in range(x.ndim) if i != axis]
+    among = (before < 0) | ((before == 0) & (not exclusive))
+    among &= (entries[..., others] == sums[..., others]).all(-1)
+    return np.where(among, np.exp(x.reshape(1, -1) - y.reshape(-1, 1)), 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("axis", "exclusive", "reverse"), [(0, False, False), (1, True, False), (1, False, True)]
+)
+def test_cumulative_logsumexp_at_the_solution_of_a_least_squares_fit(
+    axis, exclusive, reverse, kind
+):
+    z = tf.Variable(random(0, 3, 5, dtype="float64", scale=3))
+    data = tf.math.cumulative_logsumexp(z, axis, exclusive, reverse)
+
+    def residuals(z):
+        fitted = tf.math.cumulative_logsumexp(z, axis, exclusive, reverse)
+        return tf.where(tf.math.is_finite(data), fitted - data, 0)
+
+    def loss():
+        function = hvp.recompute(residuals) if kind == "recomputed" else residuals
+        return tf.reduce_sum(function(tf.convert_to_tensor(z)) ** 2) / 2
+
+    options = {} if kind == "recomputed" else KINDS[kind]
+    jacobian = jacobian_of_cumulative_logsumexp(z.numpy(), axis, exclusive, reverse)
+    with hvp.HessianOperator(loss, z, **options) as H:
+        np.testing.assert_allclose(H.to_dense(), jacobian.T @ jacobian, rtol=1e-12, atol=1e-14)
+    if kind == "graph":
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as inner:
+                value = loss()
+            gradient = inner.gradient(value, z)
+        # Once this fails, TensorFlow has mended it.
+        wrong = outer.jacobian(gradient, z).numpy().reshape(15, 15)
+        assert not np.allclose(wrong, jacobian.T @ jacobian, rtol=1e-2)
+
+
+@pytest.mark.parametrize("engine", ["graph", "tape"])
+def test_the_jacobian_of_cumulative_logsumexp_of_unknown_size(engine):
+    z = tf.Variable(random(0, 1, 7, dtype="float64"))
+    jacobian = jacobian_of_cumulative_logsumexp(z.numpy(), 1, False, False)
+    v = random(1, 1, 7, dtype="float64")
+
+    def function():
+        return tf.math.cumulative_logsumexp(tf.boolean_mask(z, z[0] > -100, axis=1), axis=1)
+
+    with hvp.linearize(function, z, engine=engine) as linear:
+        np.testing.assert_allclose(linear.jvp(v)[0], jacobian @ v[0], rtol=1e-12)
+        np.testing.assert_allclose(linear.vjp(v)[0], v[0] @ jacobian, rtol=1e-12)
+
+
+def test_cumulative_logsumexp_bound_earlier_is_refused_where_it_is_wrong():
+    cumulative_logsumexp = tf.math.cumulative_logsumexp
+    z = tf.Variable(random(0, 5, dtype="float64"))
+    with pytest.raises(hvp.SecondDerivativeError, match="cumulative_logsumexp"):
+        hvp.HessianOperator(lambda: tf.reduce_sum(cumulative_logsumexp(z) ** 2), z)
+    with pytest.raises(hvp.SecondDerivativeError, match="cumulative_logsumexp"):
+        hvp.linearize(lambda: cumulative_logsumexp(z), z).jvp(z)
+    # As in the partial likelihood of survival times: some entries have no part in the loss.
+    events = tf.constant([1.0, 0, 1, 0, 1], "float64")
+    denses = []
+    for function in (cumulative_logsumexp, lambda z: tf.math.cumulative_logsumexp(z)):
+
+        def loss(function=function):
+            return tf.reduce_sum(events * (function(z) - z))
+
+        with hvp.HessianOperator(loss, z) as H:
+            denses.append(H.to_dense())
+    np.testing.assert_allclose(denses[0], denses[1], rtol=1e-12, atol=1e-15)
+
+
 @needs_silent_resize
 def test_an_untraceable_loss_does_not_take_none_for_zero():
     z = image_variable()
