@@ -41,23 +41,29 @@ sphinx_gallery_conf = {
 suppress_warnings = ["config.cache"]  # sphinx-gallery's settings hold functions
 
 
-def _table_of_missing_derivatives(app, docname, source):
-    """Put the table that the package looks in where a page asks for it."""
-    from hvp._linearize.missing_derivatives import MISSING_DERIVATIVES
+def _tables_of_derivatives(app, docname, source):
+    """Put the tables that the package looks in where a page asks for them."""
+    from hvp._linearize.missing_derivatives import MISSING_DERIVATIVES, WRONG_AT_VALUES
 
-    rows = "".join(
-        f"   * - ``{kind}``\n     - {missing.remedy}\n"
-        for kind, missing in sorted(MISSING_DERIVATIVES.items())
-    )
-    table = (
-        ".. list-table:: What is refused\n   :header-rows: 1\n\n"
-        f"   * - operation\n     - what to do\n{rows}"
-    )
-    source[0] = source[0].replace(".. missing-derivatives::", table)
+    missing = [(kind, row.remedy) for kind, row in sorted(MISSING_DERIVATIVES.items())]
+    wrong = [(kind, row.values, row.remedy) for kind, row in sorted(WRONG_AT_VALUES.items())]
+    for name, title, head, rows in (
+        ("missing-derivatives", "What is refused", ("operation", "what to do"), missing),
+        (
+            "wrong-at-values",
+            "What is refused at some values",
+            ("operation", "where there are", "what to do"),
+            wrong,
+        ),
+    ):
+        table = f".. list-table:: {title}\n   :header-rows: 1\n\n"
+        for cells in (head, *((f"``{kind}``", *rest) for kind, *rest in rows)):
+            table += "".join(f"   {'*' if i == 0 else ' '} - {c}\n" for i, c in enumerate(cells))
+        source[0] = source[0].replace(f".. {name}::", table)
 
 
 def setup(app):
-    app.connect("source-read", _table_of_missing_derivatives)
+    app.connect("source-read", _tables_of_derivatives)
 
 
 html_theme = "pydata_sphinx_theme"

@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from hvp._check.report import CheckReport, Finding, Outcome
 from hvp._errors import GraphModeError, HvpError, NonFiniteError
+from hvp._linearize.missing_derivatives import WRONG_AT_VALUES
 from hvp._operators.gradients import Gradients
 from hvp._operators.memory import amount, peak_nbytes
 from hvp._operators.operator import SymmetricOperator
@@ -370,8 +371,9 @@ class _Run:
         if remarks.repeated:
             places = dict.fromkeys(doubt.place for doubt in remarks.repeated)
             said.append(f"random draws, the same each time, at {_listed(places)}")
-        if remarks.wrong_at_zero:
-            said.append(f"refused where an entry is zero: {_listed(remarks.wrong_at_zero)}")
+        if remarks.wrong_at_values:
+            values = sorted({WRONG_AT_VALUES[d.kind].values for d in remarks.wrong_at_values})
+            said.append(f"refused at {' and '.join(values)}: {_listed(remarks.wrong_at_values)}")
         if said:
             yield Finding(name, "note", "; ".join(said))
         else:

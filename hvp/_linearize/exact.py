@@ -1,9 +1,9 @@
-"""TensorFlow functions whose second derivatives are wrong, replaced by exact ones.
+"""TensorFlow functions whose derivatives are wrong, replaced by exact ones.
 
 Their names are replaced where Keras and users look them up, only while a function is traced or run
-to be linearized. Values and first derivatives are the same, so a thread that meets a replacement
-meanwhile notices nothing. A copy bound earlier (`from tensorflow.nn import moments`, or an older
-trace of a `tf.function`) escapes.
+to be linearized. Values are the same, and first derivatives where TensorFlow has them right, so a
+thread that meets a replacement meanwhile notices nothing. A copy bound earlier (`from tensorflow.nn
+import moments`, or an older trace of a `tf.function`) escapes.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import tensorflow as tf
 from hvp._linearize.logsumexp import cumulative_logsumexp
 from hvp._linearize.moments import moments, moments_of_version_1
 from hvp._linearize.norms import reduce_euclidean_norm
+from hvp._linearize.zeros import weighted_cross_entropy_with_logits, xdivy, xlog1py, xlogy
 
 _lock = threading.Lock()
 _users = 0
@@ -49,9 +50,10 @@ def _replacements() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     version_1 = tf.compat.v1
     for module in _modules("nn"):
         yield module, "moments", moments_of_version_1 if module is version_1.nn else moments
+        yield module, "weighted_cross_entropy_with_logits", weighted_cross_entropy_with_logits
     for module in _modules("math"):
-        yield module, "reduce_euclidean_norm", reduce_euclidean_norm
-        yield module, "cumulative_logsumexp", cumulative_logsumexp
+        for function in (cumulative_logsumexp, reduce_euclidean_norm, xdivy, xlog1py, xlogy):
+            yield module, function.__name__, function
 
 
 def _modules(name: str) -> list[Any]:

@@ -354,7 +354,7 @@ class GraphEngine:
     def jvp(self, tangents: Sequence[tf.Tensor]) -> list[tf.Tensor | None]:
         """Apply the derivative; as `TapeEngine.jvp`."""
         doubts = self.program.traced.transposed_doubts()
-        refuse_missing_derivatives(doubts.missing + doubts.wrong_at_zero)
+        refuse_missing_derivatives(doubts.missing + doubts.wrong_at_values)
         zeros = [tf.zeros_like(output) for output in self.outputs if output is not None]
         used = [t for t, name in zip(tangents, self.program.traced.vjp) if name is not None]
         results = iter(self.program.transposed(*used, *zeros, *self.residuals))

@@ -28,6 +28,23 @@ class MissingDerivative:
     together: bool = False
 
 
+@dataclass(frozen=True)
+class WrongAtValues:
+    """An operation that TensorFlow differentiates wrong at some values.
+
+    Attributes
+    ----------
+    values : "zeros" or "equal values"
+        Which: zeros in its first input, or values in its first output (eigenvalues, singular
+        values) that are equal, or nearly.
+    remedy : str
+        What to do, or to use in its place.
+    """
+
+    values: str
+    remedy: str
+
+
 _RESIZE = (
     "resize with products by fixed interpolation matrices (tf.einsum), which has derivatives "
     "of every order"
@@ -116,9 +133,28 @@ MISSING_DERIVATIVES = {
     "SparseSliceGrad": MissingDerivative((0,), _DENSE),
 }
 
-# Operations whose derivative by input 0 TensorFlow has wrong where an entry of it is exactly zero:
-# it divides by the entries. `tf.reduce_prod` has one in its first derivative.
-WRONG_AT_ZERO = {"Cumprod": "multiply the entries one by one, or add logarithms"}
+# Operations whose derivative by input 0, first or second, TensorFlow has wrong at some values.
+# Zeros in it: there it divides by the entries, or takes one for a limit that is a half, or zero for
+# what is not. Equal ones in output 0: it divides by their differences, and takes zero where it
+# cannot.
+_APART = (
+    "keep them apart (add small numbers, all different, to the diagonal), or write the loss with "
+    "tf.linalg.trace, logdet, cholesky or solve, which need none"
+)
+_MASK = "multiply the entries one by one, or add logarithms"
+_ZERO = "call tf.math.{} by that name, and in a tf.function that has not been traced yet"
+WRONG_AT_VALUES = {
+    "BesselI1": WrongAtValues("zeros", "use its series near zero: x / 2 + x**3 / 16"),
+    "Cumprod": WrongAtValues("zeros", _MASK),
+    "Eig": WrongAtValues("equal values", _APART),
+    "SegmentProd": WrongAtValues("zeros", _MASK),
+    "SelfAdjointEigV2": WrongAtValues("equal values", _APART),
+    "Svd": WrongAtValues("equal values", _APART),
+    "UnsortedSegmentProd": WrongAtValues("zeros", _MASK),
+    "Xdivy": WrongAtValues("zeros", _ZERO.format("xdivy")),
+    "Xlog1py": WrongAtValues("zeros", _ZERO.format("xlog1py")),
+    "Xlogy": WrongAtValues("zeros", _ZERO.format("xlogy")),
+}
 
 # Through these no derivative flows, and truly none: the outputs do not move with the inputs'
 # values, or only by jumps, or the caller asked for it to stop.

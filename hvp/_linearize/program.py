@@ -37,12 +37,12 @@ _log = logging.getLogger("hvp")
 class Remarks(NamedTuple):
     """What is known, before it runs, of a function that need not be wrong.
 
-    Operations with a `tf.custom_gradient`; those whose derivative is wrong at a zero, where they
-    are refused; random draws, and those that are the same each time; whether Python code runs.
+    Operations with a `tf.custom_gradient`; those whose derivative is wrong at some values, where
+    they are refused; random draws, and those that are the same each time; whether Python code runs.
     """
 
     custom: list[Doubt]
-    wrong_at_zero: list[Doubt]
+    wrong_at_values: list[Doubt]
     random: list[Doubt]
     repeated: list[Doubt]
     python: bool
@@ -168,7 +168,7 @@ class Program:
         doubts = self._trace.doubts
         return Remarks(
             doubts.custom,
-            doubts.wrong_at_zero,
+            doubts.wrong_at_values,
             self._trace.random,
             self._trace.repeated,
             self._trace.python,
@@ -244,7 +244,7 @@ class Program:
 
         if self._graph is not None:  # which runs no Python of the function's
             with Uninterrupted(), _preserved(self._preserved):
-                self._refuse_zeros()
+                self._refuse_wrong_values()
                 return self._graph.linearize()
         with (
             Uninterrupted(),
@@ -252,7 +252,7 @@ class Program:
             kept_losses(self._given),
             _preserved(self._preserved),
         ):
-            self._refuse_zeros()
+            self._refuse_wrong_values()
             engine = TapeEngine(outputs, self.nest.variables, certain=self._trace is not None)
         if self._unsaid:
             _log.warning("the function %s", self._unsaid)
@@ -285,13 +285,13 @@ class Program:
         if said not in self.note:
             self.note = "; ".join(filter(None, [self.note, said]))
 
-    def _refuse_zeros(self) -> None:
+    def _refuse_wrong_values(self) -> None:
         """Refuse a point where a derivative TensorFlow gives would be wrong."""
-        if self._trace is None or self._trace.zeros is None:
+        if self._trace is None or self._trace.at_wrong_values is None:
             return
-        at_zero = self._trace.zeros().numpy()
-        doubtful = self._trace.doubts.wrong_at_zero
-        refuse_missing_derivatives([found for found, is_at in zip(doubtful, at_zero) if is_at])
+        at_wrong_values = self._trace.at_wrong_values().numpy()
+        doubtful = zip(self._trace.doubts.wrong_at_values, at_wrong_values)
+        refuse_missing_derivatives([found for found, is_at in doubtful if is_at])
 
     def _try_to_trace(self) -> Trace | None:
         try:

@@ -16,7 +16,7 @@ from hvp._linearize.dataflow import Dataflow, Edge, Vertex, layer_of
 from hvp._linearize.missing_derivatives import (
     CONSTANT_OPERATIONS,
     MISSING_DERIVATIVES,
-    WRONG_AT_ZERO,
+    WRONG_AT_VALUES,
 )
 
 # Not operations, but patterns of several: see `_moments_differentiated_twice` and
@@ -24,7 +24,9 @@ from hvp._linearize.missing_derivatives import (
 _MOMENTS = "tf.nn.moments"
 _CUMULATIVE_LOGSUMEXP = "tf.math.cumulative_logsumexp"
 _REMEDIES = {kind: missing.remedy for kind, missing in MISSING_DERIVATIVES.items()}
-_REMEDIES.update(WRONG_AT_ZERO)
+_REMEDIES.update(
+    {kind: f"where there are {at.values}, {at.remedy}" for kind, at in WRONG_AT_VALUES.items()}
+)
 for _name in (_MOMENTS, _CUMULATIVE_LOGSUMEXP):
     _REMEDIES[_name] = (
         f"call {_name} by that name, and in a tf.function that has not been traced yet (pass its "
@@ -58,14 +60,14 @@ class Doubts:
     ----------
     missing : list of Doubt
         Those without a derivative that is not zero.
-    wrong_at_zero : list of Doubt
-        Those whose derivative is wrong if their first input has a zero.
+    wrong_at_values : list of Doubt
+        Those whose derivative is wrong at some values, which can be looked at.
     custom : list of Doubt
         Those whose derivative is what a `tf.custom_gradient` says.
     """
 
     missing: list[Doubt]
-    wrong_at_zero: list[Doubt]
+    wrong_at_values: list[Doubt]
     custom: list[Doubt]
 
 
@@ -93,20 +95,22 @@ def find_doubts(flow: Dataflow, sources: Iterable[Vertex], targets: Iterable[Ver
     depends = flow.reachable(sources, passes=passes)
     matters = flow.reachable(targets, passes=passes, backward=True)
     found: set[Vertex] = set()
-    wrong_at_zero: set[Vertex] = set()
+    wrong_at_values: set[Vertex] = set()
     for vertex in depends & matters:
         kind = flow.types.get(vertex, "")
         missing = MISSING_DERIVATIVES.get(kind)
-        if kind in WRONG_AT_ZERO:
-            # Inside a function or loop its input cannot be looked at.
-            (wrong_at_zero if vertex[0] == () else found).add(vertex)
-        if missing is None:
+        if missing is None and kind not in WRONG_AT_VALUES:
             continue
         entering = {
             edge.input_index
             for edge in flow.incoming[vertex]
             if edge.source in depends and flow.differentiable(edge)
         }
+        if kind in WRONG_AT_VALUES and 0 in entering:
+            # Inside a function or loop its values cannot be looked at.
+            (wrong_at_values if vertex[0] == () else found).add(vertex)
+        if missing is None:
+            continue
         concerned = entering & set(missing.inputs) if missing.inputs else entering
         if concerned and not (missing.together and concerned < set(missing.inputs)):
             found.add(vertex)
@@ -117,7 +121,9 @@ def find_doubts(flow: Dataflow, sources: Iterable[Vertex], targets: Iterable[Ver
         doubts.add(doubt_of(flow, vertex, _CUMULATIVE_LOGSUMEXP))
     custom = [doubt_of(flow, v) for v in flow.custom_gradients & depends & matters]
     return Doubts(
-        sorted(doubts), sorted(doubt_of(flow, vertex) for vertex in wrong_at_zero), sorted(custom)
+        sorted(doubts),
+        sorted(doubt_of(flow, vertex) for vertex in wrong_at_values),
+        sorted(custom),
     )
 
 

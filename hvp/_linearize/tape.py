@@ -159,7 +159,7 @@ class TapeEngine:
         sources = [flow.vertex(tensor.name) for tensor in concrete.inputs[: len(outputs)]]
         targets = [flow.vertex(tensor.name) for tensor in concrete.outputs]
         doubts = find_doubts(flow, sources, targets)
-        refuse_missing_derivatives(doubts.missing + doubts.wrong_at_zero)
+        refuse_missing_derivatives(doubts.missing + doubts.wrong_at_values)
 
     def _dense(self, gradient: Sequence[Any], like: Sequence[Any]) -> list[tf.Tensor]:
         """Make slices dense and Nones zero, where a None is known to mean zero."""

@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from hvp._linearize.dataflow import RECOMPUTED_GRADIENT, Dataflow, Vertex
 from hvp._linearize.gradient import densify
 from hvp._linearize.graph_parts import ancestors, cut_out, import_part
+from hvp._linearize.missing_derivatives import WRONG_AT_VALUES
 from hvp._linearize.pools import has_risky_pools
 from hvp._linearize.second_derivatives import Doubt, Doubts, doubt_of, find_doubts
 
@@ -124,9 +126,9 @@ class Trace:
     doubts : Doubts
         Operations between the differentiated variables and the results whose derivative TensorFlow
         lacks, or has wrong at some values.
-    zeros : callable or None
-        Tells, by running the part of the graph that is needed, which of `doubts.wrong_at_zero` are
-        at a zero now; None if there are none of them.
+    at_wrong_values : callable or None
+        Tells, by running the part of the graph that is needed, which of `doubts.wrong_at_values`
+        are at such values now; None if there are none of them.
     nbytes : int
         Bytes of the values on the way from the variables to the results, an upper bound of
         what a tape must keep; the body of a loop counts once, a partly unknown shape not at all.
@@ -145,7 +147,7 @@ class Trace:
     reads: tuple[Resource, ...]
     writes: tuple[Resource, ...]
     doubts: Doubts
-    zeros: Callable[[], tf.Tensor] | None
+    at_wrong_values: Callable[[], tf.Tensor] | None
     nbytes: int
     random: list[Doubt]
     repeated: list[Doubt]
@@ -201,7 +203,7 @@ def trace(
         reads=tuple(reads),
         writes=tuple(writes),
         doubts=doubts,
-        zeros=_zeros(concrete, graph_def, [doubt.name for doubt in doubts.wrong_at_zero]),
+        at_wrong_values=_at_wrong_values(concrete, graph_def, doubts.wrong_at_values),
         nbytes=_bytes_between(concrete.graph, flow, sources, reaching),
         python=any("PyFunc" in flow.types.get(vertex, "") for vertex in reaching),
         risky_pools=any(has_risky_pools(f.node_def) for f in graph_def.library.function),
@@ -275,22 +277,47 @@ def concrete_function(function: Callable[..., Any], *specs: Any) -> Any:
         return tf.function(function, autograph=True).get_concrete_function(*specs)
 
 
-def _zeros(concrete: Any, graph_def: Any, names: list[str]) -> Callable[[], tf.Tensor] | None:
-    """Make a function that tells which of the operations have a zero in their first input."""
-    if not names:
+def _at_wrong_values(
+    concrete: Any, graph_def: Any, doubts: list[Doubt]
+) -> Callable[[], tf.Tensor] | None:
+    """Make a function that tells which operations are at values where their derivative is wrong."""
+    if not doubts:
         return None
     nodes = {node.name: node for node in graph_def.node}
-    tensors = [concrete.graph.get_operation_by_name(name).inputs[0].name for name in names]
+    operations = [concrete.graph.get_operation_by_name(doubt.name) for doubt in doubts]
+    at_zeros = [WRONG_AT_VALUES[doubt.kind].values == "zeros" for doubt in doubts]
+    tensors = [
+        (operation.inputs if at_zero else operation.outputs)[0].name
+        for operation, at_zero in zip(operations, at_zeros)
+    ]
     # Without what runs only for its effect.
     part = cut_out(graph_def, ancestors(nodes, tensors), keep_controls=False)
 
     @tf.function(autograph=False)
-    def has_zeros() -> tf.Tensor:
+    def at_wrong_values() -> tf.Tensor:
         known = {inside.name: outside for inside, outside in captures(concrete)}
         values = import_part(part, known, tensors)
-        return tf.stack([tf.reduce_any(tf.equal(value, 0)) for value in values])
+        return tf.stack(
+            [
+                tf.reduce_any(tf.equal(value, 0)) if at_zero else _are_equal(value, operation.type)
+                for value, at_zero, operation in zip(values, at_zeros, operations)
+            ]
+        )
 
-    return has_zeros
+    return at_wrong_values
+
+
+def _are_equal(values: tf.Tensor, kind: str) -> tf.Tensor:
+    """Whether two eigenvalues or singular values are too near each other to divide by that.
+
+    TensorFlow takes `x / (x**2 + 1e-20)` for the reciprocal of a difference `x`, of squares in a
+    singular value decomposition.
+    """
+    values = values**2 if kind == "Svd" else values
+    apart = tf.abs(values[..., tf.newaxis] - values[..., tf.newaxis, :])
+    largest = tf.reduce_max(tf.abs(values), -1)[..., tf.newaxis, tf.newaxis]
+    near = apart <= tf.maximum(10 * np.finfo(apart.dtype.as_numpy_dtype).eps * largest, 1e-7)
+    return tf.reduce_any(tf.linalg.set_diag(near, tf.zeros_like(values, tf.bool)))
 
 
 def captures(concrete: Any) -> list[tuple[tf.Tensor, tf.Tensor]]:

@@ -293,7 +293,7 @@ class Segment:
             starts = [s for i, s in enumerate(sources) if s is not None and i in used]
             targets = [r for i, r in zip(inputs, results) if i in used or i >= self._base]
             doubts = find_doubts(flow, starts + always, targets)
-            return doubts.missing + doubts.wrong_at_zero
+            return doubts.missing + doubts.wrong_at_values
 
         # The graph is let go where it is known by now that nothing is missing.
         return missing if missing(None) else _nothing_is_missing

@@ -72,11 +72,6 @@ class Program:
             f"{self._loss!r}, {self._nest!r}, {self.recomputed!r})"
         )
 
-    def has_products(self) -> bool:
-        """Whether products along an axis are among what is recomputed."""
-        names = {self._names[number][1] for number in self.recomputed}
-        return bool(names & {"product", "cumprod"})
-
     def made(self, dtype: str = "float64", recompute: bool = False) -> Made:
         """Return it with variables, of one type."""
         return Made(self, dtype, recompute)
