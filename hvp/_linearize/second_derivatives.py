@@ -24,9 +24,11 @@ from hvp._linearize.missing_derivatives import (
 _MOMENTS = "tf.nn.moments"
 _CUMULATIVE_LOGSUMEXP = "tf.math.cumulative_logsumexp"
 _REMEDIES = {kind: missing.remedy for kind, missing in MISSING_DERIVATIVES.items()}
-_REMEDIES.update(
-    {kind: f"where there are {at.values}, {at.remedy}" for kind, at in WRONG_AT_VALUES.items()}
-)
+for _kind, _wrong in WRONG_AT_VALUES.items():
+    _REMEDIES[_kind] = (
+        f"where there are {_wrong.values} (and inside functions, loops, branches and recomputed "
+        f"parts, where that cannot be looked at), {_wrong.remedy}"
+    )
 for _name in (_MOMENTS, _CUMULATIVE_LOGSUMEXP):
     _REMEDIES[_name] = (
         f"call {_name} by that name, and in a tf.function that has not been traced yet (pass its "

@@ -686,6 +686,13 @@ def test_numbers_and_complex_numbers_may_be_zero_too():
         assert H.value == pytest.approx(loss().numpy(), abs=1e-14)
 
 
+def test_inside_a_function_where_values_cannot_be_looked_at_it_is_refused_and_said():
+    w = tf.Variable(np.array(_APART))
+    eigenvalues = tf.function(lambda w: tf.linalg.eigvalsh(symmetric(w)))
+    with pytest.raises(hvp.SecondDerivativeError, match="inside functions, loops"):
+        hvp.HessianOperator(lambda: tf.reduce_sum(eigenvalues(w) ** 3), w)
+
+
 def test_constants_are_not_looked_at():
     """Labels are often zero: only where the first input depends on the variables is it wrong."""
     w = tf.Variable(np.array([0.5, 2.0]))
