@@ -366,3 +366,11 @@ def test_inside_a_graph_it_is_refused():
             with pytest.raises(hvp.GraphModeError):
                 tf.function(use, autograph=False)(tf.ones(3, tf.float64))
         np.testing.assert_allclose(H @ np.ones(3), [1.0, 2.0, 5.0])
+
+
+def test_what_is_refused_at_some_values_is_noted():
+    w = tf.Variable(np.array([0.5, 2.0, -3.0]))
+    with hvp.HessianOperator(lambda: tf.reduce_sum(tf.math.cumprod(w) ** 2), w) as H:
+        report = hvp.check(H)
+        assert report.ok
+        assert "refused at zeros: Cumprod" in str(report)
