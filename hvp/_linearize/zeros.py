@@ -39,6 +39,7 @@ def weighted_cross_entropy_with_logits(
     with tf.name_scope(name or "weighted_cross_entropy_with_logits"):
         logits = tf.convert_to_tensor(logits)
         labels = tf.convert_to_tensor(targets if labels is None else labels, logits.dtype)
+        labels.shape.assert_is_compatible_with(logits.shape)
         weight = 1 + (pos_weight - 1) * labels
         return (1 - labels) * logits + weight * tf.nn.softplus(-logits)
 
