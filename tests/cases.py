@@ -56,7 +56,7 @@ class Problem:
 
 
 # Central differences of the first derivative, error of order step**8.
-_STENCIL = {1: 4 / 5, 2: -1 / 5, 3: 4 / 105, 4: -1 / 280}
+STENCIL = {1: 4 / 5, 2: -1 / 5, 3: 4 / 105, 4: -1 / 280}
 
 
 def dense_hessian(problem: Problem, step: float = 4e-3) -> np.ndarray:
@@ -78,13 +78,43 @@ def dense_hessian(problem: Problem, step: float = 4e-3) -> np.ndarray:
     def column(e: np.ndarray) -> np.ndarray:
         return sum(
             c * (gradient_at(flat + k * step * e) - gradient_at(flat - k * step * e))
-            for k, c in _STENCIL.items()
+            for k, c in STENCIL.items()
         )
 
     try:
         return np.stack([column(e) / step for e in np.eye(len(flat))], axis=1)
     finally:
         gradient_at(flat)
+
+
+def derivatives_by_values(problem: Problem, step: float = 2e-2) -> tuple[np.ndarray, np.ndarray]:
+    """Gradient and Hessian by differences of values: no derivative of TensorFlow's enters.
+
+    Of one float64 variable, a vector.
+    """
+    (variable,) = problem.tensorflow_variables()
+    at = variable.numpy()
+
+    def value(change: np.ndarray) -> float:
+        variable.assign(at + change)
+        return float(problem.bound())
+
+    def first_and_second(d: np.ndarray) -> tuple[float, float]:
+        after, before = (
+            np.array([value(sign * k * step * d) for k in STENCIL]) for sign in (1, -1)
+        )
+        first = np.array(list(STENCIL.values()))
+        second = 2 * first / np.array(list(STENCIL))
+        middle = -2 * second.sum() * value(0 * d)
+        return first @ (after - before) / step, (second @ (after + before) + middle) / step**2
+
+    unit = np.eye(len(at))
+    try:
+        single = np.array([first_and_second(a) for a in unit])
+        both = np.array([[first_and_second(a + b)[1] for a in unit] for b in unit])
+    finally:
+        variable.assign(at)
+    return single[:, 0], (both - single[:, 1] - single[:, 1:]) / 2
 
 
 def jacobian_of_gradient(problem: Problem) -> np.ndarray:

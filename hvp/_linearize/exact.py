@@ -47,9 +47,8 @@ def exact_functions() -> Iterator[None]:
 
 def _replacements() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     """Give the modules that have a name, the name, and what to put there."""
-    version_1 = tf.compat.v1
     for module in _modules("nn"):
-        yield module, "moments", moments_of_version_1 if module is version_1.nn else moments
+        yield module, "moments", moments_of_version_1 if module is tf.compat.v1.nn else moments
         yield module, "weighted_cross_entropy_with_logits", weighted_cross_entropy_with_logits
     for module in _modules("math"):
         for function in (cumulative_logsumexp, reduce_euclidean_norm, xdivy, xlog1py, xlogy):

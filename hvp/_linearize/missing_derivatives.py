@@ -133,6 +133,12 @@ MISSING_DERIVATIVES = {
     "SparseSliceGrad": MissingDerivative((0,), _DENSE),
 }
 
+# What to do where the name of a function is replaced, and the replacement did not reach.
+BY_NAME = (
+    "call {} by that name, and in a tf.function that has not been traced yet (pass its "
+    "python_function)"
+)
+
 # Operations whose derivative by input 0, first or second, TensorFlow has wrong at some values.
 # Zeros in it: there it divides by the entries, or takes one for a limit that is a half, or zero for
 # what is not. Equal ones in output 0: it divides by their differences, and takes zero where it
@@ -141,19 +147,18 @@ _APART = (
     "keep them apart (add small numbers, all different, to the diagonal), or write the loss with "
     "tf.linalg.trace, logdet, cholesky or solve, which need none"
 )
-_MASK = "multiply the entries one by one, or add logarithms"
-_ZERO = "call tf.math.{} by that name, and in a tf.function that has not been traced yet"
+_PRODUCT = "multiply the entries one by one, or add logarithms"
 WRONG_AT_VALUES = {
     "BesselI1": WrongAtValues("zeros", "use its series near zero: x / 2 + x**3 / 16"),
-    "Cumprod": WrongAtValues("zeros", _MASK),
+    "Cumprod": WrongAtValues("zeros", _PRODUCT),
     "Eig": WrongAtValues("equal values", _APART),
-    "SegmentProd": WrongAtValues("zeros", _MASK),
+    "SegmentProd": WrongAtValues("zeros", _PRODUCT),
     "SelfAdjointEigV2": WrongAtValues("equal values", _APART),
     "Svd": WrongAtValues("equal values", _APART),
-    "UnsortedSegmentProd": WrongAtValues("zeros", _MASK),
-    "Xdivy": WrongAtValues("zeros", _ZERO.format("xdivy")),
-    "Xlog1py": WrongAtValues("zeros", _ZERO.format("xlog1py")),
-    "Xlogy": WrongAtValues("zeros", _ZERO.format("xlogy")),
+    "UnsortedSegmentProd": WrongAtValues("zeros", _PRODUCT),
+    "Xdivy": WrongAtValues("zeros", BY_NAME.format("tf.math.xdivy")),
+    "Xlog1py": WrongAtValues("zeros", BY_NAME.format("tf.math.xlog1py")),
+    "Xlogy": WrongAtValues("zeros", BY_NAME.format("tf.math.xlogy")),
 }
 
 # Through these no derivative flows, and truly none: the outputs do not move with the inputs'

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from hvp._errors import SecondDerivativeError
 from hvp._linearize.dataflow import Dataflow, Edge, Vertex, layer_of
 from hvp._linearize.missing_derivatives import (
+    BY_NAME,
     CONSTANT_OPERATIONS,
     MISSING_DERIVATIVES,
     WRONG_AT_VALUES,
@@ -29,11 +30,7 @@ for _kind, _wrong in WRONG_AT_VALUES.items():
         f"where there are {_wrong.values} (and inside functions, loops, branches and recomputed "
         f"parts, where that cannot be looked at), {_wrong.remedy}"
     )
-for _name in (_MOMENTS, _CUMULATIVE_LOGSUMEXP):
-    _REMEDIES[_name] = (
-        f"call {_name} by that name, and in a tf.function that has not been traced yet (pass its "
-        "python_function)"
-    )
+_REMEDIES.update({name: BY_NAME.format(name) for name in (_MOMENTS, _CUMULATIVE_LOGSUMEXP)})
 
 
 class Doubt(NamedTuple):

@@ -12,7 +12,7 @@ import tensorflow as tf
 from hypothesis import strategies as st
 
 import hvp
-from tests.cases import random
+from tests.cases import STENCIL, random
 from tests.fuzz.steps import FAMILIES
 
 _LARGEST = 24
@@ -31,8 +31,6 @@ NESTS = {
     "dict": lambda variables: {f"v{i}": variable for i, variable in enumerate(variables)},
     "nested": lambda variables: (variables[0], [{"rest": tuple(variables[1:])}]),
 }
-# Of a central difference of order eight.
-_STENCIL = {1: 4 / 5, 2: -1 / 5, 3: 4 / 105, 4: -1 / 280}
 _STEPS = (4e-3, 1e-3, 1e-4)
 
 
@@ -151,7 +149,7 @@ class Made:
         """
         gradient = self.gradient()
         found = [
-            sum(c * (gradient(k * h * v) - gradient(-k * h * v)) for k, c in _STENCIL.items()) / h
+            sum(c * (gradient(k * h * v) - gradient(-k * h * v)) for k, c in STENCIL.items()) / h
             for h in _STEPS
         ]
         apart = [np.abs(a - b).max() for a, b in zip(found, found[1:])]

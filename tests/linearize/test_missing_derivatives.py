@@ -18,7 +18,7 @@ from hvp._linearize.missing_derivatives import (
     MISSING_DERIVATIVES,
     WRONG_AT_VALUES,
 )
-from tests.cases import Problem, jacobian_of_gradient, long, random, relative_error
+from tests.cases import Problem, derivatives_by_values, long, random, relative_error
 
 raw = tf.raw_ops
 IMAGE = tf.constant(random(0, 1, 4, 4, 3) ** 2 + 0.5)
@@ -564,27 +564,6 @@ FIRST_WRONG_AT_ZERO = {
 }
 
 
-def hessian_by_values(loss, w):
-    """Differences of the values alone: TensorFlow's gradients may be wrong there, too."""
-    at, step, stencil = w.numpy(), 2e-2, {1: 8 / 5, 2: -1 / 5, 3: 8 / 315, 4: -1 / 560}
-
-    def value(change):
-        w.assign(at + change)
-        return loss().numpy()
-
-    def along(d):
-        pairs = sum(c * (value(k * step * d) + value(-k * step * d)) for k, c in stencil.items())
-        return (pairs - 205 / 72 * value(0 * d)) / step**2
-
-    try:
-        unit = np.eye(len(at))
-        both = np.array([[along(a + b) for a in unit] for b in unit])
-        single = np.array([along(a) for a in unit])
-    finally:
-        w.assign(at)
-    return (both - single - single[:, np.newaxis]) / 2
-
-
 @pytest.mark.parametrize("engine", [long("graph"), "tape"])
 @pytest.mark.parametrize("kind", AT_WRONG_VALUES)
 def test_what_is_wrong_at_some_values_is_refused_there_because_of_its_row(
@@ -597,7 +576,7 @@ def test_what_is_wrong_at_some_values_is_refused_there_because_of_its_row(
         return tf.reduce_sum(function(tf.convert_to_tensor(w)))
 
     with hvp.HessianOperator(loss, w, engine=engine) as H:
-        want = hessian_by_values(loss, w)
+        want = derivatives_by_values(Problem(loss, w))[1]
         np.testing.assert_allclose(H.to_dense(), want, atol=1e-6 * np.abs(want).max())
         w.assign(wrong)
         with pytest.raises(hvp.SecondDerivativeError, match=f"{kind} at"):
@@ -610,7 +589,7 @@ def test_what_is_wrong_at_some_values_is_refused_there_because_of_its_row(
             dense = H.to_dense()
     except hvp.NonFiniteError:
         return
-    assert relative_error(dense, hessian_by_values(loss, w)) > 0.01
+    assert relative_error(dense, derivatives_by_values(Problem(loss, w))[1]) > 0.01
 
 
 @pytest.mark.parametrize("kind", FIRST_WRONG_AT_ZERO)
@@ -622,68 +601,6 @@ def test_what_is_wrong_at_first_is_refused_because_of_its_row(kind, monkeypatch)
     monkeypatch.delitem(missing_derivatives.WRONG_AT_VALUES, kind)
     with hvp.linearize(lambda: function(tf.convert_to_tensor(x)), x) as linear:
         assert linear.jvp(tf.constant(1.0, "float64")).numpy() != pytest.approx(want, rel=0.1)
-
-
-REPLACED_AT_ZERO = {
-    "weighted cross entropy": (
-        lambda x, y: tf.nn.weighted_cross_entropy_with_logits(y, x, pos_weight=2.0)
-    ),
-    "weighted cross entropy, version 1": (
-        lambda x, y: tf.compat.v1.nn.weighted_cross_entropy_with_logits(
-            targets=y, logits=x, pos_weight=2.0
-        )
-    ),
-    "xdivy": lambda x, y: tf.math.xdivy(x, y),
-    "xlog1py": lambda x, y: tf.math.xlog1py(x, y),
-    "xlogy": lambda x, y: tf.math.xlogy(x, y),
-}
-
-
-@pytest.mark.parametrize("engine", [long("graph"), "tape"])
-@pytest.mark.parametrize("name", REPLACED_AT_ZERO)
-def test_second_derivatives_at_zero(name, engine):
-    w = tf.Variable(np.array([0.0, 0.7, -0.4]))
-
-    def loss():
-        z = tf.convert_to_tensor(w)
-        return tf.reduce_sum(REPLACED_AT_ZERO[name](z, z[1] + z**2 + 0.1 * z))
-
-    with hvp.HessianOperator(loss, w, engine=engine) as H:
-        want = hessian_by_values(loss, w)
-        np.testing.assert_allclose(H.to_dense(), want, atol=1e-6 * np.abs(want).max())
-        assert H.value == pytest.approx(loss().numpy(), rel=1e-14)
-    # Once this fails, TensorFlow has mended it.
-    assert relative_error(jacobian_of_gradient(Problem(loss, w)), want) > 0.01
-
-
-@pytest.mark.parametrize("name", ["xdivy", "xlog1py", "xlogy"])
-def test_where_x_and_the_factor_are_zero_the_result_is_a_constant(name):
-    """As with TensorFlow's own: the entropy of probabilities that are zero is finite."""
-    w = tf.Variable(np.array([0.0, 0.7]))
-    shift = {"xdivy": 0, "xlog1py": -1, "xlogy": 0}[name]
-
-    def loss():
-        return tf.reduce_sum(getattr(tf.math, name)(w, w**2 + shift))
-
-    x = 0.7  # of 1 / x, and twice x log(x)
-    second = 2 / x**3 if name == "xdivy" else 2 / x
-    with hvp.HessianOperator(loss, w) as H:
-        np.testing.assert_allclose(H.to_dense(), np.diag([0, second]), rtol=1e-12)
-        assert H.value == pytest.approx(loss().numpy(), rel=1e-14)
-
-
-def test_numbers_and_complex_numbers_may_be_zero_too():
-    w = tf.Variable(np.array([0.7, 0.0]))
-
-    def loss():
-        z = tf.complex(w[0], w[1])
-        product = tf.math.xlogy(tf.complex(w[1], w[0]), z)
-        return tf.math.xlogy(0.0, w[1]) + tf.math.xlogy(w[1], 2.0) + tf.math.real(product)
-
-    with hvp.HessianOperator(loss, w) as H:
-        want = hessian_by_values(loss, w)
-        np.testing.assert_allclose(H.to_dense(), want, atol=1e-6)
-        assert H.value == pytest.approx(loss().numpy(), abs=1e-14)
 
 
 def test_inside_a_function_where_values_cannot_be_looked_at_it_is_refused_and_said():
