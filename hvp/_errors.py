@@ -157,6 +157,7 @@ def line_of(error: Exception, number: int = 0, about: str = "") -> str:
 def _sentence(text: str, *, capital: bool = True) -> str:
     text = text.strip().rstrip(".")
     first_word = text.partition(" ")[0]
-    if capital and len(first_word) > 1 and first_word.isalpha():  # not v, not data[0]
+    if capital and (first_word == "a" or (len(first_word) > 1 and first_word.isalpha())):
+        # Not v, not data[0].
         text = text[:1].upper() + text[1:]
     return text + "."

@@ -3,31 +3,72 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from hvp._errors import HvpError
 
 
 def check_progress(progress: Any) -> None:
-    """Refuse what is not a choice; know at once whether tqdm is there."""
+    """Refuse an invalid `progress`, and a bar that cannot be shown because tqdm is missing."""
     if progress not in (True, False, "always"):
         raise HvpError(f"the argument progress is {progress!r}", "True, False or 'always'")
     if progress:
         _tqdm()
 
 
-def progress_bar(progress: Any, *arguments: Any, **options: Any) -> Any:
+def progress_bar(
+    progress: Any,
+    iterable: Iterable[Any] | None = None,
+    *,
+    total: int | None = None,
+    unit: str = "",
+    done: int = 0,
+) -> Any:
     """Return a bar of tqdm's: on a terminal, or anywhere if `progress` is ``"always"``.
 
     Parameters
     ----------
     progress : bool or "always"
-        False for a bar that shows nothing.
-    *arguments, **options
-        Of `tqdm.tqdm`.
+        False for a bar that shows nothing, and that does not need tqdm.
+    iterable : iterable, optional
+        What the bar goes through.
+    total : int, optional
+        How many steps there are.
+    unit : str
+        What a step is called.
+    done : int
+        How many steps an earlier run has done, which do not count for the speed.
     """
-    hidden = not progress or (progress is True and not sys.stderr.isatty())
-    return _tqdm()(*arguments, leave=False, disable=hidden, **options)
+    if not progress or (progress is True and not sys.stderr.isatty()):
+        return _HiddenBar(() if iterable is None else iterable, done)
+    return _tqdm()(iterable, total=total, unit=unit, initial=done, leave=False)
+
+
+class _HiddenBar:
+    """The part of tqdm's interface that this package uses, without a bar."""
+
+    disable = True
+
+    def __init__(self, iterable: Iterable[Any], done: int) -> None:
+        self._iterable = iterable
+        self.n = done
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._iterable)
+
+    def __enter__(self) -> _HiddenBar:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        return None
+
+    def update(self, steps: int = 1) -> None:
+        """Count steps."""
+        self.n += steps
+
+    def set_postfix_str(self, text: str, refresh: bool = True) -> None:
+        """Show nothing."""
 
 
 def _tqdm() -> Any:
@@ -35,8 +76,8 @@ def _tqdm() -> Any:
         from tqdm import tqdm  # type: ignore[import-untyped]
     except ImportError as error:
         raise HvpError(
-            "progress is asked for, and tqdm is not installed",
-            "tqdm",
-            "pip install 'hvp[examples]'",
+            "a progress bar was asked for, and tqdm is not installed",
+            "tqdm, which draws the bars",
+            "pip install tqdm, or pass progress=False",
         ) from error
     return tqdm

@@ -300,8 +300,7 @@ class InfluenceFunctions(OneProcess):
         test = self._test(test_data)
         shape = (test.count, self.n_train)
         kept, done, column, made = self._resume(test, shape, out, checkpoint)
-        with progress_bar(self._progress, total=shape[0], unit="test example") as bar:
-            bar.update(done)
+        with progress_bar(self._progress, total=shape[0], unit="test example", done=done) as bar:
             for first, elements in test.blocks(self._width):
                 if first < done:
                     continue
@@ -346,8 +345,7 @@ class InfluenceFunctions(OneProcess):
         """
         self._check()
         kept, done, _, made = self._resume(None, (self.n_train,), None, checkpoint)
-        with progress_bar(self._progress, total=self.n_train, unit="example") as bar:
-            bar.update(done)
+        with progress_bar(self._progress, total=self.n_train, unit="example", done=done) as bar:
             for first, elements in self._train.blocks(self._width):
                 if first < done:
                     continue

@@ -12,8 +12,10 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
+from hvp._interrupts import Uninterrupted
 from hvp._linearize.compiled import Compiled, JitCompile
 from hvp._linearize.dataflow import CALLS, CONTROL_FLOW
 from hvp._linearize.flatten import Flattener
@@ -24,13 +26,17 @@ from hvp._linearize.second_derivatives import refuse_missing_derivatives
 from hvp._linearize.split import split
 from hvp._linearize.trace import Resource, TracedGraph, differ
 from hvp._linearize.variants import variant_nbytes
-from hvp._linearize.vectorized import vectorized
+from hvp._linearize.vectorized import NotVectorizedError, vectorized
 
 # Rows in one call of a block product: at most so many, and so many bytes of residuals times rows.
 # What a row computes on the way takes about what the residuals take: beyond the processor's cache
 # a row takes longer than in a smaller block, up to a fourth.
 _WIDEST = 64
 _BLOCK_BYTES = 2**24
+# Rows of the block that is compared with single products; how much each variable's part may
+# differ, and how many roundings of the whole besides. What is converted wrongly differs by a tenth
+# and more.
+_COMPARED_ROWS, _CLOSE, _ROUNDING = 2, 1e-2, 1e3
 
 # Runs a function of a program on some tensors and on residuals.
 Run = Callable[..., Any]
@@ -101,6 +107,9 @@ class GraphProgram:
         # outside is there anyway: they cost nothing to keep.
         borrowed = ("Placeholder", "ReadVariableOp")
         self.owned = [nodes[node_of(name)].op not in borrowed for name in self.residuals]
+        # Whether rows of a block are multiplied one after the other.
+        self._rolled = any(_is_not_vectorized(node) for node in self.product_part.node)
+        self._rows_are_right: bool | None = None
         self._packing: Packing | None = None
         self._once = Compiled(self._import_once, [], False, report)
         made = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in self._once.outputs[1:]]
@@ -140,9 +149,60 @@ class GraphProgram:
         flat = tf.TensorSpec([self._flattener.size], self._flattener.dtype)
         return self._compiled(self._import_watched_product, [flat])
 
+    def rows_product(self, residuals: Sequence[tf.Tensor]) -> Compiled:
+        """Return the product with the rows of a block, of shape `(k, n)`.
+
+        The first time, a block of random rows is multiplied and compared with products of single
+        vectors. `tf.vectorized_map` converts some operations wrongly, without an error; should it
+        have done so here, rows are multiplied one after the other from then on.
+
+        Parameters
+        ----------
+        residuals : sequence of tf.Tensor
+            Those of a linearization.
+        """
+        if self._rows_are_right is None:
+            with Uninterrupted():
+                self._rows_are_right = self._compare_rows(residuals)
+            if self._rows_are_right is False:
+                self._rolled = True
+                del self.flat_rows
+                self._report(
+                    "multiplies blocks one column after the other: TensorFlow's vectorized_map "
+                    "computes them wrongly"
+                )
+        return self.flat_rows
+
+    def _compare_rows(self, residuals: Sequence[tf.Tensor]) -> bool | None:
+        """Tell whether a block product agrees with single ones; None if that cannot be told."""
+        function = self.flat_rows
+        if self._rolled:
+            return True
+        shape = (_COMPARED_ROWS, self._flattener.size)
+        rows = tf.random.stateless_normal(shape, (1, 2), dtype=self._flattener.dtype)
+        block = function(rows, *residuals)
+        single = tf.stack([self._single(row, residuals) for row in tf.unstack(rows)])
+        if not tf.reduce_all(tf.math.is_finite(single)):
+            return None
+        whole = tf.norm(single)
+        # Small parts count too, as far as they are not rounding of the large ones.
+        rounding = _ROUNDING * np.finfo(self._flattener.dtype.as_numpy_dtype).eps * whole
+        parts = (tf.split(rows, self._flattener.sizes, -1) for rows in (block, single))
+        return all(
+            bool(tf.norm(got - want) <= _CLOSE * tf.norm(want) + rounding)
+            for got, want in zip(*parts)
+        )
+
+    def _single(self, row: tf.Tensor, residuals: Sequence[tf.Tensor]) -> tf.Tensor:
+        if self.can_watch:
+            return self.watched_product(row, *residuals)[0]
+        return self.flat_product(row, *residuals)
+
     @functools.cached_property
     def flat_rows(self) -> Compiled:
         """The same for the rows of a block, of shape `(k, n)`."""
+        single = self.watched_product if self.can_watch else self.flat_product
+        self._rolled |= any(map(_is_converted_wrongly, single.graph.get_operations()))
         flat = tf.TensorSpec([None, self._flattener.size], self._flattener.dtype)
         # XLA takes minutes for convolutions over a further axis, and in loops.
         convolutions = any("Conv" in node.op for node in self.product_part.node)
@@ -243,9 +303,8 @@ class GraphProgram:
             return self._import_flat_product(row, *residuals)
 
         # All rows in one operation where TensorFlow knows how, else in a loop in the graph.
-        rolled = any(_is_not_vectorized(node) for node in self.product_part.node)
-        if not rolled:
-            with contextlib.suppress(ValueError):  # it made shapes unknown that have to be known
+        if not self._rolled:
+            with contextlib.suppress(NotVectorizedError):
                 return vectorized(product, rows)
         return tf.map_fn(product, rows)
 
@@ -348,8 +407,14 @@ class GraphEngine:
     ) -> tf.Tensor:
         """Apply `vjp_flat` to each row of a block, many rows in one call."""
         del flattener  # it is compiled in
-        run = run or self._run
-        return in_parts(lambda part: run(self.program.flat_rows, part), rows, self.rows)
+        run, width = run or self._run, self.rows
+        if width == 1:
+            return in_parts(
+                lambda part: run(self.program.flat_product, part[0])[tf.newaxis], rows, width
+            )
+        with tf.init_scope():
+            function = self.program.rows_product(self.residuals)
+        return in_parts(lambda part: run(function, part), rows, width)
 
     def jvp(self, tangents: Sequence[tf.Tensor]) -> list[tf.Tensor | None]:
         """Apply the derivative; as `TapeEngine.jvp`."""
@@ -420,6 +485,21 @@ def _is_not_vectorized(node: Any) -> bool:
     recomputes = node.op in CALLS and KEPT_WHOLE in node.attr["f"].func.name
     padded = "explicit_paddings" in node.attr and node.attr["explicit_paddings"].list.i
     return node.op in CONTROL_FLOW or recomputes or bool(padded)
+
+
+def _is_converted_wrongly(operation: tf.Operation) -> bool:
+    """Whether `tf.vectorized_map` converts an operation of a traced product wrongly.
+
+    It multiplies the filter gradient of a convolution in groups for many cotangents as if they were
+    channels of one, in the order of the vectors and then the groups, where TensorFlow expects the
+    groups and then the vectors.
+    """
+    if operation.type != "Conv2DBackpropFilter":
+        return False
+    axis = 1 if operation.get_attr("data_format") == b"NCHW" else 3
+    channels, kernel = operation.inputs[0].shape, operation.outputs[0].shape
+    known = channels.rank == 4 and kernel.rank == 4 and channels[axis] and kernel[2]
+    return not known or channels[axis] != kernel[2]
 
 
 def _present(names: Sequence[str | None]) -> list[str]:

@@ -230,7 +230,9 @@ class Evaluation(OneProcess):
         if not tf.executing_eagerly():
             engine, run = self._to_graph(rows=True)
             if is_for_xla():  # where blocks of several sizes would be compiled each
-                return run(engine.program.flat_rows, rows)
+                with tf.init_scope():
+                    function = engine.program.rows_product(engine.residuals)
+                return run(function, rows)
             return engine.vjp_flat_rows(rows, self.program.flattener, run)
         with self._guard, self._guard.lock:
             result = self._current().vjp_flat_rows(rows, self.program.flattener)

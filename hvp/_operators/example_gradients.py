@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,13 +18,15 @@ from hvp._linearize.gradient import check_scalar, densify
 from hvp._linearize.graph_parts import digest_of_graph
 from hvp._linearize.keras_losses import kept_losses
 from hvp._linearize.variables import collect_variables
-from hvp._linearize.vectorized import vectorized
+from hvp._linearize.vectorized import NotVectorizedError, vectorized
 from hvp._operators.batches import Batches
 from hvp._operators.data import Elements, checked_loss
 from hvp._operators.evaluation import Evaluation
 
 # Examples of which a batch's loss is compared with the mean of their losses, and to what part.
 _COMPARED, _CLOSE = 8, 1e-3
+# How much the part of each variable may differ of the mean gradient, and how many roundings of all.
+_CLOSE_PARTS, _ROUNDING = 1e-2, 1e3
 # Bytes of gradients, by default, in one call; a call works on several times as much.
 _BYTES, _WORKING = 2**26, 4
 # Of arrays, so many examples at a time are converted to tensors.
@@ -65,6 +68,7 @@ class ExampleGradients:
         each = self._flattener.size * self._flattener.dtype.size * _WORKING
         self.at_once = max(1, (nbytes or _BYTES * _WORKING) // each)
         self._functions: dict[Any, Compiled] = {}
+        self._one_by_one = False
 
     def of(self, elements: Elements) -> tuple[tf.Tensor, tf.Tensor]:
         """Return the losses of examples, of shape `(k,)`, and gradients, of shape `(k, n)`."""
@@ -117,11 +121,21 @@ class ExampleGradients:
         return " ".join([*map(digest, outside), digest_of_graph(traced.as_graph_def())])
 
     def check_mean(self, elements: Elements) -> None:
-        """Refuse a loss of a batch that is not the mean of its examples' losses."""
+        """Refuse a loss of a batch that is not the mean of its examples' losses.
+
+        The mean of the examples' gradients is compared with the gradient of the batch too. Should
+        they differ because TensorFlow vectorizes the gradient wrongly, examples are taken one
+        after the other from then on.
+        """
         part = elements.part(0, min(_COMPARED, elements.examples))
-        with Uninterrupted(), self._evaluation.preserving(), kept_losses(self._given):
-            together = float(check_scalar(part.call(self._loss)))
-        alone = self.of(part)[0].numpy().astype(np.float64)
+        value, gradient = self._of_batch(part)
+        together = float(value)
+        losses, rows = self.of(part)
+        if not self._are_close(rows, gradient):
+            self._one_by_one = True
+            self._functions.clear()
+            losses, rows = self.of(part)
+        alone = losses.numpy().astype(np.float64)
         scale = np.abs(alone).mean()
         if not abs(alone.mean() - together) <= _CLOSE * max(scale, abs(together)):
             total = abs(alone.sum() - together) <= _CLOSE * len(alone) * scale
@@ -134,6 +148,38 @@ class ExampleGradients:
                 else "take the mean; let layers not mix examples or draw (training=False)",
             )
 
+    def _of_batch(self, elements: Elements) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return the loss of a batch as a whole, and its gradient as one vector."""
+        with (
+            Uninterrupted(),
+            self._evaluation.preserving(),
+            kept_losses(self._given),
+            tf.GradientTape(watch_accessed_variables=False) as tape,
+        ):
+            tape.watch(self._variables)
+            value = check_scalar(elements.call(self._loss))
+        return value, self._joined(tape.gradient(value, self._variables))
+
+    def _joined(self, gradient: Sequence[Any]) -> tf.Tensor:
+        return self._flattener.join(
+            [
+                tf.zeros(v.shape, v.dtype) if g is None else densify(g, v.shape)
+                for g, v in zip(gradient, self._variables)
+            ]
+        )
+
+    def _are_close(self, rows: tf.Tensor, gradient: tf.Tensor) -> bool:
+        """Whether rows have a vector for their mean, each variable's part by itself."""
+        mean = tf.reduce_mean(rows, axis=0)
+        if not tf.reduce_all(tf.math.is_finite(mean)):
+            return True  # which is refused elsewhere, by the number of the example
+        rounding = _ROUNDING * np.finfo(gradient.dtype.as_numpy_dtype).eps * tf.norm(rows)
+        parts = (tf.split(vector, self._flattener.sizes) for vector in (mean, gradient))
+        return all(
+            bool(tf.norm(got - want) <= _CLOSE_PARTS * tf.norm(want) + rounding)
+            for got, want in zip(*parts)
+        )
+
     def _function(self, elements: Elements) -> Compiled:
         specs = [tf.TensorSpec([None, *t.shape[1:]], t.dtype) for t in elements.tensors]
         key = tuple((tuple(spec.shape), spec.dtype) for spec in specs)
@@ -144,15 +190,15 @@ class ExampleGradients:
                 with tf.GradientTape(watch_accessed_variables=False) as tape:
                     tape.watch(self._variables)
                     value = check_scalar(batch.call(self._loss))
-                parts = tape.gradient(value, self._variables)
-                dense = [
-                    tf.zeros(v.shape, v.dtype) if g is None else densify(g, v.shape)
-                    for g, v in zip(parts, self._variables)
-                ]
-                return tf.cast(value, self._flattener.dtype), self._flattener.join(dense)
+                row = self._joined(tape.gradient(value, self._variables))
+                return tf.cast(value, self._flattener.dtype), row
 
-            def every(*tensors: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-                return vectorized(one, list(tensors))
+            def every(*tensors: tf.Tensor) -> Any:
+                if not self._one_by_one:
+                    with contextlib.suppress(NotVectorizedError):
+                        return vectorized(one, list(tensors))
+                dtype = self._flattener.dtype
+                return tf.map_fn(one, list(tensors), fn_output_signature=(dtype, dtype))
 
             with Uninterrupted(), self._evaluation.preserving(), kept_losses(self._given):
                 self._functions[key] = Compiled(every, specs, False)

@@ -154,7 +154,7 @@ def solve_iteratively(
         Names of the methods that were used.
     """
     run = _Run(equations, b, x0, methods, precondition, checkpoint)
-    with progress_bar(progress, total=len(b), unit="column") as bar:
+    with progress_bar(progress, total=len(b), unit="column", done=run.start) as bar:
         run.all(bar)
     used = [m.name for i, m in enumerate(methods) if i == 0 or run.second]
     return run.found, used
@@ -178,7 +178,7 @@ class _Run:
         self.second = self._changing = False
         self.found = Solution.begin(b)
         # Where it stands: the first column of the block, the method, and that method's progress.
-        self._start, self._stage = 0, 0
+        self.start, self._stage = 0, 0
         self._progress: Progress | None = None
         saved = {} if checkpoint is None else checkpoint.load()
         if saved:
@@ -186,16 +186,15 @@ class _Run:
 
     def all(self, bar: Any) -> None:
         """Solve whatever is not solved yet."""
-        bar.update(self._start)
         width = self._width()
         try:
-            while self._start < len(self._b):
-                which = np.arange(self._start, min(self._start + width, len(self._b)))
+            while self.start < len(self._b):
+                which = np.arange(self.start, min(self.start + width, len(self._b)))
                 self._block(which, bar)
                 self._changing = True
-                self._start, self._stage = self._start + len(which), 0
+                self.start, self._stage = self.start + len(which), 0
                 self._changing = False
-                bar.update(self._start - bar.n)
+                bar.update(self.start - bar.n)
                 self._save_if_due()
         except KeyboardInterrupt:
             # In the middle of a change there is nothing to save: what was saved before stays.
@@ -293,7 +292,7 @@ class _Run:
         if self._checkpoint is None:
             return
         arrays = {f"found_{name}": array for name, array in self.found.arrays().items()}
-        arrays["standing"] = np.array([self._start, self._stage, self.second])
+        arrays["standing"] = np.array([self.start, self._stage, self.second])
         if self._progress is not None:
             arrays.update({f"at_{k}": array for k, array in self._progress.arrays().items()})
         self._checkpoint.save(arrays)
@@ -304,7 +303,7 @@ class _Run:
 
         found = part("found_")
         self.found = Solution.of_arrays(found)
-        self._start, self._stage, second = (int(number) for number in saved["standing"])
+        self.start, self._stage, second = (int(number) for number in saved["standing"])
         self.second = bool(second)
         at = part("at_")
         self._progress = Progress.of_arrays(at) if at else None

@@ -35,6 +35,17 @@ def image(x):
     return tf.stack([x, tf.sin(x)], axis=-1)[tf.newaxis]
 
 
+def channels(x):
+    """Two images of at least four by four, with four channels."""
+    x = tf.concat([image(x), tf.cos(2 * image(x))], axis=-1)
+    return tf.concat([x, tf.sin(3 * x)], axis=0)
+
+
+def volume(x):
+    """A volume of at least four by four by three, with two channels."""
+    return tf.stack([image(x), tf.cos(image(x)), tf.sin(3 * image(x))], axis=3)
+
+
 def _of_scaled(function):
     return lambda x, p: function(x * p(x.shape[1]))
 
@@ -80,8 +91,25 @@ LAYERS = {
     "conv3d": lambda x, p: tf.nn.conv3d(
         image(x)[..., tf.newaxis], p(2, 2, 2, 1, 1), [1, 1, 1, 1, 1], "SAME"
     ),
+    "strided depthwise conv": lambda x, p: tf.nn.depthwise_conv2d(
+        channels(x), p(3, 3, 4, 2), [1, 2, 2, 1], "SAME"
+    ),
+    "dilated depthwise conv": lambda x, p: tf.nn.depthwise_conv2d(
+        channels(x), p(2, 2, 4, 1), [1, 1, 1, 1], "SAME", dilations=[2, 2]
+    ),
+    "transposed conv1d": lambda x, p: tf.nn.conv1d_transpose(
+        image(x)[0], p(2, 3, 2), [image(x).shape[1], 2 * image(x).shape[2], 3], 2, "SAME"
+    ),
+    "transposed conv3d": lambda x, p: tf.nn.conv3d_transpose(
+        image(x)[:, :2, :2, :, tf.newaxis], p(2, 2, 2, 2, 1), [1, 4, 4, 4, 2], 2, "SAME"
+    ),
+    "strided conv3d": lambda x, p: tf.nn.conv3d(
+        volume(x), p(2, 2, 2, 2, 3), [1, 2, 2, 1, 1], "VALID"
+    ),
     "average pool": lambda x, p: tf.nn.avg_pool2d(image(x), 2, 2, "VALID"),
+    "average pool 1d": lambda x, p: tf.nn.avg_pool1d(image(x)[0] * p(2), 2, 1, "SAME"),
     "max pool": lambda x, p: tf.nn.max_pool2d(image(x) * p(1), 2, 2, "VALID"),
+    "strided max pool": lambda x, p: tf.nn.max_pool2d(channels(x) * p(4), 3, 2, "SAME"),
     "max pool 1d": lambda x, p: tf.nn.max_pool1d(image(x)[0] * p(1), 2, 1, "SAME"),
     "same max pool": lambda x, p: tf.nn.max_pool2d(image(x) * p(1), 2, 1, "SAME"),
     "layer norm": lambda x, p: _normalized(x, 1) * p(x.shape[1]),
@@ -101,6 +129,9 @@ LAYERS = {
     "dropout": lambda x, p: tf.nn.experimental.stateless_dropout(x * p(1), 0.3, [1, 2]),
     "einsum": lambda x, p: tf.einsum("ij,jk,lk->il", x, p(x.shape[1], 2), p(3, 2)),
     "batched einsum": lambda x, p: tf.einsum("...i,ij->...j", image(x), p(2, 3)),
+    "batched matmul": lambda x, p: tf.matmul(p(2, 1, 3, x.shape[1]), x, transpose_b=True) ** 2,
+    "repeated einsum": lambda x, p: tf.einsum("ij,jkk->ik", x, p(x.shape[1], 2, 2)),
+    "tensordot": lambda x, p: tf.tensordot(channels(x), p(4, 2, 3), [[3], [0]]),
     "bilinear": lambda x, p: tf.einsum("ij,jkl,ik->il", x, p(x.shape[1], x.shape[1], 2), x),
     "custom gradient": lambda x, p: cubed(tf.tanh(x) * p(1)),
     "recomputed": lambda x, p: _recomputed(x, p(x.shape[1], 2)),
@@ -135,6 +166,20 @@ INDEXING = {
     "unsorted segment product": lambda x, p: tf.math.unsorted_segment_prod(
         positive(x * p(1)), indices(x, 2), 2
     ),
+    "segment min": lambda x, p: tf.ensure_shape(
+        tf.math.segment_min(x * p(1), np.arange(x.shape[0]) // 2),
+        [-(-x.shape[0] // 2), x.shape[1]],
+    ),
+    "unsorted segment min": lambda x, p: tf.math.unsorted_segment_min(x * p(1), indices(x, 2), 2),
+    "unsorted segment sqrt n": lambda x, p: tf.math.unsorted_segment_sqrt_n(
+        x * p(1), indices(x, 2), 2
+    ),
+    "tanh of segment sum": lambda x, p: tf.tanh(
+        tf.math.unsorted_segment_sum(x * p(1), indices(x, 3), 3)
+    ),
+    "tanh of scatter": lambda x, p: tf.tanh(
+        tf.scatter_nd(indices(x, 3)[:, tf.newaxis], x * p(1), [3, x.shape[1]])
+    ),
     "dynamic partition": lambda x, p: tf.dynamic_stitch(
         tf.dynamic_partition(tf.range(x.shape[0]), np.arange(x.shape[0]) % 2, 2),
         tf.dynamic_partition(tf.sin(x * p(1)), np.arange(x.shape[0]) % 2, 2),
@@ -168,6 +213,23 @@ INDEXING = {
     "space to batch": lambda x, p: tf.space_to_batch(
         image(x)[:, :4, :4] * p(2), [2, 2], [[0, 0], [0, 0]]
     ),
+    "batch to space": lambda x, p: tf.batch_to_space(
+        tf.concat([image(x), image(x) ** 2] * 2, 0) * p(2), [2, 2], [[1, 0], [0, 1]]
+    ),
+    "gather along two axes": lambda x, p: tf.gather(
+        channels(x) * p(4), [[1, 0], [3, 3]], axis=3, batch_dims=1
+    ),
+    "band of diagonals": lambda x, p: tf.linalg.diag(
+        tf.stack([x[0], tf.sin(x[0])]) * p(x.shape[1]), k=(0, 1)
+    ),
+    "set diagonals": lambda x, p: tf.linalg.set_diag(
+        squared(x), p(2, min(4, x.shape[1])), k=(-1, 0)
+    ),
+    "patches of a volume": lambda x, p: tf.extract_volume_patches(
+        volume(x) * p(2), [1, 2, 2, 2, 1], [1, 2, 2, 1, 1], "VALID"
+    ),
+    "frames": lambda x, p: tf.signal.frame(tf.reshape(image(x) * p(2), [2, -1]), 4, 3),
+    "overlapping frames": lambda x, p: tf.signal.overlap_and_add(x * p(1), 1),
     "patches": lambda x, p: tf.image.extract_patches(
         image(x) * p(1), [1, 2, 2, 1], [1, 1, 1, 1], [1, 1, 1, 1], "VALID"
     ),
@@ -314,6 +376,9 @@ FUNCTIONS = {
         "minimum": lambda x: tf.minimum(x, tf.cos(3 * x)),
         "squared difference": lambda x: tf.math.squared_difference(x, tf.sin(x)),
         "bias add": lambda x: tf.nn.bias_add(x, x[0]),
+        "bias add of channels": lambda x: tf.nn.bias_add(tf.cos(channels(x)), channels(x)[0, 0, 0]),
+        "sobel edges": lambda x: tf.image.sobel_edges(image(x) ** 2),
+        "adjust contrast": lambda x: tf.image.adjust_contrast(image(x) ** 2, 0.7),
         "rgb to gray": lambda x: tf.image.rgb_to_grayscale(tf.tile(x[..., None], [1, 1, 3])),
         "rgb to yuv": lambda x: tf.image.rgb_to_yuv(tf.stack([x, tf.sin(x), tf.cos(x)], axis=-1)),
         "total variation": lambda x: tf.image.total_variation(image(x) ** 3)[:, None],
@@ -346,6 +411,21 @@ LINEAR_ALGEBRA = {
         "kronecker": lambda a: tf.linalg.LinearOperatorKronecker(
             [tf.linalg.LinearOperatorFullMatrix(a)] * 2
         ).to_dense(),
+        "lu": lambda a: tf.linalg.lu(a)[0] ** 2,
+        "adjoint solve": lambda a: tf.linalg.solve(a, tf.sin(a), adjoint=True),
+        "adjoint triangular solve": lambda a: tf.linalg.triangular_solve(
+            tf.linalg.cholesky(a), a, adjoint=True
+        ),
+        "batched inverse": lambda a: tf.linalg.inv(tf.stack([a, a @ a])),
+        "batched cholesky": lambda a: tf.linalg.cholesky(tf.stack([a, a @ a])),
+        "batched determinant": lambda a: tf.linalg.det(tf.stack([a, a @ a]) / 9),
+        "banded solve": lambda a: tf.linalg.banded_triangular_solve(
+            tf.stack([tf.linalg.diag_part(a) + 2, tf.sin(a[0])]), a
+        ),
+        "nuclear norm": lambda a: tf.linalg.trace(tf.linalg.sqrtm(a @ a))[None],
+        "fft3d": lambda a: tf.math.real(tf.signal.ifft3d(tf.signal.fft3d(_complex(a)[None]) ** 2)),
+        "rfft2d": lambda a: tf.signal.irfft2d(tf.signal.rfft2d(a, [4, 4]) ** 2, [4, 4]),
+        "stft": lambda a: tf.abs(tf.signal.stft(tf.tile(a, [1, 8])[:, :8], 4, 2) + 3) ** 2,
         "fft": lambda a: tf.abs(tf.signal.fft(_complex(a)) + 3) ** 2,
         "rfft": lambda a: (
             tf.math.real(tf.signal.rfft(a, [8])) * tf.math.imag(tf.signal.rfft(tf.sin(a), [8]))
@@ -358,6 +438,21 @@ LINEAR_ALGEBRA = {
         ),
         "angle": lambda a: tf.math.angle(tf.complex(a, tf.sin(a) + 2)),
     }.items()
+}
+# What TensorFlow computes in float32 only, on the CPU.
+FLOAT32_ONLY = {
+    "grouped conv2d": lambda x, p: tf.nn.conv2d(channels(x), p(3, 3, 2, 4), 1, "SAME"),
+    "strided grouped conv2d": lambda x, p: tf.nn.conv2d(channels(x), p(2, 2, 1, 4), 2, "VALID"),
+    "dilated grouped conv2d": lambda x, p: tf.nn.conv2d(
+        channels(x), p(2, 2, 2, 2), 1, "SAME", dilations=2
+    ),
+    "grouped conv1d": lambda x, p: tf.nn.conv1d(channels(x)[0], p(2, 2, 2), 1, "SAME"),
+    "dilated conv2d": lambda x, p: tf.nn.conv2d(image(x), p(2, 2, 2, 3), 1, "SAME", dilations=2),
+    "transposed grouped conv": lambda x, p: tf.nn.conv2d_transpose(
+        channels(x)[:, :3, :3], p(2, 2, 2, 4), [2, 6, 6, 4], 2, "SAME"
+    ),
+    "average pool 3d": lambda x, p: tf.nn.avg_pool3d(volume(x) * p(2), 2, 1, "SAME"),
+    "max pool 3d": lambda x, p: tf.nn.max_pool3d(volume(x) * p(2), 2, 1, "VALID"),
 }
 FAMILIES = {
     "layers": LAYERS,
