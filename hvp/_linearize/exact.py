@@ -16,6 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvp._linearize.derivatives import corrected_derivatives
 from hvp._linearize.logsumexp import cumulative_logsumexp
 from hvp._linearize.moments import moments, moments_of_version_1
 from hvp._linearize.norms import reduce_euclidean_norm
@@ -28,7 +29,10 @@ _replaced: list[tuple[Any, str, Any]] = []
 
 @contextlib.contextmanager
 def exact_functions() -> Iterator[None]:
-    """Replace TensorFlow's functions in its public namespaces, in this context."""
+    """Replace TensorFlow's functions in its public namespaces, in this context.
+
+    And correct derivatives of operations, as the module `derivatives` does.
+    """
     global _users
     with _lock:
         _users += 1
@@ -37,7 +41,8 @@ def exact_functions() -> Iterator[None]:
                 _replaced.append((namespace, name, getattr(namespace, name)))
                 setattr(namespace, name, function)
     try:
-        yield
+        with corrected_derivatives():
+            yield
     finally:
         with _lock:
             _users -= 1

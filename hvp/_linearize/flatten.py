@@ -101,8 +101,7 @@ class Flattener:
                 f"{what} has the structure {outline(nest)}",
                 f"that of the variables, {outline(self.structure)}",
             ) from error
-        # A Python number does for a scalar variable.
-        parts = [np.asarray(x) if isinstance(x, float) else x for x in tf.nest.flatten(nest)]
+        parts = [as_known(part) for part in tf.nest.flatten(nest)]
         for part, shape, name in zip(parts, self.shapes, self.names):
             check_numeric(part, what)
             # In a graph sizes may be known only when it runs.
@@ -115,7 +114,8 @@ class Flattener:
 
     def is_flat(self, v: Any) -> bool:
         """Whether `v` is a flat vector, checked to be a right one, and not a nest."""
-        if not (tf.is_tensor(v) or isinstance(v, (np.ndarray, tf.Variable))):
+        v = as_known(v)
+        if not isinstance(v, (tf.Tensor, np.ndarray, tf.Variable)):
             return False
         check_numeric(v, "v")
         if not tf.nest.is_nested(self.structure):  # one variable: v may be shaped like it
@@ -136,6 +136,25 @@ class Flattener:
     def nest_of_parts(self, parts: Sequence[Any]) -> Any:
         """Pack parts, in order, into the structure of the variables."""
         return tf.nest.pack_sequence_as(self.structure, parts)
+
+
+def as_known(array: Any) -> Any:
+    """Return an array of another library, a Keras variable or a number as one that is known here.
+
+    Anything else is returned as it is.
+    """
+    if isinstance(array, (tf.Tensor, np.ndarray, tf.Variable)):
+        return array
+    if isinstance(getattr(array, "value", None), tf.Variable):
+        return array.value
+    is_array = hasattr(array, "__array__") and hasattr(array, "shape")
+    return np.asarray(array) if is_array or isinstance(array, float) else array
+
+
+def as_tensor(value: Any, dtype: tf.DType) -> tf.Tensor:
+    """Return an array as a tensor of a dtype."""
+    # A cast that changes nothing leaves a variable a variable.
+    return tf.convert_to_tensor(tf.cast(as_known(value), dtype))
 
 
 def _shape(array: Any) -> str:

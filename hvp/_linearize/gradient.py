@@ -34,7 +34,8 @@ def value_and_gradient(
     ) -> tuple[tf.Tensor, list[tf.Tensor | None]]:
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(variables)
-            value = check_scalar(loss())
+            with derivative_errors():  # a tf.function's gradient is made when it is called
+                value = check_scalar(loss())
         with derivative_errors():
             gradient = tape.gradient(value, variables)
         return value, [densify(g, v.shape) for g, v in zip(gradient, variables)]

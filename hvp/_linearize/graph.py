@@ -18,6 +18,7 @@ import tensorflow as tf
 from hvp._interrupts import Uninterrupted
 from hvp._linearize.compiled import Compiled, JitCompile
 from hvp._linearize.dataflow import CALLS, CONTROL_FLOW
+from hvp._linearize.derivatives import corrected_derivatives
 from hvp._linearize.flatten import Flattener
 from hvp._linearize.graph_parts import import_part, nbytes, node_of
 from hvp._linearize.inline import KEPT_WHOLE, inline_calls
@@ -325,7 +326,8 @@ class GraphProgram:
         tangents, rest = list(tensors[:count]), tensors[count:]
         cotangents = list(rest[: len(self._cotangents)])
         products = self._import_product(*rest)
-        return tf.gradients(products, cotangents, tangents, unconnected_gradients="zero")
+        with corrected_derivatives():
+            return tf.gradients(products, cotangents, tangents, unconnected_gradients="zero")
 
 
 class GraphEngine:

@@ -18,7 +18,7 @@ from hvp._errors import (
 from hvp._guard import Guard, OneProcess
 from hvp._interrupts import Uninterrupted
 from hvp._linearize.compiled import JitCompile
-from hvp._linearize.flatten import check_numeric, outline
+from hvp._linearize.flatten import as_tensor, check_numeric, outline
 from hvp._linearize.graph import GraphEngine
 from hvp._linearize.program import Engine, Program
 from hvp._linearize.tape import TapeEngine
@@ -56,8 +56,8 @@ class Linearization(OneProcess):
 
         Parameters
         ----------
-        v : nest of tensors or arrays
-            Shaped like the variables; cast to their dtypes.
+        v : nest of tensors or arrays, or array
+            Shaped like the variables, or one flat vector of shape `(n,)`; cast to their dtypes.
 
         Returns
         -------
@@ -76,8 +76,11 @@ class Linearization(OneProcess):
         Costs one backward pass over the residuals. The first call also records the transposed
         derivative, and keeps it.
         """
-        parts = self._primal.parts_of_nest(v)
-        tangents = [tf.cast(part, dtype) for part, dtype in zip(parts, self._primal.dtypes)]
+        if self._primal.is_flat(v):
+            parts = self._primal.split(as_tensor(v, self._primal.dtype))
+        else:
+            parts = self._primal.parts_of_nest(v)
+        tangents = [as_tensor(part, dtype) for part, dtype in zip(parts, self._primal.dtypes)]
         with self._guard, self._guard.lock:
             return tf.nest.pack_sequence_as(self.value, self._open().jvp(tangents))
 
@@ -121,7 +124,7 @@ class Linearization(OneProcess):
                 f"u has parts of shapes {[tuple(part.shape) for part in parts]}",
                 f"the shapes of the value, {shapes}",
             )
-        cotangents = [tf.cast(part, dtype) for part, dtype in zip(parts, self._dtypes)]
+        cotangents = [as_tensor(part, dtype) for part, dtype in zip(parts, self._dtypes)]
         with self._guard, self._guard.lock:
             return self._primal.nest_of_parts(engine.vjp(cotangents))
 

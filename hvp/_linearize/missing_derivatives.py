@@ -19,13 +19,10 @@ class MissingDerivative:
         inputs, if empty.
     remedy : str
         What to use in its place.
-    together : bool
-        Whether it is missing only where all of these inputs depend on the variables.
     """
 
     inputs: tuple[int, ...]
     remedy: str
-    together: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,6 @@ _RESIZE = (
 _PYTHON = "write it with TensorFlow operations, or give it a tf.custom_gradient made of them"
 _QUANTIZE = "leave fake quantization out"
 _DENSE = "use dense tensors"
-_SEGMENTS = "use tf.gather and tf.math.unsorted_segment_sum"
 _DRAWS = "draw from a standard distribution, and shift and scale the draws"
 _PARAMETER = "leave the derivative by the parameter out, with tf.stop_gradient"
 _NORMALIZE = "write the normalization with tf.nn.batch_normalization"
@@ -82,7 +78,6 @@ MISSING_DERIVATIVES = {
     "RandomShuffle": MissingDerivative((0,), "shuffle indices and use tf.gather"),
     "Range": MissingDerivative((0, 1, 2), "start + delta * a tf.range of integers, cast"),
     "ReduceDataset": MissingDerivative((), "iterate in Python, or pass the data as tensors"),
-    "ResizeBilinearGrad": MissingDerivative((0,), _RESIZE),
     "SparseAddGrad": MissingDerivative((0,), _DENSE),
     "SparseConcat": MissingDerivative((), _DENSE),
     # Registered, but without the derivative by these inputs, or with an approximate one.
@@ -97,40 +92,28 @@ MISSING_DERIVATIVES = {
     "Zeta": MissingDerivative((0,), _PARAMETER),
     # Registered, but computed in place, and wrong: see the module `pools`.
     "MaxPoolGradV2": MissingDerivative((2,), _POOL),
-    # Right by the logits and right by the labels, but the mixed part is left out.
-    "SoftmaxCrossEntropyWithLogits": MissingDerivative(
-        (0, 1), "-tf.reduce_sum(labels * tf.nn.log_softmax(logits), axis=-1)", together=True
-    ),
     # Registered, but good for one first derivative: the second is None, in silence.
     "EagerPyFunc": MissingDerivative((), _PYTHON),
     # Not registered: a tape raises LookupError when it gets there, without naming the layer.
     "CropAndResizeGradBoxes": MissingDerivative((0, 1), _RESIZE),
-    "CropAndResizeGradImage": MissingDerivative((0,), _RESIZE),
     "CudnnRNNBackprop": MissingDerivative((), _CUDNN),
     "CudnnRNNBackpropV2": MissingDerivative((), _CUDNN),
     "CudnnRNNBackpropV3": MissingDerivative((), _CUDNN),
     "Dilation2DBackpropFilter": MissingDerivative((2,), _POOL),
     "Dilation2DBackpropInput": MissingDerivative((2,), _POOL),
-    "FractionalAvgPoolGrad": MissingDerivative((1,), "use tf.nn.avg_pool2d"),
     "FractionalMaxPoolGrad": MissingDerivative((2,), _POOL),
     "IgammaGradA": MissingDerivative((0, 1), _PARAMETER),
-    "LRNGrad": MissingDerivative((0, 1, 2), "write the normalization with tf.nn.avg_pool"),
-    "MaxPoolGradWithArgmax": MissingDerivative((1,), _POOL),
     "PreventGradient": MissingDerivative((0,), _CTC),
     "RaggedTensorToVariantGradient": MissingDerivative((0,), _DENSE),
     "RandomGammaGrad": MissingDerivative((0, 1), _DRAWS),
-    "ResizeBicubicGrad": MissingDerivative((0,), _RESIZE),
-    "ResizeNearestNeighborGrad": MissingDerivative((0,), "use tf.repeat along both axes"),
-    "ScaleAndTranslateGrad": MissingDerivative((0,), _RESIZE),
-    "SoftsignGrad": MissingDerivative((0, 1), "write x / (1 + tf.abs(x))"),
-    "SparseFillEmptyRowsGrad": MissingDerivative((1,), _DENSE),
-    "SparseSegmentMeanGrad": MissingDerivative((0,), _SEGMENTS),
-    "SparseSegmentMeanGradV2": MissingDerivative((0,), _SEGMENTS),
-    "SparseSegmentSqrtNGrad": MissingDerivative((0,), _SEGMENTS),
-    "SparseSegmentSqrtNGradV2": MissingDerivative((0,), _SEGMENTS),
-    "SparseSegmentSumGrad": MissingDerivative((0,), _SEGMENTS),
-    "SparseSegmentSumGradV2": MissingDerivative((0,), _SEGMENTS),
     "SparseSliceGrad": MissingDerivative((0,), _DENSE),
+}
+
+# What to use in place of operations that have no gradient in TensorFlow at all, of which there are
+# more than these.
+WITHOUT_GRADIENT = {
+    "ResizeArea": "use tf.nn.avg_pool2d, or tf.image.resize with antialias=True",
+    "SparseDenseCwiseAdd": _DENSE,
 }
 
 # What to do where the name of a function is replaced, and the replacement did not reach.

@@ -7,18 +7,23 @@ tape leaves such a term out of a sum without a word.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hvp._errors import SecondDerivativeError
+import tensorflow as tf
+
+from hvp._errors import SecondDerivativeError, line_of
 from hvp._linearize.dataflow import Dataflow, Edge, Vertex, layer_of
 from hvp._linearize.missing_derivatives import (
     BY_NAME,
     CONSTANT_OPERATIONS,
     MISSING_DERIVATIVES,
+    WITHOUT_GRADIENT,
     WRONG_AT_VALUES,
 )
+from hvp._linearize.source_lines import source_line
 
 # Not operations, but patterns of several: see `_moments_differentiated_twice` and
 # `_logarithms_from_above`.
@@ -110,8 +115,7 @@ def find_doubts(flow: Dataflow, sources: Iterable[Vertex], targets: Iterable[Ver
             (wrong_at_values if vertex[0] == () else found).add(vertex)
         if missing is None:
             continue
-        concerned = entering & set(missing.inputs) if missing.inputs else entering
-        if concerned and not (missing.together and concerned < set(missing.inputs)):
+        if entering & set(missing.inputs) if missing.inputs else entering:
             found.add(vertex)
     doubts = {doubt_of(flow, vertex) for vertex in found}
     for vertex in _moments_differentiated_twice(flow, depends, matters):
@@ -149,18 +153,45 @@ def refuse_missing_derivatives(found: list[Doubt]) -> None:
 
 @contextlib.contextmanager
 def derivative_errors() -> Iterator[None]:
-    """Translate what TensorFlow raises where it has no derivative."""
+    """Translate what TensorFlow raises where it has no derivative.
+
+    The operation is named, and the line that made it, if it is in the graph being traced.
+    """
     try:
         yield
     except (LookupError, NotImplementedError) as error:
         recomputes = "recompute_grad" in str(error)
+        found = _WITHOUT_GRADIENT.search(str(error))
+        if not (recomputes or found):  # what somebody's own code raises
+            raise
+        kind = next(filter(None, found.groups())) if found else ""
+        remedy = "call the function without tf.recompute_grad or keras.remat"
+        if not recomputes:
+            remedy = WITHOUT_GRADIENT.get(kind, "replace that operation")
+        reason = line_of(error).partition(". ")[0]
         raise SecondDerivativeError(
-            f"TensorFlow cannot differentiate an operation of the function: {error}",
+            f"TensorFlow cannot differentiate {_first_of(kind)} ({reason})",
             "operations that can be differentiated as often as is asked",
-            "call the function without tf.recompute_grad or keras.remat"
-            if recomputes
-            else "replace that operation",
+            remedy,
         ) from error
+
+
+# How TensorFlow says that it has no gradient of an operation of some type.
+_WITHOUT_GRADIENT = re.compile(
+    r"registry has no entry for: (\w+)|op type: (\w+)|Gradient for (\w+) is not implemented"
+)
+
+
+def _first_of(kind: str) -> str:
+    """Describe the first operation of a type in the graph being traced."""
+    unknown = kind or "an operation of the function"
+    if tf.executing_eagerly():
+        return unknown
+    graph = tf.compat.v1.get_default_graph()
+    for operation in graph.get_operations():
+        if operation.type == kind:
+            return str(Doubt(operation.name, kind, source_line(graph, operation.name)))
+    return unknown
 
 
 def _moments_differentiated_twice(

@@ -15,6 +15,7 @@ import tensorflow as tf
 from hvp._errors import SecondDerivativeError
 from hvp._interrupts import Uninterrupted
 from hvp._linearize.dataflow import Dataflow
+from hvp._linearize.derivatives import corrected_derivatives
 from hvp._linearize.flatten import Flattener
 from hvp._linearize.gradient import densify
 from hvp._linearize.second_derivatives import (
@@ -136,7 +137,10 @@ class TapeEngine:
         cotangents = [tf.zeros_like(output) for output in wanted]
         if self._certain:
             self._refuse_missing_in_transposed(wanted)
-        with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
+        with (
+            corrected_derivatives(),
+            tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape,
+        ):
             tape.watch(cotangents)
             gradient = _differentiate(self._tape, wanted, self._variables, cotangents)
             gradient = [densify(g, v.shape) for g, v in zip(gradient, self._variables)]
@@ -184,5 +188,5 @@ def _differentiate(
     pairs = [(t, w) for t, w in zip(targets, weights) if t is not None]
     if not pairs:
         return [None] * len(sources)
-    with Uninterrupted(), derivative_errors():
+    with Uninterrupted(), derivative_errors(), corrected_derivatives():
         return tape.gradient([t for t, _ in pairs], sources, [w for _, w in pairs])

@@ -18,7 +18,7 @@ from scipy.sparse.linalg import LinearOperator
 
 from hvp._errors import ClosedOperatorError, HvpError, TooLargeError
 from hvp._guard import OneProcess
-from hvp._linearize.flatten import check_numeric
+from hvp._linearize.flatten import as_tensor, check_numeric
 from hvp._linearize.program import Remarks
 from hvp._operators.arithmetic import DtypePreserving
 from hvp._operators.evaluation import Evaluation
@@ -126,14 +126,14 @@ class SymmetricOperator(OneProcess, DtypePreserving):
         """
         damping = self._damping
         if self._flattener.is_flat(v):
-            flat = _tensor(v, self._flattener.dtype)
+            flat = as_tensor(v, self._flattener.dtype)
             if not tf.executing_eagerly():  # where the length may be known only when it runs
                 flat = tf.ensure_shape(flat, self.shape[:1])
             (result,) = self._run(_product_flat, [flat], [self.shape[:1]])
             return result + damping * flat if damping else result
         parts = self._flattener.parts_of_nest(v)
         dtypes = self._flattener.dtypes
-        cast = [_tensor(part, dtype) for part, dtype in zip(parts, dtypes)]
+        cast = [as_tensor(part, dtype) for part, dtype in zip(parts, dtypes)]
         if not tf.executing_eagerly():
             cast = [tf.ensure_shape(c, shape) for c, shape in zip(cast, self._flattener.shapes)]
         result = self._run(_product, cast, self._flattener.shapes)
@@ -461,11 +461,6 @@ class SymmetricOperator(OneProcess, DtypePreserving):
         for result, shape in zip(results, shapes):
             result.set_shape(shape)
         return results
-
-
-def _tensor(value: Any, dtype: tf.DType) -> tf.Tensor:
-    # A cast that changes nothing leaves a variable a variable.
-    return tf.convert_to_tensor(tf.cast(value, dtype))
 
 
 def _product(evaluation: Evaluation, *parts: tf.Tensor) -> list[tf.Tensor]:

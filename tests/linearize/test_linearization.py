@@ -108,12 +108,26 @@ def test_first_derivatives_through_moments_are_not_refused():
 
 
 @pytest.mark.parametrize("engine", ["graph", "tape"])
-def test_the_forward_direction_refuses_what_only_the_backward_one_can(engine):
+def test_both_directions_of_a_resize(engine):
     image = tf.Variable(random(0, 1, 4, 4, 1))
     with hvp.linearize(lambda: tf.image.resize(image, (8, 8)), image, engine=engine) as linear:
         assert linear.vjp(np.ones((1, 8, 8, 1))).shape == (1, 4, 4, 1)
-        with pytest.raises(hvp.SecondDerivativeError, match="ResizeBilinearGrad"):
-            linear.jvp(image)
+        np.testing.assert_allclose(linear.jvp(image), linear.value, rtol=1e-6)
+
+
+@pytest.mark.parametrize("engine", ["graph", "tape"])
+def test_the_forward_direction_refuses_what_only_the_backward_one_can(engine):
+    w = tf.Variable(random(0, 2))
+    indices = tf.constant([[0], [1]], tf.int64)
+
+    def added():
+        parts = (tf.SparseTensor(indices, part, [2]) for part in (w, 2 * w))
+        return tf.sparse.add(*parts).values
+
+    with hvp.linearize(added, w, engine=engine) as linear:
+        np.testing.assert_allclose(linear.vjp(np.ones(2)), [3, 3])
+        with pytest.raises(hvp.SecondDerivativeError, match="SparseAddGrad"):
+            linear.jvp(w)
 
 
 def test_close_releases_and_forbids():

@@ -65,21 +65,6 @@ def transform(version):
     )
 
 
-def segment(name, version):
-    """The gradient of a sum over segments, by what comes from above.
-
-    Its second version goes with indices that are sorted in advance.
-    """
-    function = getattr(raw, f"SparseSegment{name}Grad{version}")
-    count = "dense_output_dim0" if version else "output_dim0"
-
-    def run(g):
-        made = function(grad=g, indices=[0, 2], segment_ids=[0, 0], **{count: 4})
-        return made[0] if version else made
-
-    return Row(run, _0=tf.reshape(VECTOR, [1, 4]))
-
-
 def cudnn(version):
     """The gradient of a cuDNN layer: it can be traced without a GPU, not run."""
     sequence, state = tf.constant(random(3, 3, 1, 2)), tf.constant(random(4, 1, 1, 2))
@@ -107,21 +92,16 @@ def cudnn(version):
     return Row(run, _0=sequence)
 
 
-def pooled(kind):
+def fractional_pool():
     """A pool over fractions, and the rest of what its gradient takes."""
-    out, rows, columns = getattr(tf.nn, f"fractional_{kind.lower()}_pool")(IMAGE, [1, 2, 2, 1])
-    parts = {"row_pooling_sequence": rows, "col_pooling_sequence": columns}
-    if kind == "Avg":
-        shape = tf.constant([1, 4, 4, 3], tf.int64)
-        return Row(
-            lambda g: raw.FractionalAvgPoolGrad(
-                orig_input_tensor_shape=shape, out_backprop=g, **parts
-            ),
-            _1=out,
-        )
+    out, rows, columns = tf.nn.fractional_max_pool(IMAGE, [1, 2, 2, 1])
     return Row(
         lambda g: raw.FractionalMaxPoolGrad(
-            orig_input=IMAGE, orig_output=out, out_backprop=g, **parts
+            orig_input=IMAGE,
+            orig_output=out,
+            out_backprop=g,
+            row_pooling_sequence=rows,
+            col_pooling_sequence=columns,
         ),
         _2=out,
     )
@@ -171,12 +151,6 @@ ROWS = {
         _0=SMALL,
         _1=IMAGE,
     ),
-    "CropAndResizeGradImage": Row(
-        lambda g: raw.CropAndResizeGradImage(
-            grads=g, boxes=BOXES, box_ind=[0], image_size=[1, 4, 4, 3], T=tf.float32
-        ),
-        _0=SMALL,
-    ),
     "CudnnRNNBackprop": cudnn(""),
     "CudnnRNNBackpropV2": cudnn("V2"),
     "CudnnRNNBackpropV3": cudnn("V3"),
@@ -216,8 +190,7 @@ ROWS = {
         )[0],
         _0=VECTOR,
     ),
-    "FractionalAvgPoolGrad": pooled("Avg"),
-    "FractionalMaxPoolGrad": pooled("Max"),
+    "FractionalMaxPoolGrad": fractional_pool(),
     "FusedBatchNorm": norm(""),
     "FusedBatchNormV2": norm("V2"),
     "FusedBatchNormV3": norm("V3"),
@@ -243,24 +216,7 @@ ROWS = {
     "IgammaGradA": Row(lambda a, x: raw.IgammaGradA(a=a, x=x), _0=VECTOR, _1=VECTOR),
     "ImageProjectiveTransformV2": transform("V2"),
     "ImageProjectiveTransformV3": transform("V3"),
-    "LRNGrad": Row(
-        lambda g, x, y: raw.LRNGrad(input_grads=g, input_image=x, output_image=y),
-        _0=IMAGE,
-        _1=IMAGE,
-        _2=IMAGE,
-    ),
     "LinSpace": Row(lambda a, b: raw.LinSpace(start=a, stop=b, num=4), _0=NUMBER, _1=2 * NUMBER),
-    "MaxPoolGradWithArgmax": Row(
-        lambda g: raw.MaxPoolGradWithArgmax(
-            input=IMAGE,
-            grad=g,
-            argmax=tf.constant(np.arange(12).reshape(1, 2, 2, 3)),
-            ksize=[1, 2, 2, 1],
-            strides=[1, 2, 2, 1],
-            padding="VALID",
-        ),
-        _1=SMALL,
-    ),
     "MaxPoolGradV2": Row(
         lambda g: raw.MaxPoolGradV2(
             orig_input=IMAGE,
@@ -314,31 +270,6 @@ ROWS = {
         lambda x: tf.data.Dataset.range(2).reduce(tf.zeros([4]), lambda total, _: total + x),
         _2=VECTOR,
     ),
-    "ResizeBicubicGrad": Row(
-        lambda g: raw.ResizeBicubicGrad(grads=g, original_image=SMALL), _0=IMAGE
-    ),
-    "ResizeBilinearGrad": Row(
-        lambda g: raw.ResizeBilinearGrad(grads=g, original_image=SMALL), _0=IMAGE
-    ),
-    "ResizeNearestNeighborGrad": Row(
-        lambda g: raw.ResizeNearestNeighborGrad(grads=g, size=[2, 2]), _0=IMAGE
-    ),
-    "ScaleAndTranslateGrad": Row(
-        lambda g: raw.ScaleAndTranslateGrad(
-            grads=g, original_image=SMALL, scale=[2.0, 2.0], translation=[0.0, 0.0]
-        ),
-        _0=IMAGE,
-    ),
-    "SoftmaxCrossEntropyWithLogits": Row(
-        lambda logits, labels: (
-            raw.SoftmaxCrossEntropyWithLogits(features=logits, labels=labels).loss
-        ),
-        _0=VECTOR[None],
-        _1=tf.nn.softmax(VECTOR)[None],
-    ),
-    "SoftsignGrad": Row(
-        lambda g, x: raw.SoftsignGrad(gradients=g, features=x), _0=VECTOR, _1=VECTOR
-    ),
     "SparseAddGrad": Row(
         lambda g: raw.SparseAddGrad(
             backprop_val_grad=g, a_indices=TWO, b_indices=TWO, sum_indices=TWO
@@ -348,18 +279,6 @@ ROWS = {
     "SparseConcat": Row(
         lambda x: raw.SparseConcat(**sparse(x), concat_dim=0).output_values, _2=VECTOR[:2]
     ),
-    "SparseFillEmptyRowsGrad": Row(
-        lambda g: raw.SparseFillEmptyRowsGrad(
-            reverse_index_map=tf.constant([0, 1], tf.int64), grad_values=g
-        )[0],
-        _1=VECTOR,
-    ),
-    "SparseSegmentMeanGrad": segment("Mean", ""),
-    "SparseSegmentMeanGradV2": segment("Mean", "V2"),
-    "SparseSegmentSqrtNGrad": segment("SqrtN", ""),
-    "SparseSegmentSqrtNGradV2": segment("SqrtN", "V2"),
-    "SparseSegmentSumGrad": segment("Sum", ""),
-    "SparseSegmentSumGradV2": segment("Sum", "V2"),
     "SparseSliceGrad": Row(
         lambda g: raw.SparseSliceGrad(
             backprop_val_grad=g,
@@ -390,7 +309,6 @@ APPROXIMATE = {
     "ImageProjectiveTransformV2",
     "ImageProjectiveTransformV3",
     "MaxPoolGradV2",
-    "SoftmaxCrossEntropyWithLogits",
     "StatelessParameterizedTruncatedNormal",
 }
 
@@ -428,10 +346,8 @@ def test_tensorflow_has_no_such_derivative(kind):
 
 
 def asks(row, number):
-    """The derivative of an operation by one input, or by all that it lacks together."""
-    together = number is None
-    values = row.inputs if together else {number: row.inputs[number]}
-    variables = {n: tf.Variable(value) for n, value in values.items()}
+    """The derivative of an operation by one input."""
+    variables = {number: tf.Variable(row.inputs[number])}
     inputs = {**row.inputs, **variables}
 
     def function():
@@ -443,29 +359,20 @@ def asks(row, number):
 @pytest.mark.parametrize("kind", ROWS)
 def test_it_is_refused_when_built_because_of_its_row(kind, monkeypatch):
     row, missing = ROWS[kind], MISSING_DERIVATIVES[kind]
-    numbers = [None] if missing.together else list(row.inputs)
-    for number in numbers:
+    for number in row.inputs:
         with pytest.raises(hvp.SecondDerivativeError) as caught:
             asks(row, number)
         assert f"wrong one, of {kind} at " in str(caught.value)
         assert "test_missing_derivatives.py, line" in str(caught.value)
         assert caught.value.mend == missing.remedy
     monkeypatch.delitem(MISSING_DERIVATIVES, kind)
-    for number in numbers:
+    for number in row.inputs:
         try:
             asks(row, number)
         except hvp.SecondDerivativeError as error:  # TensorFlow's own, where it has one
             assert "wrong one, of" not in str(error)  # noqa: PT017
         except (tf.errors.NotFoundError, tf.errors.InvalidArgumentError):
             assert kind in FOR_A_GPU
-
-
-@pytest.mark.parametrize("kind", [k for k, m in MISSING_DERIVATIVES.items() if m.together])
-def test_what_lacks_only_a_mixed_derivative_is_fine_with_one_input(kind):
-    row = ROWS[kind]
-    for number in row.inputs:
-        with asks(row, number) as linear:
-            assert np.isfinite(linear.value.numpy())
 
 
 CONSTANTS = {
@@ -638,11 +545,11 @@ def test_every_operation_a_tape_is_silent_about_is_in_a_table():
     for kind in registry.list():
         definition = op_def_registry.get(kind)
         if definition is None or registry.lookup(kind) is not None:
-            continue
+            continue  # those of the module `derivatives` among them
         if _has_numbers(definition, "input_arg") and _has_numbers(definition, "output_arg"):
             silent.add(kind)
     assert silent - WITHOUT_A_PLACE - CONSTANT_OPERATIONS - set(MISSING_DERIVATIVES) == set()
-    assert "ResizeBilinearGrad" in silent or tf.__version__ < "2.17"
+    assert "SparseAddGrad" in silent
 
 
 def _has_numbers(definition, where):

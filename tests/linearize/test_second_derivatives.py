@@ -33,18 +33,8 @@ def is_registered(kind):
     return True
 
 
-# TensorFlow 2.16 has no entry for it, and its own tapes raise where later ones answer None.
-needs_silent_resize = pytest.mark.skipif(
-    not is_registered("ResizeBilinearGrad"), reason="this TensorFlow raises by itself"
-)
-
-
 def image_variable():
     return tf.Variable(random(0, 1, 4, 4, 3) ** 2 + 0.5)
-
-
-def crop(z):
-    return tf.image.crop_and_resize(z, [[0.1, 0.1, 0.8, 0.8]], [0], (3, 3))
 
 
 # Registered in TensorFlow, but without the derivative by some inputs, or a second one.
@@ -57,17 +47,10 @@ IN_PART = {
     "ImageProjectiveTransformV2",
     "ImageProjectiveTransformV3",
     "PadV2",
-    "SoftmaxCrossEntropyWithLogits",
     "StatelessParameterizedTruncatedNormal",
     "MaxPoolGradV2",
     "Zeta",
 }
-
-
-def entropy(z):
-    """Logits and labels that both depend on the variable."""
-    flat = tf.reshape(z, [1, -1])
-    return tf.nn.softmax_cross_entropy_with_logits(tf.nn.softmax(flat), flat)
 
 
 def sparse_sum(z):
@@ -97,20 +80,11 @@ REFUSED = {
     "PadV2": lambda z: tf.pad(z, [[0, 0], [1, 1], [1, 1], [0, 0]], constant_values=z[0, 0, 0, 0]),
     "Range": lambda z: z[0, 0, 0, 0] + tf.range(z[0, 0, 0, 1], 9.0),
     "ReduceDataset": over_a_dataset,
-    "SoftmaxCrossEntropyWithLogits": entropy,
     "SparseAddGrad": sparse_sum,
-    "SparseSegmentSumGrad": lambda z: tf.sparse.segment_sum(z[0], [0, 2], [0, 0]),
     "Zeta": lambda z: tf.math.zeta(z + 2, z + 1),
-    "ResizeBilinearGrad": lambda z: tf.image.resize(z, (8, 8)),
-    "ResizeNearestNeighborGrad": lambda z: tf.image.resize(z, (8, 8), "nearest"),
-    "ResizeBicubicGrad": lambda z: tf.image.resize(z, (8, 8), "bicubic"),
-    "ScaleAndTranslateGrad": lambda z: tf.image.resize(z, (8, 8), "lanczos3"),
-    "LRNGrad": tf.nn.lrn,
-    "SoftsignGrad": tf.nn.softsign,
-    "CropAndResizeGradImage": crop,
+    "IgammaGradA": lambda z: tf.math.igamma(z, tf.fill(z.shape, 0.7)),
     "HSVToRGB": lambda z: z + tf.image.hsv_to_rgb(z / 10),
     "RandomShuffle": lambda z: z + tf.random.shuffle(z),
-    "FakeQuantWithMinMaxArgsGradient": tf.quantization.fake_quant_with_min_max_args,
     "EagerPyFunc": lambda z: tf.ensure_shape(tf.py_function(tf.sin, [z], tf.float32), z.shape),
     "PyFunc": lambda z: z + tf.reshape(tf.numpy_function(np.sin, [z], tf.float32), z.shape),
 }
@@ -123,7 +97,7 @@ def test_a_missing_derivative_raises_when_the_operator_is_built(kind):
         hvp.HessianOperator(lambda: tf.reduce_mean(REFUSED[kind](z) ** 3), z)
 
 
-@pytest.mark.parametrize("kind", ["ResizeBilinearGrad", "SoftsignGrad"])
+@pytest.mark.parametrize("kind", ["HSVToRGB", "IgammaGradA"])
 def test_it_is_found_inside_functions_loops_and_branches(kind):
     z = image_variable()
     function = REFUSED[kind]
@@ -151,35 +125,34 @@ def line_of(function):
 
 
 def test_layers_and_lines_are_named():
-    class Softsign(keras.layers.Layer):
+    class Gamma(keras.layers.Layer):
         def call(self, x):
-            return tf.nn.softsign(x)
+            return tf.math.igamma(tf.exp(x), tf.ones_like(x))
 
-    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2), Softsign(name="last")])
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2), Gamma(name="last")])
     with pytest.raises(hvp.SecondDerivativeError) as caught:
         hvp.HessianOperator(lambda: tf.reduce_sum(model(tf.ones((1, 3))) ** 2), model)
     assert "/last" in str(caught.value)
-    assert line_of(Softsign.call) in str(caught.value)
+    assert line_of(Gamma.call) in str(caught.value)
 
 
 def test_a_recomputed_function_is_looked_into_when_the_operator_is_built():
     z = image_variable()
-    segment = hvp.recompute(lambda x: tf.nn.softsign(x) * x)
-    with pytest.raises(hvp.SecondDerivativeError, match="SoftsignGrad"):
+    segment = hvp.recompute(lambda x: tf.math.igamma(x, 0.7) * x)
+    with pytest.raises(hvp.SecondDerivativeError, match="IgammaGradA"):
         hvp.HessianOperator(lambda: tf.reduce_sum(segment(z) ** 2), z)
 
 
-@needs_silent_resize
 def test_the_same_operations_off_the_way_are_no_obstacle():
     z, w = image_variable(), tf.Variable(2.0)
 
     def on_data():
-        """Resizes an image that is no variable, in a function with a gradient by both."""
-        mixed = tf.function(lambda image, w: tf.reduce_mean(tf.image.resize(image, (8, 8))) * w**3)
-        return mixed(tf.ones((1, 4, 4, 3)), w)
+        """Converts an image that is no variable, in a function with a gradient by both."""
+        mixed = tf.function(lambda image, w: tf.reduce_mean(tf.image.hsv_to_rgb(image)) * w**3)
+        return mixed(tf.ones((1, 4, 4, 1)) * [0.0, 0.0, 1.0], w)  # white
 
     def beside():
-        shown = tf.image.resize(z, (8, 8))
+        shown = tf.image.hsv_to_rgb(z / 10)
         return (
             tf.reduce_sum(z) * 0
             + w**3
@@ -191,8 +164,7 @@ def test_the_same_operations_off_the_way_are_no_obstacle():
             np.testing.assert_allclose(H @ np.ones(1), [12.0])
 
 
-@needs_silent_resize
-def test_a_resize_that_enters_linearly_has_a_true_zero():
+def test_what_enters_linearly_has_a_true_zero():
     z = image_variable()
     with hvp.HessianOperator(lambda: tf.reduce_sum(tf.image.resize(z, (8, 8))), z) as H:
         np.testing.assert_array_equal(H @ np.ones(48), np.zeros(48))
@@ -263,8 +235,18 @@ def test_recomputed_gradients_are_refused_with_the_mend():
 
 def test_a_first_derivative_that_is_not_registered_is_named():
     w = tf.Variable(random(0, 1, 4, 4, 1))
-    with pytest.raises(hvp.SecondDerivativeError, match="ResizeArea"):
-        hvp.HessianOperator(lambda: tf.reduce_sum(tf.image.resize(w, (2, 2), "area") ** 2), w)
+
+    def loss():
+        return tf.reduce_sum(tf.image.resize(w, (2, 2), "area") ** 2)
+
+    for function in (loss, lambda: tf.function(loss)()):
+        with pytest.raises(hvp.SecondDerivativeError, match=r"ResizeArea.*avg_pool2d") as caught:
+            hvp.HessianOperator(function, w)
+        if function is loss:
+            assert line_of(loss) in str(caught.value)
+    # What the loss itself raises is not taken for it.
+    with pytest.raises(KeyError, match="unknown"):
+        hvp.HessianOperator(lambda: {}["unknown"], w, engine="tape")
 
 
 def test_own_gradient_of_a_resize_is_trusted():
@@ -300,12 +282,11 @@ def test_true_zeros_are_not_complained_about():
         np.testing.assert_allclose(H.to_dense(), np.diag(2 * jumps), rtol=1e-6)
 
 
-@needs_silent_resize
 def test_an_untraceable_loss_does_not_take_none_for_zero():
     z = image_variable()
     with (
         hvp.HessianOperator(
-            lambda: tf.reduce_sum(tf.image.resize(z, (8, 8)) ** 3) * float(z.numpy()[0, 0, 0, 0]), z
+            lambda: tf.reduce_sum(sparse_sum(z) ** 3) * float(z.numpy()[0, 0, 0, 0]), z
         ) as H,
         pytest.raises(hvp.SecondDerivativeError, match="traced"),
     ):
