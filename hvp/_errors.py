@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 __all__ = [
     "CheckpointError",
     "ClosedOperatorError",
@@ -152,6 +154,12 @@ def line_of(error: Exception, number: int = 0, about: str = "") -> str:
     lines = str(error).strip().splitlines() or [""]
     told = next((line for line in lines if about in line), None) if about else None
     return (told or lines[number]).strip()
+
+
+def quoted(names: Sequence[str]) -> str:
+    """Return names in quotes, the first five of them and how many more there are."""
+    shown = ", ".join(repr(name) for name in names[:5])
+    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
 
 
 def _sentence(text: str, *, capital: bool = True) -> str:

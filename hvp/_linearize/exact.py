@@ -16,7 +16,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvp._linearize.ctc import ctc_loss, ctc_loss_of_version_1
 from hvp._linearize.derivatives import corrected_derivatives
+from hvp._linearize.forward import OnlyForwardAccumulator
 from hvp._linearize.logsumexp import cumulative_logsumexp
 from hvp._linearize.moments import moments, moments_of_version_1
 from hvp._linearize.norms import reduce_euclidean_norm
@@ -55,6 +57,12 @@ def _replacements() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     for module in _modules("nn"):
         yield module, "moments", moments_of_version_1 if module is tf.compat.v1.nn else moments
         yield module, "weighted_cross_entropy_with_logits", weighted_cross_entropy_with_logits
+        is_first = module is tf.compat.v1.nn
+        yield module, "ctc_loss", ctc_loss_of_version_1 if is_first else ctc_loss
+        if is_first:
+            yield module, "ctc_loss_v2", ctc_loss
+    for module in _modules("autodiff"):
+        yield module, "ForwardAccumulator", OnlyForwardAccumulator
     for module in _modules("math"):
         for function in (cumulative_logsumexp, reduce_euclidean_norm, xdivy, xlog1py, xlogy):
             yield module, function.__name__, function
@@ -62,6 +70,7 @@ def _replacements() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
 
 def _modules(name: str) -> list[Any]:
     """Return TensorFlow's modules of a name; an `import tensorflow.nn` makes a further one."""
-    modules = [getattr(namespace, name) for namespace in (tf, tf.compat.v2, tf.compat.v1)]
+    namespaces = (tf, tf.compat.v2, tf.compat.v1)
+    modules = [getattr(namespace, name) for namespace in namespaces if hasattr(namespace, name)]
     modules.append(sys.modules.get(f"tensorflow.{name}", modules[0]))
     return list({id(module): module for module in modules}.values())

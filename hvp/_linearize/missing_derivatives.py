@@ -53,13 +53,19 @@ _DRAWS = "draw from a standard distribution, and shift and scale the draws"
 _PARAMETER = "leave the derivative by the parameter out, with tf.stop_gradient"
 _NORMALIZE = "write the normalization with tf.nn.batch_normalization"
 _POOL = "use tf.nn.max_pool2d"
-_CTC = "use tf.nn.ctc_loss with dense labels"
+_DECODER = "leave decoding out of the loss, and use tf.nn.ctc_loss"
 _CUDNN = "build the layer with use_cudnn=False"
+
+# What to do where the name of a function is replaced, and the replacement did not reach.
+BY_NAME = (
+    "call {} by that name, and in a tf.function that has not been traced yet (pass its "
+    "python_function)"
+)
 
 MISSING_DERIVATIVES = {
     # Registered as not differentiable: a tape answers None and says nothing.
-    "CTCBeamSearchDecoder": MissingDerivative((0,), _CTC),
-    "CTCGreedyDecoder": MissingDerivative((0,), _CTC),
+    "CTCBeamSearchDecoder": MissingDerivative((0,), _DECODER),
+    "CTCGreedyDecoder": MissingDerivative((0,), _DECODER),
     "DrawBoundingBoxes": MissingDerivative((0,), "leave drawing out of the loss"),
     "ExtractGlimpse": MissingDerivative((0,), "use slicing or tf.gather"),
     "FakeQuantWithMinMaxArgsGradient": MissingDerivative((0,), _QUANTIZE),
@@ -103,7 +109,7 @@ MISSING_DERIVATIVES = {
     "Dilation2DBackpropInput": MissingDerivative((2,), _POOL),
     "FractionalMaxPoolGrad": MissingDerivative((2,), _POOL),
     "IgammaGradA": MissingDerivative((0, 1), _PARAMETER),
-    "PreventGradient": MissingDerivative((0,), _CTC),
+    "PreventGradient": MissingDerivative((0,), BY_NAME.format("tf.nn.ctc_loss")),
     "RaggedTensorToVariantGradient": MissingDerivative((0,), _DENSE),
     "RandomGammaGrad": MissingDerivative((0, 1), _DRAWS),
     "SparseSliceGrad": MissingDerivative((0,), _DENSE),
@@ -115,12 +121,6 @@ WITHOUT_GRADIENT = {
     "ResizeArea": "use tf.nn.avg_pool2d, or tf.image.resize with antialias=True",
     "SparseDenseCwiseAdd": _DENSE,
 }
-
-# What to do where the name of a function is replaced, and the replacement did not reach.
-BY_NAME = (
-    "call {} by that name, and in a tf.function that has not been traced yet (pass its "
-    "python_function)"
-)
 
 # Operations whose derivative by input 0, first or second, TensorFlow has wrong at some values.
 # Zeros in it: there it divides by the entries, or takes one for a limit that is a half, or zero for

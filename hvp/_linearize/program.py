@@ -12,7 +12,14 @@ from typing import Any, Literal, NamedTuple, Union
 import tensorflow as tf
 
 from hvp._digest import digest
-from hvp._errors import GraphModeError, HvpError, SecondDerivativeError, line_of
+from hvp._errors import (
+    GraphModeError,
+    HvpError,
+    InvalidLossError,
+    SecondDerivativeError,
+    line_of,
+    quoted,
+)
 from hvp._interrupts import Uninterrupted, put_back
 from hvp._linearize.compiled import JitCompile
 from hvp._linearize.exact import exact_functions
@@ -24,7 +31,7 @@ from hvp._linearize.keras_losses import kept_losses
 from hvp._linearize.second_derivatives import Doubt, refuse_missing_derivatives
 from hvp._linearize.split import UnsplittableError
 from hvp._linearize.tape import TapeEngine
-from hvp._linearize.trace import Resource, Trace, trace
+from hvp._linearize.trace import Resource, Trace, differ, trace
 from hvp._linearize.variables import VariableNest, all_variables, collect_variables
 
 Engine = Literal["graph", "tape"]
@@ -243,7 +250,7 @@ class Program:
             return results
 
         if self._graph is not None:  # which runs no Python of the function's
-            with Uninterrupted(), _preserved(self._preserved):
+            with Uninterrupted(), _preserved(self._preserved), self._unassigned():
                 self._refuse_wrong_values()
                 return self._graph.linearize()
         with (
@@ -251,6 +258,7 @@ class Program:
             exact_functions(),
             kept_losses(self._given),
             _preserved(self._preserved),
+            self._unassigned(),
         ):
             self._refuse_wrong_values()
             engine = TapeEngine(outputs, self.nest.variables, certain=self._trace is not None)
@@ -280,6 +288,24 @@ class Program:
             self._add_note(said)
             self._unsaid = self.note
             return None
+
+    @contextlib.contextmanager
+    def _unassigned(self) -> Iterator[None]:
+        """Refuse a function that changes a variable that it is to be differentiated by."""
+        own = {id(v.handle): name for v, name in zip(self.nest.variables, self.nest.names)}
+        written = [r for r in self._preserved if id(r.handle) in own]
+        before = [resource.read() for resource in written]
+        yield
+        pairs = zip(written, before)
+        names = [own[id(r.handle)] for r, value in pairs if differ(r.read(), value)]
+        if names:
+            raise InvalidLossError(
+                f"the loss assigns variables that it is to be differentiated by: {quoted(names)}; "
+                "its derivatives would be those at other values than the variables have",
+                "a loss that leaves these variables as they are",
+                "call layers with training=False, where they update them, or leave these "
+                "variables out",
+            )
 
     def _add_note(self, said: str) -> None:
         if said not in self.note:

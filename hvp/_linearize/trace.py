@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvp._linearize.dataflow import RECOMPUTED_GRADIENT, Dataflow, Vertex
+from hvp._errors import SecondDerivativeError
+from hvp._linearize.dataflow import RECOMPUTED_GRADIENT, Dataflow, Vertex, layer_of
 from hvp._linearize.gradient import densify
 from hvp._linearize.graph_parts import ancestors, cut_out, import_part
-from hvp._linearize.missing_derivatives import WRONG_AT_VALUES
+from hvp._linearize.missing_derivatives import BY_NAME, WRONG_AT_VALUES
 from hvp._linearize.pools import has_risky_pools
 from hvp._linearize.second_derivatives import Doubt, Doubts, doubt_of, find_doubts
 
@@ -260,10 +261,26 @@ class _Whole:
             outputs=[None if tensor is None else tensor.name for tensor in self._outputs],
             cotangents=cotangents,
             vjp=vjp,
-            error=self._error,
+            error=self._error or _missing_gradient(flow),
             transposed_doubts=transposed_doubts,
             recomputed=concrete.graph.get_collection(RECOMPUTED_GRADIENT),
         )
+
+
+def _missing_gradient(flow: Dataflow) -> Exception | None:
+    """Return the error for a function whose gradient TensorFlow only left a name for.
+
+    It does so where a function was traced with a gradient of its own that has none, and the graph
+    fails when it runs: of `tf.nn.ctc_loss` with dense labels, for one.
+    """
+    places = [vertex for vertex, kind in flow.types.items() if kind == "SymbolicGradient"]
+    if not places:
+        return None
+    return SecondDerivativeError(
+        f"TensorFlow has no derivative of a function at {layer_of(flow.names[places[0]])!r}",
+        "operations that can be differentiated as often as is asked",
+        BY_NAME.format("tf.nn.ctc_loss") if "ctc" in flow.names[places[0]] else "",
+    )
 
 
 def concrete_function(function: Callable[..., Any], *specs: Any) -> Any:

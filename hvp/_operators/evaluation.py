@@ -20,6 +20,7 @@ from hvp._errors import (
     InvalidVariablesError,
     NonFiniteError,
     StaleOperatorError,
+    quoted,
 )
 from hvp._guard import Guard, OneProcess, refuse_forks
 from hvp._interrupts import Uninterrupted
@@ -268,7 +269,7 @@ class Evaluation(OneProcess):
             changed = self._watch.changed()
             if changed and self.on_stale == "raise":
                 raise StaleOperatorError(
-                    f"variables that the loss reads have changed: {_list(changed)}",
+                    f"variables that the loss reads have changed: {quoted(changed)}",
                     "the values at which the operator was evaluated",
                     "call refresh(), or pass on_stale='refresh'",
                 )
@@ -289,7 +290,7 @@ class Evaluation(OneProcess):
         names, gradient = self.program.nest.names, engine.outputs
         if all(g is None for g in gradient):
             raise InvalidVariablesError(
-                f"the loss depends on none of the variables {_list(names)}",
+                f"the loss depends on none of the variables {quoted(names)}",
                 "a loss that reads at least one of them",
                 "check that the loss uses these very variables, through TensorFlow operations",
             )
@@ -304,7 +305,7 @@ class Evaluation(OneProcess):
         ]
         if broken:
             raise NonFiniteError(
-                f"the gradient is not finite for {_list(broken)}",
+                f"the gradient is not finite for {quoted(broken)}",
                 "a loss that is differentiable at this point",
                 "look for square roots, norms or logarithms of zero",
             )
@@ -317,8 +318,3 @@ def _no_memory(reference: Callable[[], Evaluation | None], error: Exception) -> 
     program = evaluation.__dict__.get("program")  # there is none, if it was being traced
     nbytes = None if program is None else program.expected_nbytes
     return out_of_memory(error, evaluation._doing, nbytes)
-
-
-def _list(names: Sequence[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:5])
-    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"

@@ -548,3 +548,43 @@ def test_data_that_are_refused(data, message):
     w = tf.Variable([1.0, 2.0])
     with pytest.raises(hvp.InvalidDataError, match=message):
         hvp.HessianOperator(lambda *x: tf.reduce_sum(w**2), w, data)
+
+
+class TestALossThatAssignsWhatItIsDifferentiatedBy:
+    """The Hessian would be that at other weights than the user's."""
+
+    @pytest.mark.parametrize("engine", ["graph", "tape"])
+    @pytest.mark.parametrize("traceable", [True, False])
+    def test_it_is_refused(self, engine, traceable):
+        w, other = tf.Variable([1.0, 2.0]), tf.Variable(3.0)
+
+        def loss():
+            w.assign(w / tf.norm(w))
+            scale = 1.0 if traceable else float(w.numpy()[0] * 0 + 1)
+            return scale * other * tf.reduce_sum(w**4)
+
+        with pytest.raises(hvp.InvalidLossError, match=r"assigns variables .*'Variable"):
+            hvp.HessianOperator(loss, w, engine=engine)
+        np.testing.assert_array_equal(w, [1, 2])
+        if not traceable:
+            return
+        # The remedy: differentiated by others, it is put back as any state.
+        with hvp.HessianOperator(lambda: loss() * other, other, engine=engine) as H:
+            np.testing.assert_allclose(H @ np.ones(1), 2 * (1 + 16) / 25, rtol=1e-6)
+        np.testing.assert_array_equal(w, [1, 2])
+
+    def test_spectral_normalization(self):
+        dense = keras.layers.SpectralNormalization(keras.layers.Dense(2))
+        model = keras.Sequential([keras.Input((3,)), dense])
+        x = random(0, 4, 3)
+
+        def loss(x, training):
+            return tf.reduce_mean(model(x, training=training) ** 2)
+
+        for recompute in (False, True):
+            with pytest.raises(hvp.HvpError, match="kernel"):
+                hvp.HessianOperator(
+                    lambda x: loss(x, True), model, (x,), batch_size=2, recompute=recompute
+                )
+        with hvp.HessianOperator(lambda x: loss(x, False), model, (x,)) as H:
+            np.testing.assert_allclose(H.to_dense(), H.to_dense().T, atol=1e-6)

@@ -1,0 +1,77 @@
+"""Forward accumulators inside losses: one is right, one within another is refused."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvp
+from tests.cases import Problem, derivatives_by_values, jacobian_of_gradient, relative_error
+
+X = tf.constant(np.array([0.3, 0.5]))
+W = np.array([0.7, -0.4, 1.1])
+
+
+def network(w, x):
+    return tf.reduce_sum(tf.tanh(w[0] * x + w[1]) * w[2])
+
+
+def slope(w):
+    with tf.autodiff.ForwardAccumulator(X, tf.ones_like(X)) as forward:
+        y = network(w, X)
+    return forward.jvp(y) ** 2
+
+
+def forward_over_reverse(w):
+    with tf.autodiff.ForwardAccumulator(X, tf.ones_like(X)) as forward:
+        with tf.GradientTape() as tape:
+            tape.watch(X)
+            y = network(w, X)
+        gradient = tape.gradient(y, X)
+    return tf.reduce_sum(forward.jvp(gradient) ** 2)
+
+
+def reverse_over_forward(w):
+    with tf.GradientTape() as tape:
+        tape.watch(X)
+        with tf.autodiff.ForwardAccumulator(X, tf.ones_like(X)) as forward:
+            y = network(w, X)
+        derivative = forward.jvp(y)
+    return tf.reduce_sum(tape.gradient(derivative, X) ** 2)
+
+
+def nested(w, accumulator=None):
+    accumulator = accumulator or tf.autodiff.ForwardAccumulator
+    with accumulator(X, tf.ones_like(X)) as outer:
+        with accumulator(X, tf.ones_like(X)) as inner:
+            y = network(w, X)
+        derivative = inner.jvp(y)
+    return outer.jvp(derivative) ** 2
+
+
+@pytest.mark.parametrize("engine", ["graph", "tape"])
+@pytest.mark.parametrize("function", [slope, forward_over_reverse, reverse_over_forward])
+def test_one_is_right(function, engine):
+    w = tf.Variable(W)
+    problem = Problem(lambda: function(w), w)
+    with hvp.HessianOperator(problem.loss, w, engine=engine) as H:
+        gradient, dense = derivatives_by_values(problem)
+        np.testing.assert_allclose(H.gradient, gradient, rtol=1e-7)
+        assert relative_error(H.to_dense(), dense) < 1e-6
+
+
+@pytest.mark.parametrize("engine", ["graph", "tape"])
+def test_one_within_another_is_refused(engine):
+    w = tf.Variable(W)
+    for _ in range(2):  # what was entered is left
+        with pytest.raises(hvp.SecondDerivativeError, match="accumulator"):
+            hvp.HessianOperator(lambda: nested(w), w, engine=engine)
+    with hvp.HessianOperator(lambda: slope(w), w, engine=engine) as H:
+        assert np.isfinite(H @ np.ones(3)).all()
+
+
+def test_tensorflow_has_it_wrong_in_graphs():
+    # If this fails, TensorFlow has fixed it, and the module `forward` can go.
+    w = tf.Variable(W)
+    _, dense = derivatives_by_values(Problem(lambda: nested(w), w))
+    wrong = jacobian_of_gradient(Problem(lambda: nested(w), w))
+    assert relative_error(wrong, dense) > 0.1
