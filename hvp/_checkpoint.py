@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import json
 import os
 import time
 import warnings
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hvp._digest import digest
 from hvp._errors import CheckpointError
 
 # Seconds between saves.
 INTERVAL = 30.0
 _FINGERPRINT = "hvp_fingerprint"
-
-
-def fingerprint(settings: Sequence[Any], arrays: Sequence[Any]) -> str:
-    """Return a text that is the same for the same settings and arrays, and for no others."""
-    told = repr([*settings, *map(digest, arrays)])
-    return hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
 
 
 class Checkpoint:
@@ -35,8 +28,9 @@ class Checkpoint:
     ----------
     path : str or Path
         Of the file; its folder must be there.
-    fingerprint : str
-        Of data, weights and settings; what was saved under another is refused.
+    fingerprint : dict of str
+        Texts that tell this run from others: of its data, weights and settings. What was saved
+        under others is refused, by the names of those that differ; ``"call"`` is what saves.
     interval : float, optional
         Seconds after which `due` asks for the next save.
 
@@ -46,11 +40,13 @@ class Checkpoint:
         If nothing can be written there.
     """
 
-    def __init__(self, path: Any, fingerprint: str, interval: float | None = None) -> None:
+    def __init__(
+        self, path: Any, fingerprint: Mapping[str, str], interval: float | None = None
+    ) -> None:
         if not isinstance(path, (str, os.PathLike)):
             raise CheckpointError(f"the checkpoint is {type(path).__name__}", "the path of a file")
         self._path = Path(path)
-        self._fingerprint = fingerprint
+        self._fingerprint = dict(fingerprint)
         self._interval = INTERVAL if interval is None else interval
         self._saved = time.monotonic()
         # Another process of the same run, were there one, would write to a file of its own.
@@ -77,20 +73,35 @@ class Checkpoint:
                 arrays = {name: file[name] for name in file.files}
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError, EOFError, zipfile.BadZipFile, KeyError) as error:
+        except OSError as error:
             raise CheckpointError(
-                f"the file {self._path} cannot be read as a checkpoint ({error})",
-                "one that hvp wrote",
-                "remove it, or pass another path",
+                f"the checkpoint {self._path} cannot be read ({error.strerror})", "a file"
             ) from error
-        found = str(arrays.pop(_FINGERPRINT, "none"))
-        if found != self._fingerprint:
+        except (ValueError, EOFError, zipfile.BadZipFile, KeyError) as error:
+            raise self._not_ours() from error
+        try:
+            found = json.loads(str(arrays.pop(_FINGERPRINT)))
+            of_call = found.pop("call")
+        except (KeyError, ValueError, AttributeError, TypeError) as error:
+            raise self._not_ours() from error
+        ours = dict(self._fingerprint)
+        call = ours.pop("call")
+        if found != ours or of_call != call:
+            names = sorted({n for n in {*found, *ours} if found.get(n) != ours.get(n)})
+            differs = f"other {', '.join(names)}" if of_call == call else f"{of_call}, not {call}"
             raise CheckpointError(
-                f"the checkpoint {self._path} is of other data, weights or settings",
-                "that of the same call",
+                f"the checkpoint {self._path} is of {differs}",
+                "the checkpoint of the same call",
                 "remove it to begin anew, or pass another path",
             )
         return arrays
+
+    def _not_ours(self) -> CheckpointError:
+        return CheckpointError(
+            f"the file {self._path} is no checkpoint of hvp's, or is damaged",
+            "a file that hvp wrote",
+            "remove it to begin anew, or pass another path",
+        )
 
     @property
     def due(self) -> bool:
@@ -101,7 +112,8 @@ class Checkpoint:
         """Replace what is in the file; if that fails, warn, and leave the file as it was."""
         try:
             with self._temporary.open("wb") as file:
-                everything: dict[str, Any] = {_FINGERPRINT: np.array(self._fingerprint), **arrays}
+                fingerprint = np.array(json.dumps(self._fingerprint))
+                everything: dict[str, Any] = {_FINGERPRINT: fingerprint, **arrays}
                 np.savez(file, **everything)
                 file.flush()
                 os.fsync(file.fileno())

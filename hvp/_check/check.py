@@ -22,6 +22,7 @@ from hvp._operators.gradients import Gradients
 from hvp._operators.memory import amount, peak_nbytes
 from hvp._operators.operator import SymmetricOperator
 from hvp._progress import check_progress, progress_bar
+from hvp._strategies import outside_strategies
 
 # Steps of the Lanczos iteration, which are most of the products.
 _STEPS = 10
@@ -32,6 +33,7 @@ _SETTLED, _APART = 0.05, 10.0
 _SHOWN = 3
 
 
+@outside_strategies
 def check(H: Any, *, rtol: float = 1e-5, seed: int = 0, progress: Any = False) -> CheckReport:
     """Look whether an operator is the Hessian that was meant, in at most 20 products.
 

@@ -14,16 +14,25 @@ import tensorflow as tf
 from numpy.lib.format import open_memmap
 
 from hvp._arguments import check_count
-from hvp._checkpoint import Checkpoint, fingerprint
-from hvp._errors import CheckpointError, ConvergenceWarning, HvpError, InvalidDataError, line_of
+from hvp._checkpoint import Checkpoint
+from hvp._digest import digest
+from hvp._errors import (
+    CheckpointError,
+    ConvergenceWarning,
+    HvpError,
+    InvalidDataError,
+    StaleOperatorError,
+    line_of,
+)
 from hvp._guard import OneProcess
 from hvp._operators.example_gradients import ExampleData, ExampleGradients
 from hvp._operators.hessian import HessianOperator
-from hvp._operators.memory import part_of_limit
+from hvp._operators.memory import Share
 from hvp._operators.model_loss import loss_of_model
 from hvp._progress import check_progress, progress_bar
 from hvp._solve.inverses import ArnoldiInverse, ExactInverse, NeumannInverse
 from hvp._solve.solve import solve
+from hvp._strategies import outside_strategies
 
 _KRYLOV = ("cg", "block_cg", "minres")
 _INVERSES: dict[str, Any] = {
@@ -155,6 +164,7 @@ class InfluenceFunctions(OneProcess):
     array([[ 2.,  1., -3.]])
     """
 
+    @outside_strategies
     def __init__(
         self,
         loss: Callable[..., Any],
@@ -185,13 +195,14 @@ class InfluenceFunctions(OneProcess):
         self._train = ExampleData(train_data, "training")
         self.n_train = self._train.count
         self._progress, self._rtol, self._maxiter = progress, rtol, maxiter
-        part = None if memory_limit is None else part_of_limit(memory_limit, 4)
+        # Half of the limit is for the batches, a quarter each for gradients and for solutions.
+        part = None if memory_limit is None else Share(memory_limit, 1 / 4).nbytes
         self.operator = HessianOperator(
             loss,
             variables,
             train_data,
             damping=damping,
-            memory_limit=None if part is None else 2 * part,
+            memory_limit=cast(Any, None if part is None else Share(memory_limit, 1 / 2)),
             batch_size=batch_size,
             regularization=regularization,
             **options,
@@ -260,6 +271,7 @@ class InfluenceFunctions(OneProcess):
         options.setdefault("test_loss", bare)
         return cls(loss, model if variables is None else variables, train_data, **options)
 
+    @outside_strategies
     def scores(self, test_data: Any, *, out: Any = None, checkpoint: Any = None) -> np.ndarray:
         """Predict how the loss of each test example changes when each training example is left out.
 
@@ -324,6 +336,7 @@ class InfluenceFunctions(OneProcess):
             made.flush()
         return made
 
+    @outside_strategies
     def self_influence(self, *, checkpoint: Any = None) -> np.ndarray:
         """Predict how the loss of each training example changes when it is itself left out.
 
@@ -383,6 +396,7 @@ class InfluenceFunctions(OneProcess):
 
         return TopInfluences(helpful, of(helpful), harmful, of(harmful))
 
+    @outside_strategies
     def parameter_change(self, indices: Any) -> np.ndarray:
         """Predict how the weights change when training examples are left out together.
 
@@ -405,6 +419,7 @@ class InfluenceFunctions(OneProcess):
         found = self._solve(total.astype(self.operator.dtype)[np.newaxis])[0]
         return found / np.asarray(self.n_train, found.dtype)
 
+    @outside_strategies
     def group(self, indices: Any, test_data: Any = None) -> np.ndarray:
         """Predict how losses change when training examples are left out together.
 
@@ -444,7 +459,10 @@ class InfluenceFunctions(OneProcess):
 
     def _check(self) -> None:
         """Raise what a stale or closed operator raises, before anything is done."""
-        _ = self.operator.value
+        try:
+            _ = self.operator.value
+        except StaleOperatorError as error:
+            raise StaleOperatorError(error.problem, error.expected, "call refresh()") from None
 
     def _test(self, test_data: Any) -> ExampleData:
         """Return the test data, having made sure that the test loss takes them."""
@@ -550,22 +568,23 @@ class InfluenceFunctions(OneProcess):
         dtype = self.operator.dtype
         if checkpoint is None:
             return None, 0, 0, np.empty(shape, dtype) if out is None else _mapped(out, shape, dtype)
-        settings = [
-            self.operator.fingerprint(),
-            self.operator.damping,
-            self._solver if isinstance(self._solver, str) else "function",
-            self._rtol,
-            self._maxiter,
-            self._width,
-            self._train.fingerprint(),
-            None if out is None else str(Path(out).resolve()),
-        ]
+        is_named = isinstance(self._solver, str)
+        settings = [self.operator.damping, self._rtol, self._maxiter, self._width]
+        fingerprint = {
+            "call": "InfluenceFunctions." + ("self_influence" if test is None else "scores"),
+            **self.operator.fingerprint(),
+            "training data": self._train.fingerprint(),
+            # Of a function only what it does is known.
+            "solver": str(self._solver)
+            if is_named
+            else digest(self._solve(np.ones((1, self.operator.shape[0]), dtype))),
+            "settings": repr(settings),
+            "out": "" if out is None else str(Path(out).resolve()),
+        }
         if test is not None:
-            settings += [test.fingerprint(), self._test_gradients.fingerprint(test.first)]
-        applied = []
-        if not isinstance(self._solver, str):  # of which only what it does is known
-            applied.append(self._solve(np.ones((1, self.operator.shape[0]), dtype)))
-        kept = Checkpoint(checkpoint, fingerprint(settings, applied))
+            fingerprint["test data"] = test.fingerprint()
+            fingerprint["test loss"] = self._test_gradients.fingerprint(test.first)
+        kept = Checkpoint(checkpoint, fingerprint)
         saved = kept.load()
         if not saved:
             made = np.empty(shape, dtype) if out is None else _mapped(out, shape, dtype)

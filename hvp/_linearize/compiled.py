@@ -39,6 +39,9 @@ class Compiled:
     report : callable, optional
         Told, in words, when XLA cannot compile it; TensorFlow alone then serves. The log is told
         in any case.
+    forgets : bool, optional
+        Whether to let go of the Python function once it is traced, which is then never traced for
+        XLA: what it refers to is not kept alive.
 
     Attributes
     ----------
@@ -52,14 +55,17 @@ class Compiled:
         specs: Sequence[tf.TensorSpec],
         jit_compile: JitCompile,
         report: Callable[[str], None] = lambda said: None,
+        forgets: bool = False,
     ) -> None:
-        self._function = function
+        self._function: Any = function
         self._specs = list(specs)
         self._jit_compile = jit_compile
         self._report = report
-        self._nested = tf.function(function, autograph=False)
+        self._nested: Any = tf.function(function, autograph=False)
         self.uses_xla: bool | None = None
         self._chosen = self._traced(jit_compile is True)
+        if forgets:
+            self._function = self._nested = None
         if jit_compile is False:
             self.uses_xla = False
 

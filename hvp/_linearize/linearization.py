@@ -22,6 +22,7 @@ from hvp._linearize.flatten import as_tensor, check_numeric, outline
 from hvp._linearize.graph import GraphEngine
 from hvp._linearize.program import Engine, Program
 from hvp._linearize.tape import TapeEngine
+from hvp._strategies import outside_strategies
 
 
 class Linearization(OneProcess):
@@ -156,6 +157,7 @@ class Linearization(OneProcess):
         return self._engine
 
 
+@outside_strategies
 def linearize(
     f: Callable[[], Any],
     variables: Any,

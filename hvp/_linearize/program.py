@@ -33,6 +33,7 @@ from hvp._linearize.split import UnsplittableError
 from hvp._linearize.tape import TapeEngine
 from hvp._linearize.trace import Resource, Trace, differ, trace
 from hvp._linearize.variables import VariableNest, all_variables, collect_variables
+from hvp._strategies import outside_strategies
 
 Engine = Literal["graph", "tape"]
 # What holds a linearization.
@@ -207,21 +208,22 @@ class Program:
         functions = self._trace.graph.graph_def.library.function
         return any(KEPT_WHOLE in function.signature.name for function in functions)
 
-    def fingerprint(self) -> str:
-        """Return what tells this function, and what it reads now, from others.
+    def fingerprint(self) -> dict[str, str]:
+        """Return digests of this function, and of what it reads now.
 
-        A digest of the variables' values, of the tensors it uses from outside, of the constants in
-        its graph, and of its operations; the same in every process with this TensorFlow. Of a
-        function that could not be traced only the variables are known.
+        Of the variables' values, of the tensors it uses from outside, and of its operations with
+        the constants in its graph; the same in every process with this TensorFlow. Of a function
+        that could not be traced only the variables are known.
         """
-        parts = [digest(resource.read()) for resource in self.reads]
+        found = {"weights": " ".join(digest(resource.read()) for resource in self.reads)}
         if self._trace is not None:
             graph = self._trace.graph
             outside = [
                 t for t in graph.captures.values() if t.dtype not in (tf.resource, tf.variant)
             ]
-            parts += [*map(digest, outside), digest_of_graph(graph.graph_def)]
-        return " ".join(parts)
+            found["data"] = " ".join(map(digest, outside))
+            found["loss"] = digest_of_graph(graph.graph_def)
+        return found
 
     @property
     def seeds(self) -> tuple[Resource, ...]:
@@ -232,6 +234,7 @@ class Program:
         """Put the variables that the function writes back to what they were, afterwards."""
         return _preserved(self._preserved)
 
+    @outside_strategies
     def linearize(self) -> tuple[Any, Linearized]:
         """Run the function at the variables' values now.
 

@@ -23,6 +23,7 @@ from hvp._linearize.second_derivatives import (
     find_doubts,
     refuse_missing_derivatives,
 )
+from hvp._strategies import outside_strategies
 
 
 class TapeEngine:
@@ -189,4 +190,5 @@ def _differentiate(
     if not pairs:
         return [None] * len(sources)
     with Uninterrupted(), derivative_errors(), corrected_derivatives():
-        return tape.gradient([t for t, _ in pairs], sources, [w for _, w in pairs])
+        gradient = outside_strategies(tape.gradient)
+        return gradient([t for t, _ in pairs], sources, [w for _, w in pairs])

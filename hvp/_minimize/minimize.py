@@ -20,6 +20,7 @@ from hvp._minimize.objective import OPERATOR_OPTIONS, ScipyObjective
 from hvp._operators.points import Points
 from hvp._operators.position import variables_size
 from hvp._progress import check_progress, progress_bar
+from hvp._strategies import outside_strategies
 
 # Variables up to which a dense Hessian is made, as of `HessianOperator.to_dense`.
 _DENSE = 4096
@@ -58,6 +59,7 @@ METHODS = {
 }
 
 
+@outside_strategies
 def minimize(
     loss: Any,
     variables: Any = None,

@@ -27,6 +27,7 @@ from hvp._operators.points import Point, Points
 from hvp._operators.staleness import Watch
 from hvp._progress import check_progress, progress_bar
 from hvp._solve.preconditioners import PRECONDITIONERS
+from hvp._strategies import outside_strategies
 
 # A step is taken if the loss falls by this part of what the model promised; the region shrinks
 # below the second, and grows above the third (Conn, Gould and Toint 2000, chapter 6).
@@ -170,6 +171,7 @@ class NewtonCG(OneProcess, tf.Module):
     (array([1., 1.]), True)
     """
 
+    @outside_strategies
     def __init__(
         self,
         loss: Any,
@@ -268,6 +270,7 @@ class NewtonCG(OneProcess, tf.Module):
         """How many products with the Hessian there were."""
         return self._model.products
 
+    @outside_strategies
     def step(self) -> NewtonStep:
         """Take one step, or find that it is none and make the trust region smaller.
 
@@ -291,6 +294,7 @@ class NewtonCG(OneProcess, tf.Module):
         with self._position.restored(only_if_it_fails=True):
             return self._step(self._here(), 0.0)
 
+    @outside_strategies
     def minimize(
         self,
         *,

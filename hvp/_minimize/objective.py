@@ -11,6 +11,7 @@ from scipy.sparse.linalg import LinearOperator
 from hvp._guard import OneProcess, refuse_forks
 from hvp._operators.points import Point, Points
 from hvp._operators.vectors import make_array
+from hvp._strategies import outside_strategies
 
 # Options of `HessianOperator` that have a meaning for a loss at many points.
 OPERATOR_OPTIONS = frozenset(
@@ -77,6 +78,7 @@ class ScipyObjective(OneProcess):
     (True, True)
     """
 
+    @outside_strategies
     def __init__(
         self,
         loss: Any,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
@@ -14,6 +14,7 @@ from hvp._linearize.flatten import Flattener
 from hvp._linearize.gradient import value_and_gradient
 from hvp._linearize.graph import GraphEngine, Run
 from hvp._linearize.program import Engine, Linearized, Program, Remarks
+from hvp._linearize.second_derivatives import Doubt
 from hvp._linearize.trace import Resource
 from hvp._operators.batches import Batch, Batches
 from hvp._operators.data import Elements
@@ -21,6 +22,7 @@ from hvp._operators.in_graph import Slot
 from hvp._operators.memory import Budget
 from hvp._operators.staleness import Watch
 from hvp._progress import progress_bar
+from hvp._strategies import outside_strategies
 
 # Shapes of batches that get a trace of their own; others share one, their lengths left open.
 _SHAPES = 3
@@ -56,7 +58,7 @@ class BatchedProgram:
 
     Attributes
     ----------
-    nest, flattener, reads, engine
+    nest, flattener
         As of `Program`.
     batch_evaluations : int
         Evaluations of the gradient of a batch, or of a piece of one.
@@ -95,10 +97,6 @@ class BatchedProgram:
         self._examples = first.elements.examples
         self._nbytes_each = expected / self._examples
         self.nest, self.flattener = self._first.nest, self._first.flattener
-        self.reads, self.engine = self._first.reads, self._first.engine
-        if self._added is not None:
-            known = {id(resource.handle) for resource in self.reads}
-            self.reads += tuple(r for r in self._added.reads if id(r.handle) not in known)
 
     def _cut(self, examples: int) -> None:
         """Cut arrays into batches that fit: two small ones, traced, tell how large they may be."""
@@ -113,6 +111,23 @@ class BatchedProgram:
         fits = self._budget.fitting(expected[0] - each * sizes[0], each)
         count = -(-examples // fits)
         self._batches.cut(-(-examples // count))
+
+    @property
+    def _programs(self) -> list[Program]:
+        """The traces of all shapes of batches so far, and that of the regularization."""
+        shaped = [shaped.program for shaped in self._shaped.values()]
+        return shaped if self._added is None else [*shaped, self._added]
+
+    @property
+    def engine(self) -> str:
+        """As of `Program`; the tape engine if it serves for batches of any shape."""
+        engines = {program.engine for program in self._programs}
+        return "tape" if "tape" in engines else "graph"
+
+    @property
+    def reads(self) -> tuple[Resource, ...]:
+        """As of `Program`."""
+        return _distinct(program.reads for program in self._programs)
 
     @property
     def batches(self) -> int | None:
@@ -132,7 +147,8 @@ class BatchedProgram:
     @property
     def recomputes(self) -> bool | None:
         """As of `Program`."""
-        return self._first.recomputes
+        found = [shaped.program.recomputes for shaped in self._shaped.values()]
+        return None if None in found else any(found)
 
     @property
     def traces(self) -> int:
@@ -142,7 +158,7 @@ class BatchedProgram:
     @property
     def note(self) -> str:
         """As of `Program`."""
-        notes = [shaped.program.note for shaped in self._shaped.values()]
+        notes = [program.note for program in self._programs]
         return "; ".join(dict.fromkeys(filter(None, [*notes, self._note])))
 
     @property
@@ -158,34 +174,54 @@ class BatchedProgram:
     @property
     def seeds(self) -> tuple[Resource, ...]:
         """As of `Program`."""
-        return self._first.seeds
+        return _distinct(program.seeds for program in self._programs)
 
-    def preserving(self) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def preserving(self) -> Iterator[None]:
         """As of `Program`."""
-        return self._first.preserving()
+        with contextlib.ExitStack() as stack:
+            for program in self._programs:
+                stack.enter_context(program.preserving())
+            yield
 
     @property
     def remarks(self) -> Remarks | None:
         """As of `Program`."""
-        return self._first.remarks
+        remarks = [program.remarks for program in self._programs]
+        known = [remark for remark in remarks if remark is not None]
+        if len(known) < len(remarks):
+            return None
+
+        def together(lists: Iterable[list[Doubt]]) -> list[Doubt]:
+            return list(dict.fromkeys(itertools.chain(*lists)))
+
+        return Remarks(
+            together(remark.custom for remark in known),
+            together(remark.wrong_at_values for remark in known),
+            together(remark.random for remark in known),
+            together(remark.repeated for remark in known),
+            any(remark.python for remark in known),
+        )
 
     @property
     def draws(self) -> bool:
         """As of `Program`."""
-        return self._first.draws
+        return any(program.draws for program in self._programs)
 
-    def fingerprint(self) -> str:
+    def fingerprint(self) -> dict[str, str]:
         """As of `Program`, of all batches."""
-        parts = [self._first.fingerprint(), self._batches.fingerprint(), str(self._total)]
+        found = self._first.fingerprint()
+        found["data"] = f"{found.get('data', '')} {self._batches.fingerprint()}"
+        found["reduction"] = "sum" if self._total else "mean"
         if self._added is not None:
-            parts.append(self._added.fingerprint())
-        return " ".join(parts)
+            added = self._added.fingerprint()
+            found.update({f"{name} of the regularization": text for name, text in added.items()})
+        return found
 
+    @outside_strategies
     def linearize(self) -> tuple[tf.Tensor, BatchedEngine]:
         """Go through the batches, at the variables' values now; keep what fits."""
         self._batches.forget()
-        watch = Watch(self.reads)
-        watch.set()
         sums = _Sums(self.flattener)
         kept: list[tuple[float, Linearized]] = []
         used, all_kept = 0, True
@@ -230,6 +266,8 @@ class BatchedProgram:
             kept.append((1.0, added))
         count = len(kept) - (added is not None)
         later = None if all_kept else count
+        watch = Watch(self.reads)  # of all shapes of batches, which are known by now
+        watch.set()
         made = BatchedEngine(self, sums.gradient, kept, used, count, later, scale, watch)
         return sums.value, made
 
@@ -248,6 +286,7 @@ class BatchedProgram:
             part = batch.elements.part(start, min(start + size, examples))
             yield part, self._batches.weight_of(part, batch.index)
 
+    @outside_strategies
     def run(self, elements: Elements, index: int) -> Linearized:
         """Linearize a batch for the moment."""
         return self._linearize(elements, index)[1]
@@ -296,13 +335,18 @@ class BatchedProgram:
         return found
 
     def _refuse_draws(self) -> None:
-        if self._first.draws:
+        if self.draws:
             raise HvpError(
                 "the loss draws random numbers, and not all batches fit in memory: those that are "
                 "evaluated for each product would be of another function each time",
                 "the same loss each time",
                 "raise memory_limit, or draw with a Keras seed generator or tf.random.stateless_*",
             )
+
+
+def _distinct(resources: Iterable[Iterable[Resource]]) -> tuple[Resource, ...]:
+    """Return each variable's buffer once."""
+    return tuple({id(r.handle): r for r in itertools.chain(*resources)}.values())
 
 
 class BatchedEngine:

@@ -143,8 +143,11 @@ class Evaluation(OneProcess):
     def _evaluate(self) -> None:
         self._release("the last refresh failed")
         self._doing = "evaluating the gradient"
-        self._seeds = [resource.read() for resource in self.program.seeds]
         value, engine = self.program.linearize()
+        # Which puts them back; and of batches only now all are known.
+        self._seeds = [resource.read() for resource in self.program.seeds]
+        if self.program.reads != self._watch.resources:
+            self._watch = Watch(self.program.reads)
         self._doing = "a product"
         self._counts.gradient_evaluations += 1
         self._check(value, engine)

@@ -19,6 +19,7 @@ from hvp._operators.loss_evaluation import evaluate_loss
 from hvp._operators.model_loss import loss_of_model
 from hvp._operators.operator import SymmetricOperator, check_damping
 from hvp._operators.vectors import check_array
+from hvp._strategies import outside_strategies
 
 
 class HessianOperator(SymmetricOperator):
@@ -143,6 +144,7 @@ class HessianOperator(SymmetricOperator):
     (True, 0)
     """
 
+    @outside_strategies
     def __init__(
         self,
         loss: Callable[..., Any],
@@ -251,6 +253,7 @@ class HessianOperator(SymmetricOperator):
         return cls(loss, model if variables is None else variables, data, **options)
 
 
+@outside_strategies
 def hessian_vector_product(
     loss: Callable[..., Any], variables: Any, v: Any, data: Any = None
 ) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,36 @@ except ImportError:  # not on Windows
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _UNITS.update({f"{unit}i": 2 ** (10 * i) for i, unit in enumerate("KMGT", start=1)})
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?|)B?\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?|)(?:B|bytes)?\s*", re.IGNORECASE)
 # What is needed to linearize a batch and to multiply by it, in units of what is kept of it.
 _WORKING = 3.0
 # Where arrays are cut, a batch at work takes one part in so many.
 _PART = 4
+# An amount is told with three digits; so it is raised by this, to be enough as it is told.
+_ROUNDED_UP = 1.01
 # What part of the memory that is left an advised limit takes.
 _FITTING = 0.4
+
+
+@dataclass(frozen=True)
+class Share:
+    """Part of a limit that several share.
+
+    Attributes
+    ----------
+    limit : int or str
+        The whole, as the user gave it.
+    part : float
+        Which part of it.
+    """
+
+    limit: Any
+    part: float
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the part."""
+        return max(1, int(_bytes(self.limit) * self.part))
 
 
 class Budget:
@@ -33,12 +57,15 @@ class Budget:
 
     Parameters
     ----------
-    limit : int, str or None
-        Bytes, also as ``"2GiB"`` or ``"500 MB"``; None for all there is.
+    limit : int, str, Share or None
+        Bytes, also as ``"2GiB"`` or ``"500 MB"``; None for all there is. Messages speak of the
+        whole of which it is a share.
     """
 
     def __init__(self, limit: Any) -> None:
-        self._limit = None if limit is None else _bytes(limit)
+        share = limit if isinstance(limit, Share) else Share(limit, 1.0)
+        self._share = share
+        self._limit = None if limit is None else share.nbytes
         self._largest = 0
         self._warned = False
 
@@ -93,11 +120,13 @@ class Budget:
 
     def too_small(self, expected: int, examples: int) -> HvpError:
         """Return the error for a batch that cannot be cut into pieces that fit."""
-        least = _WORKING * expected / examples
+        needed, part = _WORKING * expected / examples, self._share.part
+        least = needed / part
+        shared = "" if part == 1 else f", of which {amount(self._limit or 0)} are for it"
         return TooLargeError(
-            f"a batch of one example takes about {amount(least)}, and memory_limit is "
-            f"{amount(self._limit or 0)}",
-            f"a memory_limit of at least {amount(least)}",
+            f"a batch of one example takes about {amount(needed)}, and memory_limit is "
+            f"{amount(_bytes(self._share.limit))}{shared}",
+            f"a memory_limit of at least {amount(_ROUNDED_UP * least)}",
             "raise it, or let layers be recomputed: recompute=True, hvp.recompute",
         )
 
@@ -136,11 +165,6 @@ def peak_nbytes() -> int | None:
         return None
     unit = 1 if sys.platform == "darwin" else 1024
     return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * unit
-
-
-def part_of_limit(limit: Any, count: int) -> int:
-    """Return what each of several may take that share a limit."""
-    return max(1, _bytes(limit) // count)
 
 
 def _bytes(limit: Any) -> int:

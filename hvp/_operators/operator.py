@@ -395,10 +395,10 @@ class SymmetricOperator(OneProcess, DtypePreserving):
         """Multiply a tensor of shape `(n, k)`."""
         return tf.transpose(self.product_rows(tf.transpose(block)))
 
-    def fingerprint(self) -> str:
-        """Return what tells this operator from those of other weights, data or losses.
+    def fingerprint(self) -> dict[str, str]:
+        """Return digests of the weights, the data and the loss.
 
-        The same in every process with this version of TensorFlow. Damping does not enter.
+        They are the same in every process with this version of TensorFlow. Damping does not enter.
         """
         return self._evaluation.program.fingerprint()
 

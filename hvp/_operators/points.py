@@ -18,7 +18,7 @@ from hvp._errors import HvpError, NonFiniteError, StaleOperatorError
 from hvp._linearize.variables import collect_variables
 from hvp._operators.evaluation import Evaluation
 from hvp._operators.loss_evaluation import evaluate_loss
-from hvp._operators.memory import part_of_limit
+from hvp._operators.memory import Share
 from hvp._operators.operator import SymmetricOperator
 from hvp._operators.position import Position
 from hvp._operators.staleness import Watch
@@ -245,7 +245,7 @@ class Points:
                 "for a compiled Keras model pass hvp.HessianOperator.from_keras(model, data) alone",
             )
         if options.get("memory_limit") is not None:
-            options["memory_limit"] = part_of_limit(options["memory_limit"], kept)
+            options["memory_limit"] = Share(options["memory_limit"], 1 / kept)
         position = Position(collect_variables(variables))
         origin = position.read()
         with position.restored(only_if_it_fails=True):

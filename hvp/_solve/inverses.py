@@ -201,7 +201,9 @@ class NeumannInverse(_Inverse):
         block = tf.TensorSpec([None, self.shape[0]], self._rows.dtype)
         count, number = tf.TensorSpec([], tf.int32), tf.TensorSpec([], self._rows.dtype)
         specs = [block, block, count, number, number]
-        self._series = self._rows.kept("neumann", lambda: Compiled(self._sum, specs, False))
+        self._series = self._rows.kept(
+            "neumann", lambda: Compiled(self._sum, specs, False, forgets=True)
+        )
 
     def _largest(self) -> float:
         size = self.shape[0]

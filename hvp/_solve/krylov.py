@@ -19,7 +19,7 @@ from hvp._errors import HvpError, NonFiniteError
 from hvp._linearize.compiled import Compiled
 from hvp._solve.method import Method, System
 from hvp._solve.outcome import Outcome
-from hvp._solve.preconditioners import Precondition
+from hvp._solve.preconditioners import UNKNOWN, Precondition
 from hvp._solve.rows import Rows, norms, residuals
 
 # Iterations in one call, and the seconds it should take.
@@ -135,8 +135,12 @@ class Krylov:
 
     def __init__(self, rows: Rows, method: Method, precondition: Precondition) -> None:
         self._rows, self._method, self._precondition = rows, method, precondition
-        key = (method.name, precondition.key)
-        self._first, self._further = rows.kept(key, self._compile)
+        # What is kept with the operator must not keep the operator itself alive.
+        if precondition.key is UNKNOWN:
+            self._first, self._further = self._compile()
+        else:
+            key = (method.name, precondition.key)
+            self._first, self._further = rows.kept(key, self._compile)
 
     def run(
         self,
@@ -340,8 +344,13 @@ class Krylov:
         rows = tf.TensorSpec([None, size], dtype)
         counters = [counts, counts, several, counts, several]
         return (
-            Compiled(first, [rows, *told], False),
-            Compiled(further, [tf.TensorSpec([], tf.int32), *counters, *state, *told], False),
+            Compiled(first, [rows, *told], False, forgets=True),
+            Compiled(
+                further,
+                [tf.TensorSpec([], tf.int32), *counters, *state, *told],
+                False,
+                forgets=True,
+            ),
         )
 
     def _system(self, told: Sequence[tf.Tensor]) -> System:

@@ -58,6 +58,10 @@ class Kind:
     products: Callable[[int], int]
 
 
+# The key of a preconditioner of which only what it does is known.
+UNKNOWN = "unknown"
+
+
 @dataclass(frozen=True)
 class Precondition:
     """What a method applies, in a graph.
@@ -65,7 +69,7 @@ class Precondition:
     Attributes
     ----------
     key : hashable
-        Of functions and shapes: those of one key share a graph.
+        Of functions and shapes: those of one key share a graph, but for `UNKNOWN`.
     tensors : list of tf.Tensor
         Given to the graph.
     apply : callable

@@ -75,13 +75,16 @@ class Rows:
         """Return what was made for this operator under a key; it is kept with the operator."""
         return self.operator.kept(key, make) if self.own else make()
 
-    def fingerprint(self) -> str:
+    def probe(self) -> np.ndarray:
+        """Return a row by which operators can be told from each other, always the same."""
+        row = np.random.default_rng(0).standard_normal((1, self.size))
+        return row.astype(self.dtype.as_numpy_dtype)
+
+    def fingerprint(self) -> dict[str, str]:
         """Return what tells this operator from others, also in another process."""
         if self.own:
             return self.operator.fingerprint()
-        probe = np.random.default_rng(0).standard_normal((1, self.size))
-        product = self._in_numpy(probe.astype(self.dtype.as_numpy_dtype))
-        return digest(product)
+        return {"operator": digest(self._in_numpy(self.probe()))}
 
     def _in_numpy(self, rows: np.ndarray) -> np.ndarray:
         product = np.ascontiguousarray(self.operator.matmat(rows.T).T, rows.dtype)

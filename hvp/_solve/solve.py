@@ -17,7 +17,8 @@ import tensorflow as tf
 from scipy.sparse.linalg import LinearOperator, aslinearoperator
 
 from hvp._arguments import check_count
-from hvp._checkpoint import Checkpoint, fingerprint
+from hvp._checkpoint import Checkpoint
+from hvp._digest import digest
 from hvp._errors import ConvergenceWarning, GraphModeError, HvpError, InvalidVectorError
 from hvp._operators.operator import check_damping
 from hvp._progress import check_progress
@@ -29,6 +30,7 @@ from hvp._solve.minres import MINRES
 from hvp._solve.outcome import Outcome
 from hvp._solve.preconditioners import (
     NO_PRECONDITION,
+    UNKNOWN,
     DiagonalPreconditioner,
     NystromPreconditioner,
     Precondition,
@@ -212,9 +214,16 @@ def solve(
     precondition, made = _precondition(rows, M, damping)
     kept = None
     if checkpoint is not None:
-        settings = [method, equations.damping, rtol, atol, equations.maxiter, precondition.key]
-        arrays = [given.rows, *precondition.tensors, *([] if start is None else [start])]
-        kept = Checkpoint(checkpoint, fingerprint([rows.fingerprint(), *settings], arrays))
+        settings = [method, equations.damping, rtol, atol, equations.maxiter]
+        fingerprint = {
+            "call": "hvp.solve",
+            **rows.fingerprint(),
+            "right-hand sides": digest(given.rows),
+            "start": "" if start is None else digest(start),
+            "preconditioner": _fingerprint_of(precondition, rows),
+            "settings": repr(settings),
+        }
+        kept = Checkpoint(checkpoint, fingerprint)
     if method == "exact":
         saved = {} if kept is None else kept.load()
         solution = Solution.of_arrays(saved) if saved else solve_exactly(equations, given.rows)
@@ -291,7 +300,15 @@ def _precondition(rows: Rows, M: Any, damping: float) -> tuple[Precondition, int
         del tensors
         return tf.ensure_shape(tf.numpy_function(in_numpy, [block], block.dtype), block.shape)
 
-    return Precondition(("operator", id(M)), [], apply), made
+    return Precondition(UNKNOWN, [], apply), made
+
+
+def _fingerprint_of(precondition: Precondition, rows: Rows) -> str:
+    """Return what tells a preconditioner from others, also in another process."""
+    if precondition.key is not UNKNOWN:
+        return " ".join([repr(precondition.key), *map(digest, precondition.tensors)])
+    applied = precondition.apply(tf.constant(rows.probe()), precondition.tensors)
+    return f"{UNKNOWN} {digest(applied)}"
 
 
 def _result(given: RightHandSides, solution: Solution, used: list[str]) -> SolveResult:

@@ -356,8 +356,41 @@ def test_the_checkpoint_of_another_run_is_refused(tmp_path, what):
     }[what]
     if what == "weights":
         w.assign_add(1e-9 * tf.ones_like(w))
-    with pytest.raises(hvp.CheckpointError, match="other data, weights or settings"):
+    differs = {
+        "train": "training data",
+        "test": "test data",
+        "damping": "settings",
+        "function": "solver",
+    }.get(what, what)
+    with pytest.raises(hvp.CheckpointError, match=f"is of other .*{differs}"):
         scores(**changed)
+    with pytest.raises(hvp.CheckpointError, match=r"scores, not InfluenceFunctions\.self_inf"):
+        hvp.InfluenceFunctions(loss, w, (x, y)).self_influence(checkpoint=path)
+
+
+def test_the_advised_memory_limit_is_enough():
+    w, loss, _, data = ridge()
+    with pytest.raises(
+        hvp.TooLargeError, match=r"memory_limit is 40 bytes, of which 20 b"
+    ) as error:
+        hvp.InfluenceFunctions(loss, w, data, memory_limit=40)
+    advised = error.value.expected.rpartition("at least ")[2]
+    scores = hvp.InfluenceFunctions(loss, w, data, memory_limit=advised).scores(TEST)
+    np.testing.assert_allclose(
+        scores, hvp.InfluenceFunctions(loss, w, data).scores(TEST), rtol=1e-6, atol=1e-12
+    )
+
+
+def test_a_stale_one_does_not_advise_what_it_refuses():
+    w, loss, _, data = ridge()
+    influence = hvp.InfluenceFunctions(loss, w, data)
+    before = influence.scores(TEST)
+    w.assign_add(tf.ones_like(w))
+    with pytest.raises(hvp.StaleOperatorError) as error:
+        influence.scores(TEST)
+    assert error.value.mend == "call refresh()"
+    influence.refresh()
+    assert not np.allclose(influence.scores(TEST), before)
 
 
 def test_an_interrupt_saves(tmp_path, monkeypatch):

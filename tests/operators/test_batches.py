@@ -505,3 +505,58 @@ def test_data_without_end_are_refused():
     w = tf.Variable(tf.ones(3))
     with pytest.raises(hvp.InvalidDataError, match="without end"):
         hvp.HessianOperator(lambda x: tf.reduce_mean(tf.linalg.matvec(x, w) ** 2), w, dataset)
+
+
+class TestBatchesOfWhichOneIsAnotherKind:
+    """What is known of an operator is what is known of all its batches."""
+
+    def made(self, lengths=(4, 3), **options):
+        self.scale, self.seed = tf.Variable(2.0), tf.Variable(0, dtype=tf.int64)
+        self.w = tf.Variable([1.0, 2.0])
+
+        def loss(x):
+            value = tf.reduce_mean(tf.linalg.matvec(x, self.w) ** 2)
+            if x.shape[0] == 3:  # only in the last batch
+                drawn = tf.random.stateless_uniform([], [1, self.seed.assign_add(1)])
+                value = value * self.scale + 0.0 * drawn
+            return value
+
+        data = [(random(i, length, 2),) for i, length in enumerate(lengths)]
+        return hvp.HessianOperator(loss, self.w, data, **options)
+
+    def test_what_it_reads_is_watched(self):
+        with self.made() as H:
+            H @ np.ones(2)
+            self.scale.assign(3.0)
+            with pytest.raises(hvp.StaleOperatorError):
+                H @ np.ones(2)
+
+    def test_what_it_writes_is_put_back(self):
+        with self.made() as H:
+            assert int(self.seed) == 0
+            assert hvp.check(H).ok
+            assert int(self.seed) == 0
+
+    def test_its_engine_and_notes_are_told(self):
+        w = tf.Variable([1.0, 2.0])
+
+        def loss(x):
+            if x.shape[0] == 3 and not tf.executing_eagerly():
+                raise ValueError("not in a graph")
+            return tf.reduce_mean(tf.linalg.matvec(x, w) ** 3)
+
+        with hvp.HessianOperator(loss, w, [(random(0, 4, 2),), (random(1, 3, 2),)]) as H:
+            assert H.stats.engine == "tape"
+            assert "not in a graph" in H.stats.note
+            np.testing.assert_allclose(H.to_dense(), H.to_dense().T, rtol=1e-5)
+
+    def test_its_draws_are_refused_where_it_would_be_drawn_again(self):
+        w = tf.Variable([1.0, 2.0])
+
+        def loss(x):
+            noise = tf.random.normal([]) if x.shape[0] == 3 else 1.0
+            return noise * tf.reduce_mean(tf.linalg.matvec(x, w) ** 2)
+
+        data = [(random(i, length, 2),) for i, length in enumerate((4, 3, 3, 3))]
+        with pytest.raises(hvp.HvpError, match="draws random numbers"):
+            hvp.HessianOperator(loss, w, data, memory_limit=400)

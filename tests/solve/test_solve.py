@@ -1,11 +1,15 @@
 """Linear systems, against dense float64 algebra."""
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 import scipy.sparse.linalg
 import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.sparse.linalg import aslinearoperator
 
 import hvp
 from hvp._solve import equations
@@ -412,3 +416,29 @@ def test_progress_is_shown(capsys):
     H = operator(matrix(SPECTRA["definite"](N)))
     hvp.solve(H, columns(N, 3), method="cg", progress="always")
     assert "residual" in capsys.readouterr().err
+
+
+FREED = {
+    "cg": lambda H: hvp.solve(H, np.ones((10, 2)), method="cg"),
+    "minres": lambda H: hvp.solve(H, np.ones((10, 2)), method="minres"),
+    "preconditioned": lambda H: hvp.solve(H, np.ones(10), method="cg", M="nystrom"),
+    "an operator as M": lambda H: hvp.solve(
+        H, np.ones(10), method="cg", M=aslinearoperator(np.eye(10))
+    ),
+    "neumann": lambda H: hvp.NeumannInverse(H, iterations=3) @ np.ones(10),
+}
+
+
+@pytest.mark.parametrize("engine", ["graph", "tape"])
+@pytest.mark.parametrize("use", FREED)
+def test_an_operator_that_is_dropped_afterwards_is_freed_at_once(use, engine):
+    w = tf.Variable(np.linspace(1, 2, 10))
+    H = hvp.HessianOperator(lambda: tf.reduce_sum(w**4), w, engine=engine)
+    FREED[use](H)
+    residuals = weakref.ref(H._evaluation._engine)
+    gc.disable()
+    try:
+        del H
+        assert residuals() is None
+    finally:
+        gc.enable()
