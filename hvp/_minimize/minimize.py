@@ -17,6 +17,7 @@ from hvp._errors import HvpError, TooLargeError
 from hvp._guard import refuse_forks
 from hvp._minimize.non_finite import log_non_finite, non_finite_said
 from hvp._minimize.objective import OPERATOR_OPTIONS, ScipyObjective
+from hvp._operators.model_loss import check_options_of_fit, compiled_problem
 from hvp._operators.points import Points
 from hvp._operators.position import variables_size
 from hvp._progress import check_progress, progress_bar
@@ -172,6 +173,61 @@ def minimize(
         points.forget()
     result.seconds = time.perf_counter() - start
     return result
+
+
+def _minimize_keras(
+    model: Any,
+    data: Any,
+    method: str = "trust-krylov",
+    *,
+    variables: Any = None,
+    training: bool = False,
+    **options: Any,
+) -> OptimizeResult:
+    """Minimize the loss that a Keras model was compiled with: `hvp.minimize.from_keras`.
+
+    Parameters
+    ----------
+    model : keras.Model
+        Compiled. Loss weights, several outputs and regularizers count as in `model.evaluate`.
+    data : tuple of arrays, or iterable of such
+        `(x, y)` or `(x, y, sample_weight)`, as for `model.fit`, or batches of them.
+    method : str, optional
+        As for `minimize`.
+    variables : nest, optional
+        What to minimize over; the model's trainable variables by default.
+    training : bool, optional
+        Whether layers behave as in training (dropout, batch normalization).
+    **options
+        Of `minimize`.
+
+    Returns
+    -------
+    scipy.optimize.OptimizeResult
+        As `minimize`.
+
+    Raises
+    ------
+    HvpError
+        As `minimize` and `HessianOperator.from_keras`.
+
+    Examples
+    --------
+    >>> import keras
+    >>> import numpy as np
+    >>> import hvp
+    >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    >>> model.compile(loss="mse")
+    >>> x = np.random.default_rng(0).standard_normal((20, 3))
+    >>> result = hvp.minimize.from_keras(model, (x, x @ [1.0, -2.0, 0.5]), gtol=1e-4)
+    >>> model.layers[0].kernel.numpy().round(3).ravel()
+    array([ 1. , -2. ,  0.5], dtype=float32)
+    """
+    loss, variables = compiled_problem(model, data, variables, training, options)
+    return minimize(loss, variables, data, method, **options)
+
+
+minimize.from_keras = _minimize_keras  # type: ignore[attr-defined]
 
 
 class _BreakdownError(Exception):
@@ -357,6 +413,7 @@ def _method(method: Any) -> str:
 def _merged(options: dict[str, Any] | None, more: dict[str, Any]) -> dict[str, Any]:
     if not (options is None or isinstance(options, dict)):
         raise HvpError(f"the argument options is {type(options).__name__}", "a dict")
+    check_options_of_fit(more)
     ours = sorted({"jac", "hess", "hessp", "args", "fun"} & set(more))
     if ours:
         raise HvpError(

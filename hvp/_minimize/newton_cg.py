@@ -22,6 +22,7 @@ from hvp._minimize.non_finite import log_non_finite, non_finite_said
 from hvp._minimize.objective import check_options
 from hvp._minimize.steihaug import Outcome, SteihaugResult
 from hvp._minimize.subproblem import Subproblem, norm_of, wide
+from hvp._operators.model_loss import compiled_problem
 from hvp._operators.operator import SymmetricOperator
 from hvp._operators.points import Point, Points
 from hvp._operators.staleness import Watch
@@ -244,6 +245,57 @@ class NewtonCG(OneProcess, tf.Module):
             *(self._iterations, self._served),
         ]
         self._beginning = tuple(variable.numpy().item() for variable in self._state)
+
+    @classmethod
+    def from_keras(
+        cls,
+        model: Any,
+        data: Any,
+        *,
+        variables: Any = None,
+        training: bool = False,
+        **options: Any,
+    ) -> NewtonCG:
+        """Return the method for the loss that a Keras model was compiled with.
+
+        Parameters
+        ----------
+        model : keras.Model
+            Compiled. Loss weights, several outputs and regularizers count as in `model.evaluate`.
+        data : tuple of arrays, or iterable of such
+            `(x, y)` or `(x, y, sample_weight)`, as for `model.fit`, or batches of them.
+        variables : nest, optional
+            What to minimize over; the model's trainable variables by default.
+        training : bool, optional
+            Whether layers behave as in training (dropout, batch normalization).
+        **options
+            Of `NewtonCG`.
+
+        Returns
+        -------
+        NewtonCG
+
+        Raises
+        ------
+        HvpError
+            As `NewtonCG` and `HessianOperator.from_keras`.
+
+        Examples
+        --------
+        >>> import keras
+        >>> import numpy as np
+        >>> import hvp
+        >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        >>> model.compile(loss="mse")
+        >>> x = np.random.default_rng(0).standard_normal((20, 3))
+        >>> newton = hvp.NewtonCG.from_keras(model, (x, x @ [1.0, -2.0, 0.5]))
+        >>> newton.minimize(gtol=1e-4).success
+        True
+        >>> model.layers[0].kernel.numpy().round(3).ravel()
+        array([ 1. , -2. ,  0.5], dtype=float32)
+        """
+        loss, variables = compiled_problem(model, data, variables, training, options)
+        return cls(loss, variables, data, **options)
 
     @property
     def iterations(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -188,8 +189,10 @@ def _source(data: Any, batch_size: int | None) -> Callable[[], Iterator[Any]]:
         )
     if not hasattr(data, "__iter__") or hasattr(data, "shape"):
         mend = "for a single array pass (x,)" if hasattr(data, "shape") else ""
+        if inspect.isgeneratorfunction(data):
+            mend = "pass list(data()), or tf.data.Dataset.from_generator(data, ...)"
         raise InvalidDataError(
-            f"data is {type(data).__name__}", f"{EXPECTED}, or batches of that kind", mend
+            f"data is a {type(data).__name__}", f"{EXPECTED}, or batches of that kind", mend
         )
     if isinstance(data, list) and data and hasattr(data[0], "shape"):
         raise InvalidDataError(

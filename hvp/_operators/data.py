@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from hvp._errors import HvpError, InvalidDataError, InvalidLossError
+from hvp._errors import HvpError, InvalidDataError, InvalidLossError, line_of
 from hvp._linearize.gradient import check_scalar
 from hvp._linearize.graph_parts import nbytes
 
@@ -80,7 +81,7 @@ class Elements:
         try:
             tf.nest.assert_same_structure(self._elements, other._elements, expand_composites=False)
         except (TypeError, ValueError):
-            return f"it has the elements {other._described()}, and not {self._described()}"
+            return self._other_structure(other)
         for one, two in zip(self.tensors, other.tensors):
             if one.dtype != two.dtype:
                 return f"it has {two.dtype.name} where that has {one.dtype.name}"
@@ -88,8 +89,20 @@ class Elements:
                 return f"it has the shape {two.shape} where that has {one.shape}"
         return ""
 
-    def _described(self) -> str:
-        return str(tf.nest.map_structure(lambda leaf: "...", self._elements))
+    def _other_structure(self, other: Elements) -> str:
+        ours, theirs = self._elements, other._elements
+        if self._by_name != other._by_name or (self._by_name and set(ours) != set(theirs)):
+            return f"it has {other._named()} where that has {self._named()}"
+        if len(ours) != len(theirs):
+            return f"it has {other._named()} where that has {self._named()}; labels may be missing"
+        outlines = (tf.nest.map_structure(lambda leaf: "...", e) for e in (theirs, ours))
+        return "it has the elements {} where that has {}".format(*outlines)
+
+    def _named(self) -> str:
+        """Tell what the elements are called, or how many there are."""
+        if self._by_name:
+            return "the entries " + ", ".join(map(repr, self._elements))
+        return f"{len(self._elements)} element{'s' if len(self._elements) != 1 else ''}"
 
 
 def bind_batch(
@@ -208,6 +221,8 @@ def explain_mixed_precision(
 ) -> None:
     """Raise `InvalidDataError` if the loss may have failed because the data's precision differs.
 
+    What the loss itself raised comes first: the precision is only a guess.
+
     Parameters
     ----------
     error : Exception
@@ -228,16 +243,24 @@ def explain_mixed_precision(
             dtype = tf.as_dtype(leaf.dtype)
             if dtype.is_floating and dtype not in dtypes:
                 wanted = dtypes[0].name
+                reason = textwrap.shorten(line_of(error), 200, placeholder=" ...")
                 raise InvalidDataError(
-                    f"the loss raised {type(error).__name__}, and data[{key!r}] is {dtype.name} "
-                    f"where the variables are {wanted}",
-                    "one precision, or a loss that casts",
-                    f"pass it as {wanted}, by .astype({wanted!r})",
+                    f"the loss raised {type(error).__name__}: {reason}",
+                    "a loss that can be computed from the data",
+                    f"look at the loss; perhaps it is because data[{key!r}] is {dtype.name} where "
+                    f"the variables are {wanted}: then pass it as .astype({wanted!r})",
                 ) from error
 
 
 def _check_loss(loss: Any) -> None:
     expected = "a function that returns a scalar tensor"
+    if isinstance(loss, str):
+        raise InvalidLossError(
+            f"the loss is the name {loss!r}",
+            expected,
+            "compile the model with it, and call from_keras(model, (x, y)); or pass "
+            "lambda x, y: compute_loss(y, model(x))",
+        )
     if not callable(loss):
         raise InvalidLossError(
             f"the loss is {type(loss).__name__}, which cannot be called",

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from hvp._errors import InvalidLossError
 from hvp._linearize.compiled import JitCompile
 from hvp._linearize.flatten import Flattener
 from hvp._linearize.program import Engine
@@ -16,7 +15,7 @@ from hvp._linearize.variables import collect_variables
 from hvp._operators.data import convert_batch
 from hvp._operators.evaluation import OnStale
 from hvp._operators.loss_evaluation import evaluate_loss
-from hvp._operators.model_loss import loss_of_model
+from hvp._operators.model_loss import compiled_problem
 from hvp._operators.operator import SymmetricOperator, check_damping
 from hvp._operators.vectors import check_array
 from hvp._strategies import outside_strategies
@@ -240,17 +239,8 @@ class HessianOperator(SymmetricOperator):
                [0.   , 0.667, 0.   ],
                [0.   , 0.   , 0.667]], dtype=float32)
         """
-        split = ("batch_size", "memory_limit")
-        whole = isinstance(data, (tuple, dict)) and all(options.get(s) is None for s in split)
-        by_examples = not whole and options.get("weight") is None
-        loss = loss_of_model(model, training=training, by_examples=by_examples)
-        if options.get("reduction") == "sum" and model.losses:
-            raise InvalidLossError(
-                "reduction='sum' would multiply the model's regularizers too",
-                "a model without regularizers, or reduction='mean'",
-                "pass a loss without them to HessianOperator, and them as regularization=",
-            )
-        return cls(loss, model if variables is None else variables, data, **options)
+        loss, variables = compiled_problem(model, data, variables, training, options)
+        return cls(loss, variables, data, **options)
 
 
 @outside_strategies

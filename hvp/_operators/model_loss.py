@@ -2,12 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import tensorflow as tf
 
-from hvp._errors import InvalidLossError
+from hvp._errors import HvpError, InvalidDataError, InvalidLossError
+
+
+def compiled_problem(
+    model: Any, data: Any, variables: Any, training: bool | None, options: Mapping[str, Any]
+) -> tuple[Callable[..., Any], Any]:
+    """Return the compiled loss, and the variables it is to be differentiated by.
+
+    Parameters
+    ----------
+    model : keras.Model
+        Compiled.
+    data : tuple of arrays, or iterable of such
+        What it is to be evaluated on.
+    variables : nest or None
+        The model's trainable variables if None.
+    training : bool or None
+        Whether layers behave as in training.
+    options : mapping
+        Other arguments of the call, of which some divide the data.
+
+    Raises
+    ------
+    HvpError
+        As `loss_of_model`; if an option is one of `model.fit`.
+    """
+    check_options_of_fit(options)
+    split = ("batch_size", "memory_limit", "hessian_batch_size")
+    whole = isinstance(data, (tuple, dict)) and all(options.get(s) is None for s in split)
+    by_examples = not whole and options.get("weight") is None
+    loss = loss_of_model(model, training=training, by_examples=by_examples)
+    if options.get("reduction") == "sum" and model.losses:
+        raise InvalidLossError(
+            "reduction='sum' would multiply the model's regularizers too",
+            "a model without regularizers, or reduction='mean'",
+            "pass a loss without them to HessianOperator, and them as regularization=",
+        )
+    return loss, model if variables is None else variables
+
+
+def check_options_of_fit(options: Mapping[str, Any]) -> None:
+    """Refuse arguments of `model.fit`, and say what there is instead."""
+    for name in [name for name in _OF_FIT if name in options]:
+        raise HvpError(
+            f"the argument {name} is given, which is one of model.fit",
+            "arguments of this call",
+            _OF_FIT[name],
+        )
+
+
+_OF_FIT = {
+    "class_weight": "pass weights of the examples as data: (x, y, sample_weight), with "
+    "sample_weight = np.array([class_weight[label] for label in y])",
+    "sample_weight": "pass it as data: (x, y, sample_weight)",
+    "epochs": "pass maxiter= for the iterations of an optimizer",
+    "validation_data": "evaluate on it afterwards",
+}
+
+
+def _check_labels(model: Any, outputs: Any, labels: Any) -> None:
+    """Refuse labels for outputs that the model does not have, and outputs without labels."""
+    if not (isinstance(outputs, dict) and isinstance(labels, dict)):
+        return
+    losses = model.loss
+    wanted = set(losses) if isinstance(losses, dict) else set(outputs)
+    unknown, missing = set(labels) - set(outputs), wanted - set(labels)
+    if unknown or missing:
+        raise InvalidDataError(
+            f"the labels have the keys {sorted(labels)}, and the model's outputs {sorted(outputs)}",
+            f"labels for {sorted(wanted)}",
+            f"rename {sorted(unknown)} to {sorted(missing)}" if unknown and missing else "",
+        )
 
 
 def loss_of_model(
@@ -52,6 +123,7 @@ def loss_of_model(
 
     def loss(x: Any, y: Any, sample_weight: Any = None) -> Any:
         made = model(x, training=training)
+        _check_labels(model, made, y)
         if by_examples and any(
             getattr(output, "_keras_mask", None) is not None for output in tf.nest.flatten(made)
         ):
