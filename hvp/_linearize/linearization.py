@@ -129,6 +129,14 @@ class Linearization(OneProcess):
         with self._guard, self._guard.lock:
             return self._primal.nest_of_parts(engine.vjp(cotangents))
 
+    def __repr__(self) -> str:
+        size = sum(int(output.shape.num_elements() or 0) for output in tf.nest.flatten(self.value))
+        standing = ", closed" if self._engine is None else ""
+        return (
+            f"Linearization({size} values of {self._primal.size} variables, "
+            f"engine {self.engine!r}{standing})"
+        )
+
     def close(self) -> None:
         """Release the residuals; `value` stays. Closing twice does nothing."""
         with self._guard, self._guard.lock:

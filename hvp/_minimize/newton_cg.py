@@ -90,6 +90,18 @@ class NewtonStep:
     from_gradients: bool
 
 
+class _History(list[NewtonStep]):
+    """The steps of a run; shown in one line, for a run may have a thousand."""
+
+    def __repr__(self) -> str:
+        if not self:
+            return "[no steps]"
+        taken = sum(step.accepted for step in self)
+        return (
+            f"[{len(self)} steps, {taken} taken, loss {self[0].loss:.4g} ... {self[-1].loss:.4g}]"
+        )
+
+
 class NewtonCG(OneProcess, tf.Module):
     """A truncated Newton method whose conjugate gradients run inside a graph.
 
@@ -296,6 +308,12 @@ class NewtonCG(OneProcess, tf.Module):
         """
         loss, variables = compiled_problem(model, data, variables, training, options)
         return cls(loss, variables, data, **options)
+
+    def __repr__(self) -> str:
+        return (
+            f"NewtonCG({self._position.size} variables, {self.iterations} steps, "
+            f"radius {self.radius:.3g}, damping {self.damping:.3g})"
+        )
 
     @property
     def iterations(self) -> int:
@@ -568,7 +586,7 @@ class _Run:
     def __init__(self, newton: NewtonCG, callback: Callable[[NewtonStep], Any] | None) -> None:
         self._newton, self._callback = newton, callback
         self._start = time.perf_counter()
-        self._history: list[NewtonStep] = []
+        self._history = _History()
         self._work = dataclasses.replace(newton._model.points.work)
         self._products, self._cg_seconds = newton.products, newton._seconds
 

@@ -103,6 +103,12 @@ class ScipyObjective(OneProcess):
         self._position = points.position
         self.x0 = self._position.read().numpy().astype(np.float64)
 
+    def __repr__(self) -> str:
+        return (
+            f"ScipyObjective({self.x0.size} variables, {self.gradient_evaluations} gradient "
+            f"evaluations, {self.products} products)"
+        )
+
     @property
     def gradient_evaluations(self) -> int:
         """How often loss and gradient were evaluated."""

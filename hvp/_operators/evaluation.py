@@ -120,6 +120,20 @@ class Evaluation(OneProcess):
             **self._batch_counts(),
         )
 
+    @property
+    def standing(self) -> str:
+        """What keeps the operator from being used, if anything: closed, or stale."""
+        if self._engine is None:
+            return "closed"
+        looks = self.on_stale != "ignore" and tf.executing_eagerly()
+        return "stale" if looks and self._watch.changed() else ""
+
+    @property
+    def batches_said(self) -> str:
+        """How many batches there are; empty where the data are one."""
+        counts = self._batch_counts()
+        return f"{counts['batches']} batches" if counts else ""
+
     def _batch_counts(self) -> dict[str, Any]:
         if not isinstance(self.program, BatchedProgram):
             return {}

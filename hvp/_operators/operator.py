@@ -28,6 +28,12 @@ from hvp._operators.vectors import check_array, check_product, make_array
 
 Self = TypeVar("Self", bound="SymmetricOperator")
 
+# Methods that the rest of the package calls, and that completion would only clutter.
+_NOT_FOR_USERS = frozenset(
+    """
+    exclusively fingerprint gradients kept product_rows remarks unconnected variable_names
+    """.split()
+)
 # Columns in one block when a dense matrix is put together.
 _DENSE_BLOCK = 64
 
@@ -60,6 +66,18 @@ class SymmetricOperator(OneProcess, DtypePreserving):
         self._evaluate_gradient: Callable[[], Evaluation] | None = None
         size = self._flattener.size
         super().__init__(np.dtype(self._flattener.dtype.as_numpy_dtype), (size, size))
+
+    def __dir__(self) -> list[str]:
+        """List what is meant for users."""
+        return sorted(set(super().__dir__()) - _NOT_FOR_USERS)
+
+    def __repr__(self) -> str:
+        size = self.shape[0]
+        said = [f"{size} x {size}", self.dtype.name, f"engine {self._evaluation.program.engine!r}"]
+        if self._damping:
+            said.append(f"damping {self._damping:g}")
+        said += filter(None, [self._evaluation.batches_said, self._evaluation.standing])
+        return f"{type(self).__name__}({', '.join(said)})"
 
     @property
     def damping(self) -> float:
@@ -284,23 +302,28 @@ class SymmetricOperator(OneProcess, DtypePreserving):
         return flat.numpy() if all(isinstance(part, np.ndarray) for part in parts) else flat
 
     def unflatten(self, vector: Any) -> Any:
-        """Cut a flat vector into a nest shaped and typed like the variables.
+        """Cut a flat vector, or a block of columns, into a nest like the variables.
 
         Parameters
         ----------
         vector : array_like or tf.Tensor
-            Of shape `(n,)`.
+            Of shape `(n,)`, or `(n, k)`.
 
         Returns
         -------
         nest of tf.Tensor or of ndarray
-            Of tensors if `vector` is one.
+            Of tensors if `vector` is one. Typed like the variables, and shaped like them; of a
+            block each part has a further last axis, of the columns.
         """
         is_tensor = tf.is_tensor(vector)
         vector = vector if is_tensor else np.asarray(vector)
         check_numeric(vector, "the vector")
-        self._flattener.check_flat(vector)
-        parts = self._flattener.split(tf.cast(vector, self._flattener.dtype))
+        if len(vector.shape) == 2 and vector.shape[0] == self.shape[0]:
+            rows = self._flattener.split(tf.cast(tf.transpose(vector), self._flattener.dtype))
+            parts = [tf.transpose(part, [*range(1, len(part.shape)), 0]) for part in rows]
+        else:
+            self._flattener.check_flat(vector)
+            parts = self._flattener.split(tf.cast(vector, self._flattener.dtype))
         return self._flattener.nest_of_parts(parts if is_tensor else [p.numpy() for p in parts])
 
     def as_tf_operator(

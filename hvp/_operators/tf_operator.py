@@ -52,6 +52,13 @@ class TensorFlowOperator(tf.linalg.LinearOperator):
         self._multiply = multiply
         self._size = size
 
+    def __repr__(self) -> str:
+        definite = {None: "", True: ", positive definite", False: ", not positive definite"}
+        return (
+            f"<hvp {self.name}, a tf.linalg.LinearOperator, {self._size} x {self._size}, "
+            f"{self.dtype.name}, self-adjoint{definite[self.is_positive_definite]}>"
+        )
+
     def _shape(self) -> tf.TensorShape:
         return tf.TensorShape([self._size, self._size])
 

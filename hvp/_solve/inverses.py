@@ -109,6 +109,8 @@ class ExactInverse(_Inverse):
     array([1., 4., 9.])
     >>> inverse @ [1.0, 1.0, 9.0]
     array([1.  , 0.25, 1.  ], dtype=float32)
+    >>> inverse.diagonal.round(3)
+    array([1.   , 0.25 , 0.111])
     """
 
     def __init__(self, H: Any, *, damping: float = 0.0, max_size: int = 4096) -> None:
@@ -130,6 +132,30 @@ class ExactInverse(_Inverse):
         self.rank = int(size - zero.sum())
         self.is_nonzero = ~zero
         self._inverted = np.where(zero, 0, 1 / np.where(zero, 1, self.eigenvalues))
+
+    @property
+    def diagonal(self) -> np.ndarray:
+        """The diagonal of the inverse, of shape `(n,)`, in float64.
+
+        Of the Hessian of a negative log-likelihood, summed over the examples, its entries are the
+        variances of the estimates (and their roots the standard errors). Costs `n**2` operations.
+        """
+        return np.einsum("ij,j,ij->i", self.eigenvectors, self._inverted, self.eigenvectors)
+
+    def to_dense(self) -> np.ndarray:
+        """Return the inverse as a matrix.
+
+        Returns
+        -------
+        ndarray
+            Of shape `(n, n)`, symmetric to the bit, in float64.
+
+        Notes
+        -----
+        Costs of the order of `n**3` operations, and no products.
+        """
+        half = (self.eigenvectors * self._inverted) @ self.eigenvectors.T
+        return (half + half.T) / 2
 
     def _apply(self, X: np.ndarray) -> np.ndarray:
         along = self.eigenvectors.T @ X.astype(np.float64)

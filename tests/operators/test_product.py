@@ -296,3 +296,20 @@ def test_blocks_where_vectorizing_forgets_shapes():
     with hvp.HessianOperator(loss, w, jit_compile="auto") as H:
         want = dense_hessian(Problem(loss, w)) @ block
         np.testing.assert_allclose(H @ block, want, rtol=1e-7, atol=1e-8)
+
+
+@pytest.mark.parametrize("tensors", [True, False])
+def test_a_block_of_columns_as_a_nest(tensors):
+    variables = {"a": tf.Variable(tf.ones((2, 3))), "b": tf.Variable(2.0)}
+    H = hvp.HessianOperator(lambda: tf.reduce_sum(variables["a"] ** 2) * variables["b"], variables)
+    block = random(0, 7, 4)
+    nest = H.unflatten(tf.constant(block) if tensors else block)
+    assert tf.is_tensor(nest["a"]) == tensors
+    assert nest["a"].shape == (2, 3, 4)
+    assert nest["b"].shape == (4,)
+    for column in range(4):
+        one = H.unflatten(block[:, column])
+        np.testing.assert_array_equal(nest["a"][..., column], one["a"])
+        np.testing.assert_array_equal(nest["b"][..., column], one["b"])
+    with pytest.raises(hvp.InvalidVectorError, match=r"\(4, 7\)"):
+        H.unflatten(block.T)

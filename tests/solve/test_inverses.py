@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 import scipy.sparse.linalg
+import tensorflow as tf
+from scipy.sparse.linalg import aslinearoperator, eigsh
 
 import hvp
 from tests.solve.systems import SPECTRA, columns, matrix, operator
@@ -142,3 +144,39 @@ def test_diagonal_estimate_has_the_stated_error():
     off = np.sqrt(np.sum(A**2, axis=1) - np.diag(A) ** 2)
     error = (M.diagonal - np.diag(A) - 1) / (off / np.sqrt(400))
     assert 0.7 < np.sqrt(np.mean(error**2)) < 1.3
+
+
+def test_the_exact_inverse_as_a_matrix_and_its_diagonal():
+    A = np.diag([1.0, 4.0, 9.0]) + 0.3
+    w = tf.Variable(np.ones(3))
+    H = hvp.HessianOperator(lambda: tf.reduce_sum(w * tf.linalg.matvec(A, w)) / 2, w)
+    inverse = hvp.ExactInverse(H, damping=0.5)
+    want = np.linalg.inv(A + 0.5 * np.eye(3))
+    np.testing.assert_allclose(inverse.to_dense(), want, rtol=1e-12)
+    np.testing.assert_array_equal(inverse.to_dense(), inverse.to_dense().T)
+    np.testing.assert_allclose(inverse.diagonal, np.diag(want), rtol=1e-12)
+    singular = hvp.ExactInverse(aslinearoperator(np.diag([1.0, 0.0, 2.0])))
+    np.testing.assert_allclose(singular.diagonal, [1, 0, 0.5])
+
+
+def test_standard_errors_of_a_least_squares_fit():
+    rng = np.random.default_rng(0)
+    x = np.c_[np.ones(40), rng.standard_normal((40, 2))]
+    y = x @ [1.0, -2.0, 0.5] + rng.standard_normal(40)
+    w = tf.Variable(np.linalg.lstsq(x, y, rcond=None)[0])
+    variance = np.sum((x @ w.numpy() - y) ** 2) / (40 - 3)
+
+    def negative_log_likelihood(x, y):
+        return tf.reduce_mean((tf.linalg.matvec(x, w) - y) ** 2) / (2 * variance)
+
+    H = hvp.HessianOperator(negative_log_likelihood, w, (x, y), reduction="sum")
+    want = np.sqrt(variance * np.diag(np.linalg.inv(x.T @ x)))
+    np.testing.assert_allclose(np.sqrt(hvp.ExactInverse(H).diagonal), want, rtol=1e-10)
+
+
+def test_smallest_eigenvalues_by_the_inverse():
+    w = tf.Variable(np.ones(30))
+    spectrum = np.linspace(0.1, 40, 30)
+    H = hvp.HessianOperator(lambda: tf.reduce_sum(spectrum * w**2) / 2, w)
+    found = eigsh(H, 3, sigma=0, OPinv=hvp.ExactInverse(H), return_eigenvectors=False)
+    np.testing.assert_allclose(np.sort(found), spectrum[:3], rtol=1e-8)
