@@ -31,6 +31,7 @@ _STEPS = 10
 _DIFFERENCES = (4.0, 1.0, 0.25)
 _SETTLED, _APART = 0.05, 10.0
 _SHOWN = 3
+_FLOAT64 = float(np.finfo(np.float64).eps)
 
 
 @outside_strategies
@@ -62,8 +63,9 @@ def check(H: Any, *, rtol: float = 1e-5, seed: int = 0, progress: Any = False) -
             Is the loss, traced anew and evaluated twice, the one the operator was built from? If
             not, the variables are named whose gradients differ, and the layers that draw.
         *differences*
-            Are products differences of gradients? Of a direction, by central differences in the
-            variables' dtype, to which a step is chosen; where they do not settle (kinks,
+            Are products differences of gradients? Along one direction, by central differences:
+            in float64, of the traced gradient, where that can be had (one batch, no loops, no
+            random draws), else in the variables' dtype. Where they do not settle (kinks,
             rounding), this is a warning.
         *connected*
             Does the loss depend on all variables?
@@ -298,32 +300,40 @@ class _Run:
             yield Finding(name, "warning", "not looked at: there is no one gradient, see above")
             return
         # Of each variable by its own scale, which may be quite another one than its neighbour's.
-        scales, length = self._gradients.scales(), float(np.cbrt(self._epsilon))
+        scales = self._gradients.scales()
         direction = (scales * self._rng.standard_normal(self._n)).astype(self._H.dtype)
         got = self._multiply(direction) - self._H.damping * direction.astype(np.float64)
-        found = []
-        for step in _DIFFERENCES:
-            ends = []
-            for sign in (1.0, -1.0):
-                change = (sign * step * length * direction).astype(self._H.dtype)
-                try:
-                    with self._gradients.moved(change):
-                        ends.append(self._gradients.again()[1].astype(np.float64))
-                except NonFiniteError as error:
-                    yield Finding(name, "warning", f"not looked at: nearby, {error}")
-                    return
-            found.append(scales * (ends[0] - ends[1]) / (2 * step * length))
+        # In float64 steps can be so short that there are no kinks within them.
+        wide = self._gradients.in_float64()
+        try:
+            found, length = self._differences(direction, wide)
+        except tf.errors.OpError:
+            if wide is None:
+                raise
+            wide = None  # there is no kernel for an operation in float64
+            found, length = self._differences(direction, wide)
+        except NonFiniteError as error:
+            yield Finding(name, "warning", f"not looked at: nearby, {error}")
+            return
+        epsilon = self._epsilon if wide is None else _FLOAT64
+        found = [scales * difference for difference in found]
         apart = [float(np.linalg.norm(a - b)) for a, b in zip(found, found[1:])]
         best = int(np.argmin(apart))
         want = (found[best] + found[best + 1]) / 2
         miss = scales * got - want
         # A direction of small curvature is judged by the rounding of the gradients it came from.
-        floor = self._epsilon * float(np.linalg.norm(scales * self._H.gradient)) / length
+        floor = epsilon * float(np.linalg.norm(scales * self._H.gradient)) / length
         size = max(float(np.linalg.norm(scales * got)), float(np.linalg.norm(want)), floor) or 1.0
         settled, wrong = apart[best] / size, float(np.linalg.norm(miss)) / size
-        said = f"central differences and a product differ by {wrong:.1g}"
+        where = " in float64" if wide is not None else ""
+        said = f"central differences{where} and a product differ by {wrong:.1g}"
         if settled > _SETTLED:
-            more = " (float64 would tell more)" if self._epsilon > 1e-12 else ""
+            more = ""
+            if epsilon > 1e-12:
+                more = (
+                    "; a model in float64 would tell more: keras.config.set_dtype_policy('float64') "
+                    "before its layers are made"
+                )
             yield Finding(
                 name,
                 "warning",
@@ -339,6 +349,31 @@ class _Run:
                 f"{said}, most in {self._largest(miss)}; a tf.stop_gradient or a gradient "
                 "somebody wrote would do that, or a loss that changes what it reads",
             )
+
+    def _differences(
+        self, direction: np.ndarray, wide: Callable[[np.ndarray], np.ndarray] | None
+    ) -> tuple[list[np.ndarray], float]:
+        """Return central differences along a direction over three steps, and their unit."""
+        length = float(np.cbrt(self._epsilon if wide is None else _FLOAT64))
+        found = []
+        for step in _DIFFERENCES:
+            change = step * length * direction
+            ends = [self._gradient_at(sign * change, wide) for sign in (1.0, -1.0)]
+            found.append((ends[0] - ends[1]) / (2 * step * length))
+        return found, length
+
+    def _gradient_at(
+        self, change: np.ndarray, wide: Callable[[np.ndarray], np.ndarray] | None
+    ) -> np.ndarray:
+        """Return the gradient after a change of the variables, in float64 if that can be had."""
+        assert self._gradients is not None
+        if wide is not None:
+            gradient = wide(change.astype(np.float64))
+            if not np.isfinite(gradient).all():
+                raise NonFiniteError("the gradient is not finite")
+            return gradient
+        with self._gradients.moved(change.astype(self._H.dtype)):
+            return self._gradients.again()[1].astype(np.float64)
 
     def _largest(self, error: np.ndarray) -> str:
         assert self._gradients is not None

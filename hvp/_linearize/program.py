@@ -24,6 +24,7 @@ from hvp._interrupts import Uninterrupted, put_back
 from hvp._linearize.compiled import JitCompile
 from hvp._linearize.exact import exact_functions
 from hvp._linearize.flatten import Flattener
+from hvp._linearize.float64 import WideGradient, gradient_in_float64
 from hvp._linearize.graph import GraphEngine, GraphProgram
 from hvp._linearize.graph_parts import digest_of_graph
 from hvp._linearize.inline import KEPT_WHOLE
@@ -224,6 +225,15 @@ class Program:
             found["data"] = " ".join(map(digest, outside))
             found["loss"] = digest_of_graph(graph.graph_def)
         return found
+
+    def in_float64(self, inputs: Sequence[tf.Variable] = ()) -> WideGradient | None:
+        """Return the results as a function of the variables in float64, and of further inputs.
+
+        None where they cannot be evaluated so.
+        """
+        if self._trace is None or set(self.nest.dtypes) != {tf.float32}:
+            return None
+        return gradient_in_float64(self._trace.graph, [*self.nest.variables, *inputs])
 
     @property
     def seeds(self) -> tuple[Resource, ...]:

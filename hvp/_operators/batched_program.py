@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from hvp._errors import HvpError, InvalidLossError, NonFiniteError, StaleOperatorError
 from hvp._linearize.flatten import Flattener
+from hvp._linearize.float64 import WideGradient
 from hvp._linearize.gradient import value_and_gradient
 from hvp._linearize.graph import GraphEngine, Run
 from hvp._linearize.program import Engine, Linearized, Program, Remarks
@@ -184,6 +185,32 @@ class BatchedProgram:
                 stack.enter_context(program.preserving())
             yield
 
+    def in_float64(self) -> WideGradient | None:
+        """As of `Program`, over all batches."""
+        found = {id(s): s.program.in_float64(s.inputs) for s in self._shaped.values()}
+        added = None if self._added is None else self._added.in_float64()
+        if None in found.values() or (self._added is not None and added is None):
+            return None
+
+        def gradient(values: Sequence[tf.Tensor]) -> list[Any]:
+            sums = _Sums([tf.float64] * len(values), tf.float64)
+            for batch in self._batches:
+                for elements, weight in self.pieces(batch):
+                    evaluate = found[id(self._of(elements))]
+                    assert evaluate is not None
+                    inputs = [
+                        t if t.dtype != tf.float32 else tf.cast(t, tf.float64)
+                        for t in elements.tensors
+                    ]
+                    sums.add(weight, tf.zeros([]), evaluate([*values, *inputs]))
+            if not self._total:
+                sums.divide()
+            if added is not None:
+                sums.add(1.0, tf.zeros([]), added(values))
+            return sums.gradient
+
+        return gradient
+
     @property
     def remarks(self) -> Remarks | None:
         """As of `Program`."""
@@ -222,7 +249,7 @@ class BatchedProgram:
     def linearize(self) -> tuple[tf.Tensor, BatchedEngine]:
         """Go through the batches, at the variables' values now; keep what fits."""
         self._batches.forget()
-        sums = _Sums(self.flattener)
+        sums = _Sums(self.flattener.dtypes, self.flattener.dtype)
         kept: list[tuple[float, Linearized]] = []
         used, all_kept = 0, True
         try:
@@ -470,7 +497,8 @@ class _Shaped:
             read = [tf.ensure_shape(s.read(), shape) for s, shape in zip(self._slots, shapes)]
             return elements.with_tensors(read).call(loss)
 
-        self.program = make(bound, [slot.variable for slot in self._slots])
+        self.inputs = [slot.variable for slot in self._slots]
+        self.program = make(bound, self.inputs)
         self._empty()
 
     def linearize(self, elements: Elements) -> tuple[tf.Tensor, Linearized]:
@@ -489,10 +517,10 @@ class _Shaped:
 class _Sums:
     """Weighted sums of values and gradients."""
 
-    def __init__(self, flattener: Flattener) -> None:
+    def __init__(self, dtypes: Sequence[tf.DType], wide: tf.DType) -> None:
         self._value = tf.zeros([], tf.float64)
-        self._gradient: list[Any] = [None] * len(flattener.dtypes)
-        self._dtypes, self._wide = flattener.dtypes, flattener.dtype
+        self._gradient: list[Any] = [None] * len(dtypes)
+        self._dtypes, self._wide = dtypes, wide
         self._weight = 0.0
 
     def add(self, weight: float, value: tf.Tensor, gradient: Sequence[Any]) -> None:

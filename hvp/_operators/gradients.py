@@ -48,6 +48,29 @@ class Gradients:
         gradient = self._flattener.join(self._evaluation.gradient()).numpy()
         return float(self._evaluation.value()), gradient
 
+    def in_float64(self) -> Callable[[np.ndarray], np.ndarray] | None:
+        """Return the gradient in float64 as a function of a change of the variables.
+
+        None where it cannot be evaluated so. The variables themselves are not moved.
+        """
+        with self._other.with_seeds():
+            gradient = self._evaluation.program.in_float64()
+        if gradient is None:
+            return None
+        flattener, sizes = self._flattener, np.cumsum(self._flattener.sizes)[:-1]
+        at = [tf.cast(variable, tf.float64) for variable in self._variables]
+
+        def at_change(change: np.ndarray) -> np.ndarray:
+            self.evaluations += 1
+            cut = zip(np.split(change, sizes), flattener.shapes)
+            parts = gradient([a + part.reshape(shape) for a, (part, shape) in zip(at, cut)])
+            zeros = (np.zeros(size) for size in flattener.sizes)
+            return np.concatenate(
+                [zero if part is None else part.numpy().ravel() for part, zero in zip(parts, zeros)]
+            )
+
+        return at_change
+
     def parts(self, vector: np.ndarray) -> list[np.ndarray]:
         """Cut a vector, or an array of shape `(n,)`, into parts, one for each variable."""
         return np.split(vector, np.cumsum(self._flattener.sizes)[:-1])

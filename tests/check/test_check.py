@@ -243,7 +243,7 @@ def test_curvature_and_precision():
 
 
 def test_variables_are_put_back_if_something_raises(monkeypatch):
-    w = tf.Variable([1.0, 2.0])
+    w = tf.Variable([1.0, 2.0], dtype=tf.float64)  # float32 ones are not moved
     with hvp.HessianOperator(lambda: tf.reduce_sum(w**4), w) as H:
         from hvp._operators.gradients import Gradients
 
@@ -374,3 +374,97 @@ def test_what_is_refused_at_some_values_is_noted():
         report = hvp.check(H)
         assert report.ok
         assert "refused at zeros: Cumprod" in str(report)
+
+
+def network(activation, **options):
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.Dense(48, activation, **options) for _ in range(2)]
+    return keras.Sequential([keras.Input((6,)), *layers, keras.layers.Dense(1)])
+
+
+RELU = {
+    "whole": {},
+    "batches": {"batch_size": 40},
+    "regularized": {"batch_size": 40, "regularization": True},
+    "sum": {"reduction": "sum"},
+    "tape": {"engine": "tape"},
+}
+
+
+@pytest.mark.parametrize("way", RELU)
+def test_kinks_do_not_spoil_the_judgement_in_float32(way):
+    model = network("relu")
+    data, options = (random(0, 100, 6), random(1, 100, 1)), dict(RELU[way])
+    if options.pop("regularization", False):
+        options["regularization"] = lambda: tf.add_n(
+            [tf.reduce_sum(w**4) for w in model.trainable_variables]
+        )
+
+    def loss(x, y):
+        return tf.reduce_mean((model(x) - y) ** 2)
+
+    with hvp.HessianOperator(loss, model, data, **options) as H:
+        report = hvp.check(H)
+    assert report["differences"].outcome == "ok"
+    assert "in float64" in report["differences"].said
+    assert report.gradient_evaluations == 8
+
+
+def test_kinks_do_not_hide_what_is_wrong():
+    model = network("relu")
+
+    def loss(x):
+        y = model(x)
+        return tf.reduce_mean(tf.stop_gradient(y) * y**2)
+
+    with hvp.HessianOperator(loss, model, (random(0, 100, 6),)) as H:
+        assert hvp.check(H)["differences"].outcome == "failed"
+
+
+def test_random_draws_are_the_same_in_float64():
+    model = network("relu")
+    drop = keras.layers.Dropout(0.5, seed=1)
+
+    def loss(x):
+        return tf.reduce_mean(drop(model(x), training=True) ** 2)
+
+    with hvp.HessianOperator(loss, model, (random(0, 100, 6),)) as H:
+        report = hvp.check(H)
+    assert report["differences"].outcome == "ok"
+    assert "in float64" in report["differences"].said
+
+
+def test_without_float64_the_recipe_is_told():
+    model = network("relu")
+
+    def loss(x):  # a loop, which is not evaluated in float64
+        return tf.while_loop(
+            lambda i, _: i < 1, lambda i, _: (i + 1, tf.reduce_mean(model(x) ** 2)), (0, 0.0)
+        )[1]
+
+    x = random(0, 1000, 6)
+    with hvp.HessianOperator(loss, model, (x,)) as H:
+        finding = hvp.check(H)["differences"]
+    assert finding.outcome == "warning"
+    assert "keras.config.set_dtype_policy('float64') before" in finding.said
+    policy = keras.config.dtype_policy()
+    try:  # which has been tried
+        keras.config.set_dtype_policy("float64")
+        model = network("relu")
+        x = x.astype("float64")
+        with hvp.HessianOperator(lambda x: tf.reduce_mean(model(x) ** 2), model, (x,)) as H:
+            assert H.dtype == np.float64
+            assert hvp.check(H)["differences"].outcome == "ok"
+    finally:
+        keras.config.set_dtype_policy(policy)
+
+
+def test_grouped_convolutions_have_no_float64_kernel():
+    layers = [keras.layers.Conv2D(4, 2, groups=2, activation="tanh"), keras.layers.Flatten()]
+    model = keras.Sequential([keras.Input((4, 4, 4)), *layers, keras.layers.Dense(1)])
+    with hvp.HessianOperator(
+        lambda x: tf.reduce_mean(model(x) ** 2), model, (random(0, 6, 4, 4, 4),)
+    ) as H:
+        finding = hvp.check(H)["differences"]
+    assert finding.outcome == "ok"
+    assert "in float64" not in finding.said
