@@ -331,8 +331,8 @@ class _Run:
             more = ""
             if epsilon > 1e-12:
                 more = (
-                    "; a model in float64 would tell more: keras.config.set_dtype_policy('float64') "
-                    "before its layers are made"
+                    "; a model in float64 would tell more: "
+                    "keras.config.set_dtype_policy('float64') before its layers are made"
                 )
             yield Finding(
                 name,
