@@ -8,7 +8,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 PARALLEL ?= --numprocesses auto --maxprocesses 4 --dist worksteal
 METADATA = setup.cfg setup.py pyproject.toml
 
-.PHONY: demo test test-oldest test-with fuzz lint format docs benchmark clean
+.PHONY: demo test test-oldest test-with fuzz zoo lint format docs benchmark clean
 
 demo: $(VENV)/.examples
 	$(BIN)/python examples/cg_solve.py
@@ -23,6 +23,10 @@ test-oldest: $(OLDEST)/.test
 # time: 600 random programs among them. Hours.
 fuzz: $(VENV)/.test
 	HVP_FUZZ=100 $(BIN)/python -m pytest $(PARALLEL)
+
+# Real architectures, each in a process of its own: three quarters of an hour.
+zoo: $(VENV)/.test
+	$(BIN)/python -m tests.zoo
 
 # Any other pair: make test-with PYTHON=python3.13 TENSORFLOW=2.21
 test-with:

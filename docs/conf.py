@@ -43,12 +43,17 @@ suppress_warnings = ["config.cache"]  # sphinx-gallery's settings hold functions
 
 def _tables_of_derivatives(app, docname, source):
     """Put the tables that the package looks in where a page asks for them."""
-    from hvp._linearize.missing_derivatives import MISSING_DERIVATIVES, WRONG_AT_VALUES
+    from hvp._linearize.missing_derivatives import MISSING_DERIVATIVES, WHY, WRONG_AT_VALUES
 
-    missing = [(kind, row.remedy) for kind, row in sorted(MISSING_DERIVATIVES.items())]
+    missing = [(kind, WHY[kind], row.remedy) for kind, row in sorted(MISSING_DERIVATIVES.items())]
     wrong = [(kind, row.values, row.remedy) for kind, row in sorted(WRONG_AT_VALUES.items())]
     for name, title, head, rows in (
-        ("missing-derivatives", "What is refused", ("operation", "what to do"), missing),
+        (
+            "missing-derivatives",
+            "What is refused",
+            ("operation", "why it is not put right", "what to do"),
+            missing,
+        ),
         (
             "wrong-at-values",
             "What is refused at some values",

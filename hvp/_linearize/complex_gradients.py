@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-# Of the gradient from above, and of the result.
+# Of the upstream gradient, and of the result.
 _FORMULAS: dict[str, Callable[[tf.Tensor, tf.Tensor], tf.Tensor]] = {
     "ReciprocalGrad": lambda y, dy: -dy * tf.math.conj(y) ** 2,
     "InvGrad": lambda y, dy: -dy * tf.math.conj(y) ** 2,

@@ -1,6 +1,6 @@
 """`tf.math.cumulative_logsumexp` with right derivatives of every order.
 
-TensorFlow's gradient of it takes logarithms of the gradient from above, `dy`, in its positive and
+TensorFlow's gradient of it takes logarithms of the upstream gradient, `dy`, in its positive and
 its negative part apart. To first order that is right. Its derivative by `dy` is lost, or NaN, where
 `dy` is zero: so are the products of a least squares fit at its solution, and every `jvp`.
 """

@@ -115,6 +115,60 @@ MISSING_DERIVATIVES = {
     "SparseSliceGrad": MissingDerivative((0,), _DENSE),
 }
 
+# Why rows are refused and not put right; the documentation shows it.
+_FIRST = "TensorFlow has no first derivative either"
+_BY_ITSELF = "right through {}; refused where the operation is called by itself"
+WHY = {
+    **dict.fromkeys(
+        """
+        Betainc CTCBeamSearchDecoder CTCGreedyDecoder DrawBoundingBoxes ExtractGlimpse
+        FusedBatchNorm FusedBatchNormV2 FusedBatchNormV3 GenerateBoundingBoxProposals HSVToRGB
+        LinSpace OneHot PadV2 ParameterizedTruncatedNormal RaggedRange RandomShuffle Range
+        ReduceDataset SparseConcat Zeta
+        """.split(),
+        _FIRST,
+    ),
+    **dict.fromkeys(
+        ("EagerPyFunc", "PyFunc", "PyFuncStateless"), "nothing is known of Python code"
+    ),
+    **dict.fromkeys(
+        ("CudnnRNNBackprop", "CudnnRNNBackpropV2", "CudnnRNNBackpropV3"),
+        "cuDNN has no second derivative of it",
+    ),
+    **dict.fromkeys(
+        ("IgammaGradA", "RandomGammaGrad"),
+        "TensorFlow has no function that it could be written with",
+    ),
+    **dict.fromkeys(
+        (
+            "ImageProjectiveTransformV2",
+            "ImageProjectiveTransformV3",
+            "StatelessParameterizedTruncatedNormal",
+        ),
+        "TensorFlow's first derivative is only approximate",
+    ),
+    **dict.fromkeys(
+        ("Dilation2DBackpropFilter", "Dilation2DBackpropInput"),
+        _BY_ITSELF.format("``tf.nn.dilation2d``"),
+    ),
+    **dict.fromkeys(
+        (
+            "FakeQuantWithMinMaxArgsGradient",
+            "FakeQuantWithMinMaxVarsGradient",
+            "FakeQuantWithMinMaxVarsPerChannelGradient",
+        ),
+        _BY_ITSELF.format("``tf.quantization``"),
+    ),
+    **dict.fromkeys(
+        ("RaggedTensorToVariantGradient", "SparseAddGrad", "SparseSliceGrad"),
+        "could be right, by matching indices; not written yet",
+    ),
+    "CropAndResizeGradBoxes": "right by the image; by the boxes TensorFlow has no operation for it",
+    "FractionalMaxPoolGrad": "could be right, by looking for the maxima again; not written yet",
+    "MaxPoolGradV2": "its window is a tensor, and TensorFlow computes it in place",
+    "PreventGradient": "right through ``tf.nn.ctc_loss`` called by that name",
+}
+
 # What to use in place of operations that have no gradient in TensorFlow at all, of which there are
 # more than these.
 WITHOUT_GRADIENT = {

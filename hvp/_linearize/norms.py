@@ -1,6 +1,6 @@
 """`tf.math.reduce_euclidean_norm` with right derivatives of every order.
 
-TensorFlow's gradient of it is `x / (norm / dy)`, with the gradient from above, `dy`, in a
+TensorFlow's gradient of it is `x / (norm / dy)`, with the upstream gradient, `dy`, in a
 denominator. That is right to first order. To second order it is NaN wherever `dy` is zero, whatever
 the norm: in every row of a matrix of norms that the loss does not use.
 """

@@ -218,7 +218,7 @@ def _moments_differentiated_twice(
 
 
 def _logarithms_from_above(flow: Dataflow, on_the_way: set[Vertex]) -> list[Vertex]:
-    """Find gradients of `CumulativeLogsumexp` whose derivative by the gradient from above matters.
+    """Find gradients of `CumulativeLogsumexp` whose derivative by the upstream gradient matters.
 
     Which is lost where that is zero (see the module `logsumexp`). It enters by `where(dy > 0,
     log(dy), lowest)`, and where it is constant nothing is lost.

@@ -4,7 +4,7 @@ import keras
 import tensorflow as tf
 from keras.src.backend.common import global_state
 from tensorflow.python.eager import record
-from tensorflow.python.framework import op_def_registry
+from tensorflow.python.framework import op_def_registry, ops
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 
@@ -12,6 +12,35 @@ def test_definitions_of_operations():
     definition = op_def_registry.get("RandomUniform")
     assert definition.is_stateful
     assert [argument.name for argument in definition.output_arg] == ["output"]
+
+
+def test_the_registry_of_gradients():
+    registry = getattr(ops, "gradient_registry", None) or ops._gradient_registry
+    entry = registry._registry["Sin"]
+    assert entry["type"] is registry.lookup("Sin")
+    assert "Sin" in registry.list()
+    assert "SoftsignGrad" in registry.list()  # which `hvp` has registered
+
+
+def test_what_a_tape_keeps_of_an_operation_that_is_taken_for_a_constant():
+    seen = []
+
+    def gradient(operation, upstream):
+        seen.append(operation.inputs)
+        return [None, None]
+
+    x = tf.ones((1, 2, 2, 1))
+    registry = getattr(ops, "gradient_registry", None) or ops._gradient_registry
+    before = registry._registry["ResizeBilinearGrad"]
+    registry._registry["ResizeBilinearGrad"] = {**before, "type": gradient}
+    try:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tf.raw_ops.ResizeBilinearGrad(grads=x, original_image=x)
+        tape.gradient(y, x)
+    finally:
+        registry._registry["ResizeBilinearGrad"] = before
+    assert seen == [None]
 
 
 def test_a_concrete_function_called_with_a_flat_list():
