@@ -330,7 +330,10 @@ def test_elsewhere_tensorflow_answers_as_it_did():
             with tf.GradientTape() as inner:
                 y = tf.reduce_sum(function(x) ** 2)
             gradient = inner.gradient(y, x)
-        return outer.gradient(gradient, x)
+        try:
+            return outer.gradient(gradient, x)
+        except LookupError as error:  # TensorFlow 2.16, of a resize too
+            return str(error)
 
     def loss():
         inside = threading.Thread(target=lambda: seen.append(second(resize)))
@@ -345,6 +348,6 @@ def test_elsewhere_tensorflow_answers_as_it_did():
     with hvp.HessianOperator(loss, x) as H:
         assert np.abs(H @ np.ones(16, "float32")).max() > 0.1
     seen.append(second(resize))
-    assert seen == [None, None, None]
-    with pytest.raises(LookupError, match="SoftsignGrad"):
-        second(tf.nn.softsign)
+    assert len(set(seen)) == 1
+    assert seen[0] is None or "no entry for: ResizeBilinearGrad" in seen[0]
+    assert "no entry for: SoftsignGrad" in second(tf.nn.softsign)
