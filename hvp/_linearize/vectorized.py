@@ -11,12 +11,13 @@ first, which is no slower.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from hvp._linearize.dataflow import CALLS, CONTROL_FLOW
 from hvp._linearize.graph_parts import ancestors, cut_out, import_part
 from hvp._linearize.inline import inline_calls
 
@@ -61,7 +62,6 @@ def _vectorized(function: Callable[[Any], Any], elements: Any) -> tuple[Any, boo
     """Return the results, and whether a dangerous product is among what was added to the graph."""
     graph, logger = tf.compat.v1.get_default_graph(), tf.get_logger()
     before = {operation.name for operation in graph.get_operations()}
-    functions = {f.signature.name for f in graph.as_graph_def().library.function}
     logger.addFilter(_is_of_use)
     try:
         results = tf.vectorized_map(function, elements, warn=False)
@@ -70,17 +70,17 @@ def _vectorized(function: Callable[[Any], Any], elements: Any) -> tuple[Any, boo
     finally:
         logger.removeFilter(_is_of_use)
     added = [operation for operation in graph.get_operations() if operation.name not in before]
-    return results, _is_any_dangerous(graph, added, functions)
+    return results, _is_any_dangerous(graph, added)
 
 
-def _is_any_dangerous(
-    graph: tf.Graph, operations: Iterable[tf.Operation], known_functions: set[str]
-) -> bool:
+def _is_any_dangerous(graph: tf.Graph, operations: Sequence[tf.Operation]) -> bool:
     for operation in operations:
         if operation.type == _PRODUCT and operation.inputs[0].dtype in _DANGEROUS:
             left, right = (tensor.shape for tensor in operation.inputs)
             if not operation.get_attr("adj_x") and _may_be_dangerous(left, right):
                 return True
+    if not any(operation.type in CONTROL_FLOW | CALLS for operation in operations):
+        return False
     # In loops and branches only the results' shapes are told.
     return any(
         node.op == _PRODUCT
@@ -88,7 +88,6 @@ def _is_any_dangerous(
         and tf.as_dtype(node.attr["T"].type) in _DANGEROUS
         and _may_be_dangerous(_shape_of_result(node), tf.TensorShape(None))
         for definition in graph.as_graph_def(add_shapes=True).library.function
-        if definition.signature.name not in known_functions
         for node in definition.node_def
     )
 
