@@ -47,6 +47,11 @@ def corrected_derivatives() -> Iterator[None]:
         _in_force.reset(token)
 
 
+def is_linearizing() -> bool:
+    """Whether the gradients of this module are in force in this context."""
+    return _in_force.get()
+
+
 def _gradient_of(*kinds: str) -> Callable[[GradientFunction], GradientFunction]:
     """Put a gradient in the place of TensorFlow's for operations of some types."""
 

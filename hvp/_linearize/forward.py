@@ -2,7 +2,8 @@
 
 One accumulator inside a loss is right, also around or inside of tapes. Of one within another
 TensorFlow gives a wrong first derivative in graphs, without an error: terms are missing. Nothing in
-the graph tells; so it is noticed when the second accumulator is entered.
+the graph tells; so it is noticed when the second accumulator is entered. A thread that does not
+linearize meanwhile may nest them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvp._errors import SecondDerivativeError
+from hvp._linearize.derivatives import is_linearizing
 
 _local = threading.local()
 
@@ -24,15 +26,16 @@ class OnlyForwardAccumulator(tf.autodiff.ForwardAccumulator):
     def __enter__(self) -> Any:
         """Record, unless another accumulator does already."""
         depth = getattr(_local, "depth", 0)
-        if depth:
+        if depth and is_linearizing():
             raise SecondDerivativeError(
                 "the function has a tf.autodiff.ForwardAccumulator within another, of which "
                 "TensorFlow's derivative is wrong in graphs",
                 "one forward accumulator at a time",
                 "use a tf.GradientTape inside the accumulator, or two tapes",
             )
+        entered = super().__enter__()
         _local.depth = depth + 1
-        return super().__enter__()
+        return entered
 
     def __exit__(
         self,

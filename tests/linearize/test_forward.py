@@ -1,5 +1,7 @@
 """Forward accumulators inside losses: one is right, one within another is refused."""
 
+import threading
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -67,6 +69,20 @@ def test_one_within_another_is_refused(engine):
             hvp.HessianOperator(lambda: nested(w), w, engine=engine)
     with hvp.HessianOperator(lambda: slope(w), w, engine=engine) as H:
         assert np.isfinite(H @ np.ones(3)).all()
+
+
+def test_other_threads_may_nest_them_meanwhile():
+    w, seen = tf.Variable(W), []
+
+    def loss():
+        other = threading.Thread(target=lambda: seen.append(float(nested(w))))
+        other.start()  # while this thread linearizes
+        other.join()
+        return slope(w)
+
+    want = float(nested(w))
+    with hvp.HessianOperator(loss, w):
+        assert seen == [want]
 
 
 def test_tensorflow_has_it_wrong_in_graphs():
