@@ -332,10 +332,25 @@ class Program:
         doubtful = zip(self._trace.doubts.wrong_at_values, at_wrong_values)
         refuse_missing_derivatives([found for found, is_at in doubtful if is_at])
 
+    def _traced(self) -> Trace:
+        try:
+            return trace(self._function, self.nest.variables, self._products)
+        except ValueError as error:
+            if "is not a valid root scope name" not in str(error):
+                raise
+
+        def scoped() -> Any:
+            # Outermost, TensorFlow takes no name that begins with an underscore, as Keras calls
+            # layers of classes whose names do.
+            with tf.name_scope("function"):
+                return self._function()
+
+        return trace(scoped, self.nest.variables, self._products)
+
     def _try_to_trace(self) -> Trace | None:
         try:
             with exact_functions(), kept_losses(self._given):
-                found = trace(self._function, self.nest.variables, self._products)
+                found = self._traced()
         except HvpError:
             raise
         except Exception as error:  # user code may raise anything when it meets a symbolic tensor

@@ -350,7 +350,8 @@ def _link_sizes(model: Any, links: list[_Link]) -> list[int]:
         for place, (operation, node) in enumerate(_in_order(model)):
             before = len(graph.get_operations())
             args, kwargs = node.arguments.fill_in(values)
-            made = tf.nest.flatten(operation(*args, **kwargs))
+            with tf.name_scope("link"):  # outermost, a name may not begin with an underscore
+                made = tf.nest.flatten(operation(*args, **kwargs))
             values.update(zip(map(id, node.output_tensors), made))
             new = graph.get_operations()[before:]
             sizes[place] = sum(nbytes(tensor) for made_by in new for tensor in made_by.outputs)

@@ -497,7 +497,8 @@ def test_models_and_keras_losses_are_not_losses():
     for loss, message in (
         (problem.variables, "model Sequential itself"),
         (keras.losses.MeanSquaredError(), "never calls the model"),
-        ("mse", "cannot be called"),
+        ("mse", "the name 'mse'"),
+        (0.5, "cannot be called"),
     ):
         with pytest.raises(hvp.InvalidLossError, match=message):
             hvp.HessianOperator(loss, problem.variables, problem.data)

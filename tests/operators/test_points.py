@@ -8,7 +8,7 @@ import tensorflow as tf
 
 import hvp
 from hvp._operators.loss_evaluation import evaluate_loss
-from hvp._operators.memory import part_of_limit
+from hvp._operators.memory import Share
 from hvp._operators.points import Points
 from tests.cases import random
 
@@ -82,7 +82,7 @@ def test_a_limit_is_shared():
     points = Points.of(loss, w, data, **options)
     each = points.at(w.numpy().ravel()).operator.stats.batches_kept
     assert 0 < each <= alone / 2
-    assert part_of_limit("2GiB", 2) == 2**30
-    assert part_of_limit(1000, 4) == 250
+    assert Share("2GiB", 1 / 2).nbytes == 2**30
+    assert Share(1000, 1 / 4).nbytes == 250
     with pytest.raises(hvp.HvpError, match="memory_limit"):
-        part_of_limit("much", 2)
+        _ = Share("much", 1 / 2).nbytes

@@ -373,3 +373,35 @@ class TestOperator:
             hvp.HessianOperator(
                 lambda: tf.reduce_mean(model(X) ** 2), model.trainable_variables, recompute=True
             )
+
+
+def test_layers_whose_class_begins_with_an_underscore():
+    class _Scale(keras.layers.Layer):  # which Keras calls "__scale"
+        def call(self, x):
+            return 2.0 * x
+
+    class _Net(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(2, "tanh")
+
+        def call(self, x):
+            return self.dense(x)
+
+    x = random(0, 2, 3)
+    inputs = keras.Input((3,))
+    hidden = _Scale()(keras.layers.Dense(3, "tanh")(inputs))
+    model = keras.Model(inputs, keras.layers.Dense(1)(hidden))
+
+    def loss(x):
+        return tf.reduce_mean(model(x) ** 2)
+
+    with hvp.HessianOperator(loss, model, (x,)) as H:
+        want = H.to_dense()
+    with hvp.HessianOperator(loss, model, (x,), recompute=True) as H:
+        np.testing.assert_allclose(H.to_dense(), want, atol=1e-5)
+    net = _Net()
+    net(x)
+    with hvp.HessianOperator(lambda x: tf.reduce_sum(net(x) ** 2), net, (x,)) as H:
+        assert H.stats.engine == "graph"
+        assert not H.stats.note
