@@ -3,8 +3,8 @@
 Their names are replaced where Keras and users look them up, only while a function is traced or run
 to be linearized. Values are the same, and first derivatives where TensorFlow has them right, so a
 thread that meets a replacement meanwhile notices nothing. A copy bound earlier (`from tensorflow.nn
-import moments`, or an older trace of a `tf.function`) escapes. What the module `derivatives` corrects does
-not need a name, and is in force at the same time.
+import moments`, or an older trace of a `tf.function`) escapes. What the module `derivatives`
+corrects does not need a name, and is in force at the same time.
 """
 
 from __future__ import annotations
