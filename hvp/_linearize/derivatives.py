@@ -200,6 +200,58 @@ def _fractional_avg_pool_grad(operation: Any, upstream: tf.Tensor) -> Sequence[A
     return None, again, None, None
 
 
+@_gradient_of("FractionalMaxPoolGrad")
+def _fractional_max_pool_grad(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
+    image, maxima, _, rows, columns = operation.inputs
+    overlap = 1 if operation.get_attr("overlapping") else 0
+
+    def windows(sequence: tf.Tensor, size: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return the places in each window along an axis, and which of them are in it."""
+        # TensorFlow infers one edge too few.
+        sequence = tf.compat.v1.placeholder_with_default(sequence, [None])
+        widths = sequence[1:] - sequence[:-1] + overlap
+        offsets = tf.range(tf.reduce_max(widths))
+        places = sequence[:-1, tf.newaxis] + offsets
+        size = tf.cast(size, sequence.dtype)
+        inside = (offsets < widths[:, tf.newaxis]) & (places < size)
+        return tf.minimum(places, size - 1), inside
+
+    shape = tf.shape(image)
+    across, is_row = windows(rows, shape[1])
+    along, is_column = windows(columns, shape[2])
+
+    def in_windows(values: tf.Tensor) -> tf.Tensor:
+        """Shape values as window, place, window, place along rows and columns."""
+        return tf.gather(tf.gather(values, across, axis=1), along, axis=3)
+
+    inside = is_row[:, :, tf.newaxis, tf.newaxis] & is_column
+    largest = tf.equal(in_windows(image), maxima[:, :, tf.newaxis, :, tf.newaxis])
+    chosen = tf.cast(largest & inside[tf.newaxis, ..., tf.newaxis], upstream.dtype)
+    sums = tf.reduce_sum(chosen * in_windows(upstream), axis=[2, 4])
+    again = sums / tf.reduce_sum(chosen, axis=[2, 4])
+    return None, None, tf.ensure_shape(again, maxima.shape), None, None
+
+
+@_gradient_of("RaggedTensorToVariantGradient")
+def _ragged_tensor_to_variant_gradient(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
+    splits = operation.inputs[1]
+    again = raw.RaggedTensorToVariant(
+        rt_nested_splits=[splits], rt_dense_values=upstream, batched_input=True
+    )
+    return again, None, None
+
+
+@_gradient_of("SparseSliceGrad")
+def _sparse_slice_grad(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
+    # Each entry of the slice is one of the whole, of which the indices are in order.
+    _, indices, start, of_slice = operation.inputs
+    sizes = tf.reduce_max(indices, axis=0) + 1
+    strides = tf.math.cumprod(sizes, exclusive=True, reverse=True)
+    numbers = tf.reduce_sum(indices * strides, axis=1)
+    wanted = tf.reduce_sum((of_slice + start) * strides, axis=1)
+    return tf.gather(upstream, tf.searchsorted(numbers, wanted)), None, None, None
+
+
 @_gradient_of("SparseFillEmptyRowsGrad")
 def _sparse_fill_empty_rows_grad(
     operation: Any, upstream: tf.Tensor, upstream_of_default: tf.Tensor

@@ -107,12 +107,9 @@ MISSING_DERIVATIVES = {
     "CudnnRNNBackpropV3": MissingDerivative((), _CUDNN),
     "Dilation2DBackpropFilter": MissingDerivative((2,), _POOL),
     "Dilation2DBackpropInput": MissingDerivative((2,), _POOL),
-    "FractionalMaxPoolGrad": MissingDerivative((2,), _POOL),
     "IgammaGradA": MissingDerivative((0, 1), _PARAMETER),
     "PreventGradient": MissingDerivative((0,), BY_NAME.format("tf.nn.ctc_loss")),
-    "RaggedTensorToVariantGradient": MissingDerivative((0,), _DENSE),
     "RandomGammaGrad": MissingDerivative((0, 1), _DRAWS),
-    "SparseSliceGrad": MissingDerivative((0,), _DENSE),
 }
 
 # Why rows are refused and not put right; the documentation shows it.
@@ -159,12 +156,8 @@ WHY = {
         ),
         _BY_ITSELF.format("``tf.quantization``"),
     ),
-    **dict.fromkeys(
-        ("RaggedTensorToVariantGradient", "SparseAddGrad", "SparseSliceGrad"),
-        "could be right, by matching indices; not written yet",
-    ),
+    "SparseAddGrad": "could be right, by matching indices; not written yet",
     "CropAndResizeGradBoxes": "right by the image; by the boxes TensorFlow has no operation for it",
-    "FractionalMaxPoolGrad": "could be right, by looking for the maxima again; not written yet",
     "MaxPoolGradV2": "its window is a tensor, and TensorFlow computes it in place",
     "PreventGradient": "right through ``tf.nn.ctc_loss`` called by that name",
 }

@@ -36,6 +36,12 @@ def ragged(x):
     return tf.RaggedTensor.from_row_lengths(tf.reshape(x, [-1]), [3, 0, 20, 17])
 
 
+def grid(x):
+    return tf.SparseTensor(
+        [[i, j] for i in range(8) for j in range(5)], tf.reshape(x, [-1]), [8, 5]
+    )
+
+
 def kernel(x):
     return tf.sin(tf.reshape(tf.reshape(x, [-1])[:8], [2, 2, 2]))
 
@@ -78,6 +84,14 @@ OTHERS = {
     "fractional pool, overlapping": lambda x: tf.nn.fractional_avg_pool(
         x, [1, 1.4, 1.3, 1], overlapping=True, seed=1
     )[0],
+    "fractional max pool": lambda x: tf.nn.fractional_max_pool(x, [1, 1.4, 1.3, 1], seed=1)[0],
+    "fractional max pool, overlapping": lambda x: tf.nn.fractional_max_pool(
+        x, [1, 1.4, 1.3, 1], overlapping=True, seed=1
+    )[0],
+    "sparse slice": lambda x: tf.sparse.slice(grid(x), [1, 0], [5, 4]).values,
+    "ragged map": lambda x: tf.map_fn(
+        tf.reduce_sum, tf.sin(ragged(x)), fn_output_signature=x.dtype
+    ),
     "dilation": lambda x: tf.nn.dilation2d(
         x, kernel(x), [1, 1, 1, 1], "SAME", "NHWC", [1, 1, 1, 1]
     ),
@@ -132,6 +146,9 @@ CASE_OF = {
     "CropAndResizeGradImage": "crop",
     "Dilation2D": "dilation",
     "FractionalAvgPoolGrad": "fractional pool",
+    "FractionalMaxPoolGrad": "fractional max pool",
+    "RaggedTensorToVariantGradient": "ragged map",
+    "SparseSliceGrad": "sparse slice",
     "MaxPoolGradWithArgmax": "pool with places",
     "ResizeBicubicGrad": "bicubic",
     "ResizeBilinear": "bilinear",

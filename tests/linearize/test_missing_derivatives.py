@@ -93,35 +93,6 @@ def cudnn(version):
     return Row(run, _0=sequence)
 
 
-def fractional_pool():
-    """A pool over fractions, and the rest of what its gradient takes."""
-    out, rows, columns = tf.nn.fractional_max_pool(IMAGE, [1, 2, 2, 1])
-    return Row(
-        lambda g: raw.FractionalMaxPoolGrad(
-            orig_input=IMAGE,
-            orig_output=out,
-            out_backprop=g,
-            row_pooling_sequence=rows,
-            col_pooling_sequence=columns,
-        ),
-        _2=out,
-    )
-
-
-def ragged_gradient(g):
-    variant = raw.RaggedTensorToVariant(
-        rt_nested_splits=[tf.constant([0, 1, 4], tf.int64)],
-        rt_dense_values=g,
-        batched_input=True,
-    )
-    return raw.RaggedTensorToVariantGradient(
-        encoded_ragged_grad=variant,
-        row_splits=tf.constant([0, 1, 4], tf.int64),
-        dense_values_shape=[4],
-        Tvalues=tf.float32,
-    )
-
-
 def sparse(x):
     return {"values": [x, x], "indices": [TWO, TWO], "shapes": [tf.constant([4], tf.int64)] * 2}
 
@@ -191,7 +162,6 @@ ROWS = {
         )[0],
         _0=VECTOR,
     ),
-    "FractionalMaxPoolGrad": fractional_pool(),
     "FusedBatchNorm": norm(""),
     "FusedBatchNormV2": norm("V2"),
     "FusedBatchNormV3": norm("V3"),
@@ -256,7 +226,6 @@ ROWS = {
         _1=8 * NUMBER,
         _2=NUMBER,
     ),
-    "RaggedTensorToVariantGradient": Row(ragged_gradient, _0=VECTOR),
     "RandomGammaGrad": Row(
         lambda a, x: raw.RandomGammaGrad(alpha=a, sample=x), _0=VECTOR, _1=VECTOR
     ),
@@ -279,15 +248,6 @@ ROWS = {
     ),
     "SparseConcat": Row(
         lambda x: raw.SparseConcat(**sparse(x), concat_dim=0).output_values, _2=VECTOR[:2]
-    ),
-    "SparseSliceGrad": Row(
-        lambda g: raw.SparseSliceGrad(
-            backprop_val_grad=g,
-            input_indices=TWO,
-            input_start=tf.constant([0], tf.int64),
-            output_indices=TWO,
-        ),
-        _0=VECTOR[:2],
     ),
     "StatelessParameterizedTruncatedNormal": truncated(
         lambda mean, width, least, most: raw.StatelessParameterizedTruncatedNormal(
