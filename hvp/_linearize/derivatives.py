@@ -252,6 +252,27 @@ def _sparse_slice_grad(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
     return tf.gather(upstream, tf.searchsorted(numbers, wanted)), None, None, None
 
 
+@_gradient_of("SparseAdd")
+def _sparse_add(operation: Any, upstream_of_indices: Any, upstream: tf.Tensor, *_: Any) -> Any:
+    # By gathers, which can be differentiated, in place of an operation that cannot.
+    total = operation.outputs[0]
+    both = [operation.inputs[0], operation.inputs[3]]
+    sizes = tf.reduce_max(tf.concat([total, *both], 0), axis=0) + 1
+    strides = tf.math.cumprod(sizes, exclusive=True, reverse=True)
+    numbers = tf.reduce_sum(total * strides, axis=1)
+    # What was below the threshold is not in the sum, and gets the zero behind the rest.
+    known = tf.concat([upstream, tf.zeros([1], upstream.dtype)], 0)
+    padded = tf.concat([numbers, -tf.ones([1], numbers.dtype)], 0)
+
+    def of(indices: tf.Tensor) -> tf.Tensor:
+        wanted = tf.reduce_sum(indices * strides, axis=1)
+        places = tf.searchsorted(numbers, wanted)
+        is_there = tf.equal(tf.gather(padded, places), wanted)
+        return tf.gather(known, tf.where(is_there, places, tf.size(numbers)))
+
+    return None, of(both[0]), None, None, of(both[1]), None, None
+
+
 @_gradient_of("SparseFillEmptyRowsGrad")
 def _sparse_fill_empty_rows_grad(
     operation: Any, upstream: tf.Tensor, upstream_of_default: tf.Tensor

@@ -156,7 +156,7 @@ WHY = {
         ),
         _BY_ITSELF.format("``tf.quantization``"),
     ),
-    "SparseAddGrad": "could be right, by matching indices; not written yet",
+    "SparseAddGrad": _BY_ITSELF.format("``tf.sparse.add``"),
     "CropAndResizeGradBoxes": "right by the image; by the boxes TensorFlow has no operation for it",
     "MaxPoolGradV2": "its window is a tensor, and TensorFlow computes it in place",
     "PreventGradient": "right through ``tf.nn.ctc_loss`` called by that name",

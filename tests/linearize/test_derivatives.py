@@ -89,6 +89,14 @@ OTHERS = {
         x, [1, 1.4, 1.3, 1], overlapping=True, seed=1
     )[0],
     "sparse slice": lambda x: tf.sparse.slice(grid(x), [1, 0], [5, 4]).values,
+    "sparse sum": lambda x: (
+        tf.sparse.add(
+            sparse(x), tf.SparseTensor([[0, 2], [1, 1], [2, 2]], tf.sin(x[0, 1, :3, 0]), [3, 3])
+        ).values
+    ),
+    "sparse sum above a threshold": lambda x: (
+        tf.sparse.add(sparse(x), sparse(tf.reverse(x, [1])), threshold=0.7).values
+    ),
     "ragged map": lambda x: tf.map_fn(
         tf.reduce_sum, tf.sin(ragged(x)), fn_output_signature=x.dtype
     ),
@@ -148,6 +156,7 @@ CASE_OF = {
     "FractionalAvgPoolGrad": "fractional pool",
     "FractionalMaxPoolGrad": "fractional max pool",
     "RaggedTensorToVariantGradient": "ragged map",
+    "SparseAdd": "sparse sum",
     "SparseSliceGrad": "sparse slice",
     "MaxPoolGradWithArgmax": "pool with places",
     "ResizeBicubicGrad": "bicubic",
