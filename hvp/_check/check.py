@@ -64,8 +64,8 @@ def check(H: Any, *, rtol: float = 1e-5, seed: int = 0, progress: Any = False) -
             not, the variables are named whose gradients differ, and the layers that draw.
         *differences*
             Are products differences of gradients? Along one direction, by central differences:
-            in float64, of the traced gradient, where that can be had (one batch, no loops, no
-            random draws), else in the variables' dtype. Where they do not settle (kinks,
+            in float64, of the traced gradient, where that can be had (no loops, branches or
+            recomputed parts), else in the variables' dtype. Where they do not settle (kinks,
             rounding), this is a warning.
         *connected*
             Does the loss depend on all variables?
@@ -306,12 +306,13 @@ class _Run:
         # In float64 steps can be so short that there are no kinks within them.
         wide = self._gradients.in_float64()
         try:
-            found, length = self._differences(direction, wide)
-        except tf.errors.OpError:
-            if wide is None:
-                raise
-            wide = None  # there is no kernel for an operation in float64
-            found, length = self._differences(direction, wide)
+            try:
+                found, length = self._differences(direction, wide)
+            except tf.errors.OpError:
+                if wide is None:
+                    raise
+                wide = None  # there is no kernel for an operation in float64
+                found, length = self._differences(direction, wide)
         except NonFiniteError as error:
             yield Finding(name, "warning", f"not looked at: nearby, {error}")
             return
