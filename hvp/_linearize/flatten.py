@@ -14,6 +14,10 @@ from hvp._linearize.variables import VariableNest
 # NumPy and scipy.sparse know neither of these, so vectors travel in the next wider type.
 _WIDENED = {tf.float16: tf.float32, tf.bfloat16: tf.float32}
 
+# How much the parts of vectors that agree may differ, and how many roundings of the whole besides.
+# What TensorFlow vectorizes wrongly differs by a tenth and more.
+_CLOSE, _ROUNDINGS = 1e-2, 1e3
+
 
 class Flattener:
     """Between a nest of tensors shaped like the variables and one flat vector.
@@ -132,6 +136,25 @@ class Flattener:
                 f"a flat vector of shape {tuple(v.shape)} was given",
                 f"shape ({self.size},), or a nest like the variables",
             )
+
+    def agree(self, got: tf.Tensor, want: tf.Tensor, size: tf.Tensor) -> bool:
+        """Whether two vectors, or blocks of rows, are the same but for rounding.
+
+        Each variable's part is compared by itself, so that small parts count too.
+
+        Parameters
+        ----------
+        got, want : tf.Tensor
+            Of shape `(n,)`, or `(k, n)`.
+        size : tf.Tensor
+            The norm of what they were computed from, of which rounding is a part.
+        """
+        rounding = _ROUNDINGS * np.finfo(self.dtype.as_numpy_dtype).eps * size
+        parts = (tf.split(vector, self.sizes, -1) for vector in (got, want))
+        return all(
+            bool(tf.norm(one - other) <= _CLOSE * tf.norm(other) + rounding)
+            for one, other in zip(*parts)
+        )
 
     def nest_of_parts(self, parts: Sequence[Any]) -> Any:
         """Pack parts, in order, into the structure of the variables."""

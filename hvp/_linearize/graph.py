@@ -12,7 +12,6 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from hvp._interrupts import Uninterrupted
@@ -34,10 +33,8 @@ from hvp._linearize.vectorized import NotVectorizedError, vectorized
 # a row takes longer than in a smaller block, up to a fourth.
 _WIDEST = 64
 _BLOCK_BYTES = 2**24
-# Rows of the block that is compared with single products; how much each variable's part may
-# differ, and how many roundings of the whole besides. What is converted wrongly differs by a tenth
-# and more.
-_COMPARED_ROWS, _CLOSE, _ROUNDING = 2, 1e-2, 1e3
+# Rows of the block that is compared with single products.
+_COMPARED_ROWS = 2
 
 # Runs a function of a program on some tensors and on residuals.
 Run = Callable[..., Any]
@@ -185,14 +182,7 @@ class GraphProgram:
         single = tf.stack([self._single(row, residuals) for row in tf.unstack(rows)])
         if not tf.reduce_all(tf.math.is_finite(single)):
             return None
-        whole = tf.norm(single)
-        # Small parts count too, as far as they are not rounding of the large ones.
-        rounding = _ROUNDING * np.finfo(self._flattener.dtype.as_numpy_dtype).eps * whole
-        parts = (tf.split(rows, self._flattener.sizes, -1) for rows in (block, single))
-        return all(
-            bool(tf.norm(got - want) <= _CLOSE * tf.norm(want) + rounding)
-            for got, want in zip(*parts)
-        )
+        return self._flattener.agree(block, single, tf.norm(single))
 
     def _single(self, row: tf.Tensor, residuals: Sequence[tf.Tensor]) -> tf.Tensor:
         if self.can_watch:

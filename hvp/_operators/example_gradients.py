@@ -25,8 +25,6 @@ from hvp._operators.evaluation import Evaluation
 
 # Examples of which a batch's loss is compared with the mean of their losses, and to what part.
 _COMPARED, _CLOSE = 8, 1e-3
-# How much the part of each variable may differ of the mean gradient, and how many roundings of all.
-_CLOSE_PARTS, _ROUNDING = 1e-2, 1e3
 # Bytes of gradients, by default, in one call; a call works on several times as much.
 _BYTES, _WORKING = 2**26, 4
 # Of arrays, so many examples at a time are converted to tensors.
@@ -173,12 +171,7 @@ class ExampleGradients:
         mean = tf.reduce_mean(rows, axis=0)
         if not tf.reduce_all(tf.math.is_finite(mean)):
             return True  # which is refused elsewhere, by the number of the example
-        rounding = _ROUNDING * np.finfo(gradient.dtype.as_numpy_dtype).eps * tf.norm(rows)
-        parts = (tf.split(vector, self._flattener.sizes) for vector in (mean, gradient))
-        return all(
-            bool(tf.norm(got - want) <= _CLOSE_PARTS * tf.norm(want) + rounding)
-            for got, want in zip(*parts)
-        )
+        return self._flattener.agree(mean, gradient, tf.norm(rows))
 
     def _function(self, elements: Elements) -> Compiled:
         specs = [tf.TensorSpec([None, *t.shape[1:]], t.dtype) for t in elements.tensors]
