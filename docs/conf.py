@@ -43,7 +43,7 @@ suppress_warnings = ["config.cache"]  # sphinx-gallery's settings hold functions
 
 def _tables_of_derivatives(app, docname, source):
     """Put the tables that the package looks in where a page asks for them."""
-    from hvp._linearize.missing_derivatives import MISSING_DERIVATIVES, WHY, WRONG_AT_VALUES
+    from hvp._derivatives.missing import MISSING_DERIVATIVES, WHY, WRONG_AT_VALUES
 
     missing = [(kind, WHY[kind], row.remedy) for kind, row in sorted(MISSING_DERIVATIVES.items())]
     wrong = [(kind, row.values, row.remedy) for kind, row in sorted(WRONG_AT_VALUES.items())]

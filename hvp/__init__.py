@@ -4,6 +4,8 @@ The public names, all of them:
 
 `HessianOperator`
     The Hessian of a loss as a scipy `LinearOperator`.
+`GaussNewtonOperator`
+    Its Gauss-Newton matrix, positive semi-definite where the loss is convex in the predictions.
 `hessian_vector_product`
     One product, and nothing kept.
 `minimize`
@@ -54,14 +56,15 @@ from hvp._errors import (
     TooLargeError,
 )
 from hvp._influence.influence import InfluenceFunctions, TopInfluences
-from hvp._linearize.linearization import Linearization, linearize
 from hvp._minimize.minimize import minimize
 from hvp._minimize.newton_cg import NewtonCG, NewtonStep
 from hvp._minimize.objective import ScipyObjective
+from hvp._operators.gauss_newton import GaussNewtonOperator
 from hvp._operators.hessian import HessianOperator, hessian_vector_product
-from hvp._operators.statistics import Statistics
+from hvp._operators.linearization import Linearization, linearize
 from hvp._recompute.keras_segments import recompute_model
 from hvp._recompute.recompute import recompute
+from hvp._snapshots.statistics import Statistics
 from hvp._solve.inverses import ArnoldiInverse, ExactInverse, NeumannInverse
 from hvp._solve.preconditioners import DiagonalPreconditioner, NystromPreconditioner
 from hvp._solve.solve import SolveResult, solve
@@ -78,6 +81,7 @@ __all__ = [
     "ExactInverse",
     "FailedCheckError",
     "Finding",
+    "GaussNewtonOperator",
     "GraphModeError",
     "HessianOperator",
     "HvpError",

@@ -16,13 +16,13 @@ import numpy as np
 import tensorflow as tf
 
 from hvp._check.report import CheckReport, Finding, Outcome
+from hvp._data.budget import amount, peak_nbytes
+from hvp._derivatives.missing import WRONG_AT_VALUES
 from hvp._errors import GraphModeError, HvpError, NonFiniteError
-from hvp._linearize.missing_derivatives import WRONG_AT_VALUES
-from hvp._operators.gradients import Gradients
-from hvp._operators.memory import amount, peak_nbytes
-from hvp._operators.operator import SymmetricOperator
-from hvp._progress import check_progress, progress_bar
-from hvp._strategies import outside_strategies
+from hvp._operators.operator import SymmetricOperator, core_of
+from hvp._runtime.progress import check_progress, progress_bar
+from hvp._runtime.strategies import outside_strategies
+from hvp._snapshots.nearby import Gradients
 
 # Steps of the Lanczos iteration, which are most of the products.
 _STEPS = 10
@@ -116,7 +116,7 @@ def check(H: Any, *, rtol: float = 1e-5, seed: int = 0, progress: Any = False) -
     if not tf.executing_eagerly():
         raise GraphModeError("check is called while TensorFlow traces a graph", "eager execution")
     check_progress(progress)
-    with H.exclusively():  # while the variables are moved
+    with core_of(H).snapshot.exclusively():  # while the variables are moved
         return _checked(H, rtol, seed, progress)
 
 
@@ -165,7 +165,7 @@ class _Run:
     """
 
     def __init__(self, H: SymmetricOperator, rng: np.random.Generator) -> None:
-        self._H, self._rng = H, rng
+        self._H, self._rng, self._core = H, rng, core_of(H)
         self._n, self._epsilon = H.shape[0], float(np.finfo(H.dtype).eps)
         self._close = 3 * np.sqrt(self._epsilon)  # of products of one matrix, relative to its norm
         self.eigenvalues = np.empty(0)
@@ -253,10 +253,10 @@ class _Run:
     def same_each_time(self) -> Iterator[Finding]:
         """Evaluate the loss again, by a trace of its own, twice."""
         name = "same each time"
-        remarks = self._H.remarks
+        remarks = self._core.remarks
         drawn = [] if remarks is None else remarks.random
         where = f"; it draws random numbers: {_listed(drawn)}" if drawn else ""
-        self._gradients = self._H.gradients()
+        self._gradients = self._core.gradients()
         if self._gradients is None:
             yield Finding(name, "warning", "not looked at: there is no loss to evaluate again")
             return
@@ -291,7 +291,7 @@ class _Run:
         scale = self._rounding * max(np.linalg.norm(one), np.linalg.norm(other))
         parts = zip(self._gradients.parts(one), self._gradients.parts(other))
         apart = [np.linalg.norm(a - b) for a, b in parts]
-        return [repr(n) for n, d in zip(self._H.variable_names, apart) if d > scale]
+        return [repr(n) for n, d in zip(self._core.variable_names, apart) if d > scale]
 
     def differences(self) -> Iterator[Finding]:
         """Compare a product with central differences of the gradient."""
@@ -379,11 +379,11 @@ class _Run:
     def _largest(self, error: np.ndarray) -> str:
         assert self._gradients is not None
         norms = [np.linalg.norm(part) for part in self._gradients.parts(error)]
-        return repr(self._H.variable_names[int(np.argmax(norms))])
+        return repr(self._core.variable_names[int(np.argmax(norms))])
 
     def connected(self) -> Iterator[Finding]:
         """Name the variables that the loss does not depend on."""
-        names = self._H.unconnected()
+        names = self._core.unconnected()
         if not names:
             yield Finding("connected", "ok", "the loss depends on all variables")
             return
@@ -392,7 +392,7 @@ class _Run:
 
     def operations(self) -> Iterator[Finding]:
         """Tell what is known of the loss's graph."""
-        name, remarks = "operations", self._H.remarks
+        name, remarks = "operations", self._core.remarks
         if remarks is None:
             yield Finding(
                 name,

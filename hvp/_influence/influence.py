@@ -13,9 +13,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.lib.format import open_memmap
 
-from hvp._arguments import check_count
-from hvp._checkpoint import Checkpoint
-from hvp._digest import digest
+from hvp._data.budget import Share
 from hvp._errors import (
     CheckpointError,
     ConvergenceWarning,
@@ -24,15 +22,18 @@ from hvp._errors import (
     StaleOperatorError,
     line_of,
 )
-from hvp._guard import OneProcess
-from hvp._operators.example_gradients import ExampleData, ExampleGradients
+from hvp._keras.compiled_loss import loss_of_model
 from hvp._operators.hessian import HessianOperator
-from hvp._operators.memory import Share
-from hvp._operators.model_loss import loss_of_model
-from hvp._progress import check_progress, progress_bar
+from hvp._operators.operator import core_of
+from hvp._runtime.arguments import check_count
+from hvp._runtime.checkpoint import Checkpoint
+from hvp._runtime.digest import digest
+from hvp._runtime.guard import OneProcess
+from hvp._runtime.progress import check_progress, progress_bar
+from hvp._runtime.strategies import outside_strategies
+from hvp._snapshots.example_gradients import ExampleData, ExampleGradients
 from hvp._solve.inverses import ArnoldiInverse, ExactInverse, NeumannInverse
 from hvp._solve.solve import solve
-from hvp._strategies import outside_strategies
 
 _KRYLOV = ("cg", "block_cg", "minres")
 _INVERSES: dict[str, Any] = {
@@ -207,18 +208,18 @@ class InfluenceFunctions(OneProcess):
             regularization=regularization,
             **options,
         )
-        evaluation = self.operator._evaluation
-        if evaluation.program.draws:
+        snapshot = core_of(self.operator).snapshot
+        if snapshot.facts.draws:
             raise HvpError(
                 "the loss draws random numbers, so that an example has no one gradient",
                 "the same loss each time",
                 "leave out dropout: training=False",
             )
-        self._gradients = ExampleGradients(loss, variables, evaluation, part)
+        self._gradients = ExampleGradients(loss, variables, snapshot, part)
         self._gradients.check_mean(self._train.first)
         self._test_gradients = self._gradients
         if test_loss is not None:
-            self._test_gradients = ExampleGradients(test_loss, variables, evaluation, part)
+            self._test_gradients = ExampleGradients(test_loss, variables, snapshot, part)
         size = self.operator.shape[0]
         each = size * self.operator.dtype.itemsize * _VECTORS
         self._width = max(1, min(_WIDEST, (part or _BYTES) // each))
@@ -572,7 +573,7 @@ class InfluenceFunctions(OneProcess):
         settings = [self.operator.damping, self._rtol, self._maxiter, self._width]
         fingerprint = {
             "call": "InfluenceFunctions." + ("self_influence" if test is None else "scores"),
-            **self.operator.fingerprint(),
+            **core_of(self.operator).fingerprint(),
             "training data": self._train.fingerprint(),
             # Of a function only what it does is known.
             "solver": str(self._solver)

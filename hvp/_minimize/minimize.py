@@ -14,14 +14,14 @@ import scipy.optimize
 from scipy.optimize import OptimizeResult
 
 from hvp._errors import HvpError, TooLargeError
-from hvp._guard import refuse_forks
+from hvp._keras.compiled_loss import check_options_of_fit, compiled_problem
 from hvp._minimize.non_finite import log_non_finite, non_finite_said
 from hvp._minimize.objective import OPERATOR_OPTIONS, ScipyObjective
-from hvp._operators.model_loss import check_options_of_fit, compiled_problem
-from hvp._operators.points import Points
-from hvp._operators.position import variables_size
-from hvp._progress import check_progress, progress_bar
-from hvp._strategies import outside_strategies
+from hvp._minimize.points import Points
+from hvp._minimize.position import variables_size
+from hvp._runtime.guard import refuse_forks
+from hvp._runtime.progress import check_progress, progress_bar
+from hvp._runtime.strategies import outside_strategies
 
 # Variables up to which a dense Hessian is made, as of `HessianOperator.to_dense`.
 _DENSE = 4096

@@ -8,10 +8,11 @@ from typing import Any
 import tensorflow as tf
 
 from hvp._errors import HvpError
+from hvp._minimize.points import Point, Points
 from hvp._minimize.samples import Samples
-from hvp._operators.loss_evaluation import evaluate_loss
+from hvp._operators.core import Core
 from hvp._operators.operator import SymmetricOperator
-from hvp._operators.points import Point, Points
+from hvp._snapshots.problem import evaluate_loss
 
 
 class WholeModel:
@@ -114,14 +115,14 @@ class SampledModel(WholeModel):
             )
         super().__init__(points)
         # Evaluated for each step, at the sample drawn for it.
-        evaluation = evaluate_loss(
+        snapshot = evaluate_loss(
             self._samples.loss,
             variables,
             on_stale="ignore",
             inputs=self._samples.variables,
             **single,
         )
-        self._operator = SymmetricOperator(evaluation, 0.0)
+        self._operator = SymmetricOperator(Core(snapshot), 0.0)
 
     def here(self, iteration: int, moved: bool) -> Point:
         """Return where the variables are; over the sample of this step, if there are samples."""

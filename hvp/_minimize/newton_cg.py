@@ -13,22 +13,22 @@ import numpy as np
 import tensorflow as tf
 from scipy.optimize import OptimizeResult
 
-from hvp._arguments import check_count
 from hvp._errors import GraphModeError, HvpError, NonFiniteError
-from hvp._guard import OneProcess, refuse_forks
-from hvp._linearize.trace import Resource
+from hvp._keras.compiled_loss import compiled_problem
 from hvp._minimize.models import SampledModel, WholeModel
 from hvp._minimize.non_finite import log_non_finite, non_finite_said
 from hvp._minimize.objective import check_options
+from hvp._minimize.points import Point, Points
 from hvp._minimize.steihaug import Outcome, SteihaugResult
 from hvp._minimize.subproblem import Subproblem, norm_of, wide
-from hvp._operators.model_loss import compiled_problem
 from hvp._operators.operator import SymmetricOperator
-from hvp._operators.points import Point, Points
-from hvp._operators.staleness import Watch
-from hvp._progress import check_progress, progress_bar
+from hvp._runtime.arguments import check_count
+from hvp._runtime.guard import OneProcess, refuse_forks
+from hvp._runtime.progress import check_progress, progress_bar
+from hvp._runtime.strategies import outside_strategies
+from hvp._snapshots.watch import Watch
 from hvp._solve.preconditioners import PRECONDITIONERS
-from hvp._strategies import outside_strategies
+from hvp._vectors.resources import Resource
 
 # A step is taken if the loss falls by this part of what the model promised; the region shrinks
 # below the second, and grows above the third (Conn, Gould and Toint 2000, chapter 6).

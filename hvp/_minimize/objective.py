@@ -8,10 +8,10 @@ from typing import Any, Literal
 import numpy as np
 from scipy.sparse.linalg import LinearOperator
 
-from hvp._guard import OneProcess, refuse_forks
-from hvp._operators.points import Point, Points
-from hvp._operators.vectors import make_array
-from hvp._strategies import outside_strategies
+from hvp._minimize.points import Point, Points
+from hvp._runtime.guard import OneProcess, refuse_forks
+from hvp._runtime.strategies import outside_strategies
+from hvp._vectors.arrays import make_array
 
 # Options of `HessianOperator` that have a meaning for a loss at many points.
 OPERATOR_OPTIONS = frozenset(

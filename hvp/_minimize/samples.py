@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvp._arguments import check_count
+from hvp._data.elements import EXPECTED, check_first_axes, checked_loss
 from hvp._errors import InvalidDataError
-from hvp._operators.data import EXPECTED, check_first_axes, checked_loss
+from hvp._runtime.arguments import check_count
 
 
 class Samples:

@@ -22,7 +22,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvp._linearize.compiled import Compiled
+from hvp._graphs.compiled import Compiled
 from hvp._operators.operator import SymmetricOperator
 
 # Iterations in one call, between which Python sees interrupts; fewer where each product goes

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
-from hvp._linearize.compiled import JitCompile
-from hvp._linearize.flatten import Flattener
-from hvp._linearize.program import Engine
-from hvp._linearize.variables import collect_variables
-from hvp._operators.data import convert_batch
-from hvp._operators.evaluation import OnStale
-from hvp._operators.loss_evaluation import evaluate_loss
-from hvp._operators.model_loss import compiled_problem
+from hvp._data.elements import checked_loss
+from hvp._engines.rule import HessianRule
+from hvp._engines.settings import Engine, OnStale
+from hvp._graphs.compiled import JitCompile
+from hvp._keras.compiled_loss import compiled_problem
+from hvp._operators.core import evaluated
 from hvp._operators.operator import SymmetricOperator, check_damping
-from hvp._operators.vectors import check_array
-from hvp._strategies import outside_strategies
+from hvp._runtime.strategies import outside_strategies
+from hvp._vectors.arrays import check_array
+from hvp._vectors.space import Space
+from hvp._vectors.variables import collect_variables
 
 
 class HessianOperator(SymmetricOperator):
@@ -163,12 +162,8 @@ class HessianOperator(SymmetricOperator):
         recompute: bool | int | Sequence[Any] = False,
     ) -> None:
         damping = check_damping(damping)
-        divided = not (batch_size is None and memory_limit is None and weight is None)
-        if isinstance(data, (tuple, dict)) and not divided:
-            data = convert_batch(data, "data")  # once, not for each evaluation
-        evaluate = functools.partial(
-            evaluate_loss,
-            loss,
+        core = evaluated(
+            HessianRule(checked_loss(loss)),
             variables,
             data,
             batch_size=batch_size,
@@ -177,11 +172,12 @@ class HessianOperator(SymmetricOperator):
             regularization=regularization,
             weight=weight,
             progress=progress,
+            on_stale=on_stale,
             engine=engine,
+            jit_compile=jit_compile,
             recompute=recompute,
         )
-        super().__init__(evaluate(on_stale=on_stale, jit_compile=jit_compile), damping)
-        self._evaluate_gradient = functools.partial(evaluate, on_stale="ignore", products=False)
+        super().__init__(core, damping)
 
     @classmethod
     def from_keras(
@@ -277,12 +273,12 @@ def hessian_vector_product(
     >>> hvp.hessian_vector_product(loss, w, tf.ones(3)).numpy()
     array([1., 4., 9.], dtype=float32)
     """
-    flattener = Flattener(collect_variables(variables))
-    is_array = isinstance(v, np.ndarray) and v.shape == (flattener.size,)
+    space = Space.of_variables(collect_variables(variables))
+    is_array = isinstance(v, np.ndarray) and v.shape == (space.size,)
     if is_array:
-        check_array(v, flattener.size, flattener.dtype.as_numpy_dtype, ndims=(1,))
-    elif not flattener.is_flat(v):
-        flattener.parts_of_nest(v)
+        check_array(v, space.size, space.dtype.as_numpy_dtype, ndims=(1,))
+    elif not space.is_flat(v):
+        space.parts_of_nest(v)
     with HessianOperator(loss, variables, data) as operator:
         if is_array:
             return operator.matvec(v)

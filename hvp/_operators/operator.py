@@ -5,9 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import numbers
-import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -16,24 +13,16 @@ import scipy.sparse
 import tensorflow as tf
 from scipy.sparse.linalg import LinearOperator
 
-from hvp._errors import ClosedOperatorError, HvpError, TooLargeError
-from hvp._guard import OneProcess
-from hvp._linearize.flatten import as_tensor, check_numeric
-from hvp._linearize.program import Remarks
+from hvp._errors import HvpError, TooLargeError
 from hvp._operators.arithmetic import DtypePreserving
-from hvp._operators.evaluation import Evaluation
-from hvp._operators.gradients import Gradients
-from hvp._operators.statistics import Statistics
-from hvp._operators.vectors import check_array, check_product, make_array
+from hvp._operators.core import Core
+from hvp._runtime.guard import OneProcess
+from hvp._snapshots.statistics import Statistics
+from hvp._vectors.arrays import check_array, check_product, make_array
+from hvp._vectors.space import as_tensor, check_numeric
 
 Self = TypeVar("Self", bound="SymmetricOperator")
 
-# Methods that the rest of the package calls, and that completion would only clutter.
-_NOT_FOR_USERS = frozenset(
-    """
-    exclusively fingerprint gradients kept product_rows remarks unconnected variable_names
-    """.split()
-)
 # Columns in one block when a dense matrix is put together.
 _DENSE_BLOCK = 64
 
@@ -43,8 +32,8 @@ class SymmetricOperator(OneProcess, DtypePreserving):
 
     Parameters
     ----------
-    evaluation : Evaluation
-        What is linearized, and when.
+    core : Core
+        What was evaluated, and the linear map.
     damping : float
         Multiple of the identity to add.
     """
@@ -57,26 +46,21 @@ class SymmetricOperator(OneProcess, DtypePreserving):
         signature = inspect.signature(cls.__init__)
         cls.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])
 
-    def __init__(self, evaluation: Evaluation, damping: float) -> None:
-        self._evaluation = evaluation
+    def __init__(self, core: Core, damping: float) -> None:
+        self._core = core
         self._damping = check_damping(damping)
-        self._flattener = evaluation.program.flattener
-        self._kept: dict[Any, Any] = {}
-        # Evaluates the gradient alone, of a new trace: for checks. None where there is none.
-        self._evaluate_gradient: Callable[[], Evaluation] | None = None
-        size = self._flattener.size
-        super().__init__(np.dtype(self._flattener.dtype.as_numpy_dtype), (size, size))
-
-    def __dir__(self) -> list[str]:
-        """List what is meant for users."""
-        return sorted(set(super().__dir__()) - _NOT_FOR_USERS)
+        self._space = core.space
+        size = self._space.size
+        super().__init__(np.dtype(self._space.dtype.as_numpy_dtype), (size, size))
 
     def __repr__(self) -> str:
-        size = self.shape[0]
-        said = [f"{size} x {size}", self.dtype.name, f"engine {self._evaluation.program.engine!r}"]
+        size, stats = self.shape[0], self.stats
+        said = [f"{size} x {size}", self.dtype.name, f"engine {stats.engine!r}"]
         if self._damping:
             said.append(f"damping {self._damping:g}")
-        said += filter(None, [self._evaluation.batches_said, self._evaluation.standing])
+        if stats.batches_kept is not None:
+            said.append(f"{stats.batches} batches")
+        said += filter(None, [self._core.snapshot.standing])
         return f"{type(self).__name__}({', '.join(said)})"
 
     @property
@@ -87,7 +71,7 @@ class SymmetricOperator(OneProcess, DtypePreserving):
     @property
     def value(self) -> float:
         """The loss where it was evaluated, from that evaluation."""
-        return float(self._evaluation.value())
+        return float(self._core.snapshot.value())
 
     @property
     def gradient(self) -> np.ndarray:
@@ -95,12 +79,12 @@ class SymmetricOperator(OneProcess, DtypePreserving):
 
         A fresh array each time. Damping does not enter.
         """
-        return self._flattener.join(self._evaluation.gradient()).numpy()
+        return self._core.gradient().numpy()
 
     @property
     def stats(self) -> Statistics:
         """Counts of the work done so far, as they are now."""
-        return self._evaluation.statistics
+        return self._core.snapshot.statistics
 
     @tf.autograph.experimental.do_not_convert
     def product(self, v: Any) -> Any:
@@ -142,26 +126,12 @@ class SymmetricOperator(OneProcess, DtypePreserving):
         Entries that are not finite go in and come out as they are: to look at them would mean to
         wait for the device. `H @ v` does look.
         """
-        damping = self._damping
-        if self._flattener.is_flat(v):
-            flat = as_tensor(v, self._flattener.dtype)
-            if not tf.executing_eagerly():  # where the length may be known only when it runs
-                flat = tf.ensure_shape(flat, self.shape[:1])
-            (result,) = self._run(_product_flat, [flat], [self.shape[:1]])
-            return result + damping * flat if damping else result
-        parts = self._flattener.parts_of_nest(v)
-        dtypes = self._flattener.dtypes
-        cast = [as_tensor(part, dtype) for part, dtype in zip(parts, dtypes)]
-        if not tf.executing_eagerly():
-            cast = [tf.ensure_shape(c, shape) for c, shape in zip(cast, self._flattener.shapes)]
-        result = self._run(_product, cast, self._flattener.shapes)
-        if damping:
-            wide = self._flattener.dtype
-            result = [
-                tf.cast(tf.cast(r, wide) + damping * tf.cast(part, wide), r.dtype)
-                for r, part in zip(result, parts)
-            ]
-        return self._flattener.nest_of_parts(result)
+        space, held = self._space, self._core.map(self._damping)
+        if space.is_flat(v):
+            return held.apply_flat(as_tensor(v, space.dtype))
+        parts = space.parts_of_nest(v)
+        vector = [as_tensor(part, dtype) for part, dtype in zip(parts, space.dtypes)]
+        return space.nest_of_parts(held.apply(vector))
 
     def matvec(self, x: Any) -> np.ndarray:
         """Multiply by one vector.
@@ -297,8 +267,8 @@ class SymmetricOperator(OneProcess, DtypePreserving):
         ndarray or tf.Tensor
             Of shape `(n,)` in the operator's dtype; an ndarray if all of `nest` are.
         """
-        parts = self._flattener.parts_of_nest(nest, "the nest")
-        flat = self._flattener.join([tf.convert_to_tensor(part) for part in parts])
+        parts = self._space.parts_of_nest(nest, "the nest")
+        flat = self._space.join([tf.convert_to_tensor(part) for part in parts])
         return flat.numpy() if all(isinstance(part, np.ndarray) for part in parts) else flat
 
     def unflatten(self, vector: Any) -> Any:
@@ -319,12 +289,12 @@ class SymmetricOperator(OneProcess, DtypePreserving):
         vector = vector if is_tensor else np.asarray(vector)
         check_numeric(vector, "the vector")
         if len(vector.shape) == 2 and vector.shape[0] == self.shape[0]:
-            rows = self._flattener.split(tf.cast(tf.transpose(vector), self._flattener.dtype))
+            rows = self._space.split(tf.cast(tf.transpose(vector), self._space.dtype))
             parts = [tf.transpose(part, [*range(1, len(part.shape)), 0]) for part in rows]
         else:
-            self._flattener.check_flat(vector)
-            parts = self._flattener.split(tf.cast(vector, self._flattener.dtype))
-        return self._flattener.nest_of_parts(parts if is_tensor else [p.numpy() for p in parts])
+            self._space.check_flat(vector)
+            parts = self._space.split(tf.cast(vector, self._space.dtype))
+        return self._space.nest_of_parts(parts if is_tensor else [p.numpy() for p in parts])
 
     def as_tf_operator(
         self, *, is_positive_definite: bool | None = None, name: str = "HessianOperator"
@@ -360,7 +330,7 @@ class SymmetricOperator(OneProcess, DtypePreserving):
         return TensorFlowOperator(
             self._columns,
             self.shape[0],
-            self._flattener.dtype,
+            self._space.dtype,
             is_positive_definite=is_positive_definite,
             name=name,
         )
@@ -379,11 +349,11 @@ class SymmetricOperator(OneProcess, DtypePreserving):
         Costs one evaluation of the gradient, as the constructor does. What was kept of the old
         point is released first, so the two never have to fit in memory together.
         """
-        self._evaluation.refresh()
+        self._core.snapshot.refresh()
 
     def close(self) -> None:
         """Release what is kept for products. Closing twice does nothing."""
-        self._evaluation.close()
+        self._core.snapshot.close()
 
     def __enter__(self: Self) -> Self:
         """Return itself."""
@@ -399,9 +369,8 @@ class SymmetricOperator(OneProcess, DtypePreserving):
         self.close()
 
     def _matvec(self, x: np.ndarray) -> np.ndarray:
-        x = x.reshape(-1)
-        result = self._evaluation.product_flat(tf.constant(x)).numpy()
-        return check_product(result + self._damping * x if self._damping else result)
+        product = self._core.map(self._damping).apply_flat(tf.constant(x.reshape(-1)))
+        return check_product(product.numpy())
 
     def _matmat(self, X: np.ndarray) -> np.ndarray:
         if X.shape[1] == 0:
@@ -416,86 +385,13 @@ class SymmetricOperator(OneProcess, DtypePreserving):
 
     def _columns(self, block: tf.Tensor) -> tf.Tensor:
         """Multiply a tensor of shape `(n, k)`."""
-        return tf.transpose(self.product_rows(tf.transpose(block)))
-
-    def fingerprint(self) -> dict[str, str]:
-        """Return digests of the weights, the data and the loss.
-
-        They are the same in every process with this version of TensorFlow. Damping does not enter.
-        """
-        return self._evaluation.program.fingerprint()
-
-    def kept(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return what was made for this operator, whatever its damping, under a key."""
-        if key not in self._kept:
-            self._kept[key] = make()
-        return self._kept[key]
-
-    def gradients(self) -> Gradients | None:
-        """Return the gradient as a function of the point, traced anew; None if there is none."""
-        if self._evaluate_gradient is None:
-            return None
-        return Gradients(self._evaluate_gradient, self._evaluation)
-
-    def exclusively(self) -> AbstractContextManager[Any]:
-        """Let other threads wait, in a context."""
-        return self._evaluation.exclusively()
-
-    @property
-    def remarks(self) -> Remarks | None:
-        """What the graph of the loss tells about its derivatives; None if there is none."""
-        return self._evaluation.program.remarks
-
-    def unconnected(self) -> list[str]:
-        """Return the names of the variables that the loss does not depend on."""
-        outputs = self._evaluation.gradient_parts()
-        return [name for name, g in zip(self.variable_names, outputs) if g is None]
-
-    @property
-    def variable_names(self) -> list[str]:
-        """Names of the variables, in the order of the vectors."""
-        return [name.partition(":")[0] for name in self._evaluation.program.nest.names]
-
-    def product_rows(self, rows: tf.Tensor) -> tf.Tensor:
-        """Multiply the rows of a tensor of shape `(k, n)`: as `product`, many vectors at once."""
-        (result,) = self._run(_product_rows, [rows], [rows.shape])
-        return result + self._damping * rows if self._damping else result
-
-    def _run(
-        self,
-        multiply: Callable[..., list[tf.Tensor]],
-        parts: Sequence[tf.Tensor],
-        shapes: Sequence[Any],
-    ) -> list[tf.Tensor]:
-        """Multiply now, or in the graph being traced, or in Python whenever that runs."""
-        if tf.executing_eagerly() or self._evaluation.works_in_graphs:
-            return multiply(self._evaluation, *parts)
-        # TensorFlow keeps the function for as long as the process lives: it must not keep the
-        # residuals, so it has a weak reference.
-        weak = weakref.ref(self._evaluation)
-
-        def later(*parts: tf.Tensor) -> list[tf.Tensor]:
-            evaluation = weak()
-            if evaluation is None:
-                raise ClosedOperatorError("the operator no longer exists")
-            return multiply(evaluation, *parts)
-
-        results = tf.py_function(later, parts, [part.dtype for part in parts])
-        for result, shape in zip(results, shapes):
-            result.set_shape(shape)
-        return results
+        rows = self._core.map(self._damping).apply_rows(tf.transpose(block))
+        return tf.transpose(rows)
 
 
-def _product(evaluation: Evaluation, *parts: tf.Tensor) -> list[tf.Tensor]:
-    return evaluation.product(parts)
-
-
-def _product_flat(evaluation: Evaluation, flat: tf.Tensor) -> list[tf.Tensor]:
-    return [evaluation.product_flat(flat)]
-
-
-def _product_rows(evaluation: Evaluation, rows: tf.Tensor) -> list[tf.Tensor]:
-    return [evaluation.product_rows(rows)]
+def core_of(operator: SymmetricOperator) -> Core:
+    """Return what the rest of the package uses of an operator."""
+    return operator._core
 
 
 def check_damping(damping: Any) -> float:

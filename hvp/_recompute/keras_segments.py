@@ -12,11 +12,11 @@ from typing import Any
 import tensorflow as tf
 
 from hvp._errors import RecomputeError
-from hvp._interrupts import Uninterrupted
-from hvp._linearize.graph_parts import nbytes
-from hvp._linearize.keras_losses import kept_losses
+from hvp._graphs.parts import nbytes
+from hvp._keras.losses import kept_losses
 from hvp._recompute.partition import fewest_bytes, smallest_largest
 from hvp._recompute.recompute import recompute, refuse_losses
+from hvp._runtime.interrupts import Uninterrupted
 
 
 def recompute_model(model: Any, segments: int | Sequence[Any] | None = None) -> Callable[..., Any]:
@@ -109,13 +109,13 @@ def _has_outputs(model: Any) -> bool:
         return False
 
 
-def in_segments(loss: Callable[..., Any], variables: Any, segments: Any) -> Callable[..., Any]:
-    """Let a loss call a Keras model in segments.
+def segments_of(
+    variables: Any, segments: Any
+) -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Return contexts in which a Keras model, wherever it is called, is recomputed in segments.
 
     Parameters
     ----------
-    loss : callable
-        It may call the model wherever it likes.
     variables : keras.Model
         The model.
     segments : True, int or sequence
@@ -124,7 +124,7 @@ def in_segments(loss: Callable[..., Any], variables: Any, segments: Any) -> Call
     Returns
     -------
     callable
-        The loss, with the same arguments.
+        Makes a context.
     """
     if not hasattr(variables, "_flatten_layers"):
         raise RecomputeError(
@@ -141,14 +141,7 @@ def in_segments(loss: Callable[..., Any], variables: Any, segments: Any) -> Call
 
     # Of listed layers each is replaced where it stands; else the model as a whole.
     whole = functools.partial(_replaced_call, variables, call)
-    replaced = getattr(segmented, "replaced", whole)
-
-    @functools.wraps(loss)
-    def loss_in_segments(*args: Any, **kwargs: Any) -> Any:
-        with replaced():
-            return loss(*args, **kwargs)
-
-    return loss_in_segments
+    return getattr(segmented, "replaced", whole)
 
 
 @contextlib.contextmanager

@@ -11,10 +11,10 @@ import numpy as np
 import tensorflow as tf
 
 from hvp._errors import RecomputeError
-from hvp._guard import refuse_forks
-from hvp._linearize.keras_losses import kept_losses, layers_with_new_losses
+from hvp._keras.losses import kept_losses, layers_with_new_losses
 from hvp._recompute.keras_scope import KerasScope
 from hvp._recompute.segment import Segment
+from hvp._runtime.guard import refuse_forks
 
 
 def recompute(f: Callable[..., Any]) -> Callable[..., Any]:

@@ -19,7 +19,7 @@ import tensorflow as tf
 from tensorflow.python.eager import record
 
 from hvp._errors import RecomputeError
-from hvp._linearize.dataflow import RECOMPUTED_GRADIENT
+from hvp._graphs.dataflow import RECOMPUTED_GRADIENT
 from hvp._recompute.keras_scope import carried_over
 
 _serials = itertools.count()

@@ -17,10 +17,10 @@ from typing import Any
 import tensorflow as tf
 
 from hvp._errors import RecomputeError
-from hvp._linearize.dataflow import CALLS, CONTROL_FLOW, functions_of, is_stateful
-from hvp._linearize.graph_parts import ancestors, cut_out, data_inputs, node_of
-from hvp._linearize.inline import register_functions
-from hvp._linearize.split import has_effects
+from hvp._graphs.dataflow import CALLS, CONTROL_FLOW, functions_of, is_stateful
+from hvp._graphs.inline import register_functions
+from hvp._graphs.parts import ancestors, cut_out, data_inputs, node_of
+from hvp._graphs.split import has_effects
 
 _serials = itertools.count()
 

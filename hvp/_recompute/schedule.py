@@ -16,7 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvp._linearize.graph_parts import cut_out, data_inputs, nbytes, node_of
+from hvp._graphs.parts import cut_out, data_inputs, nbytes, node_of
 
 # Smaller values are let alone: they cost no memory, and run side by side.
 _SMALL = 2**16

@@ -19,27 +19,26 @@ from typing import Any, Optional
 
 import tensorflow as tf
 
-from hvp._errors import RecomputeError
-from hvp._interrupts import Uninterrupted
-from hvp._linearize.dataflow import Dataflow
-from hvp._linearize.exact import exact_functions
-from hvp._linearize.gradient import densify
-from hvp._linearize.graph_parts import import_part, without_names
-from hvp._linearize.inline import KEPT_WHOLE, inline_calls
-from hvp._linearize.second_derivatives import (
+from hvp._derivatives.doubts import (
     Doubt,
     derivative_errors,
     find_doubts,
     refuse_missing_derivatives,
 )
-from hvp._linearize.trace import (
-    Resource,
+from hvp._derivatives.exact import exact_functions
+from hvp._derivatives.gradient import densify
+from hvp._derivatives.replace import replace_operations
+from hvp._errors import RecomputeError
+from hvp._graphs.concrete import (
     captured_resources,
     captures,
     concrete_function,
     is_read,
     is_written,
 )
+from hvp._graphs.dataflow import Dataflow
+from hvp._graphs.inline import KEPT_WHOLE, inline_calls
+from hvp._graphs.parts import import_part, without_names
 from hvp._recompute.recorded import Recorded, apart, is_watched, run_unseen
 from hvp._recompute.replay import (
     draw_from_seeds,
@@ -51,6 +50,8 @@ from hvp._recompute.replay import (
     with_effects,
 )
 from hvp._recompute.schedule import in_order
+from hvp._runtime.interrupts import Uninterrupted
+from hvp._vectors.resources import Resource
 
 # The scope of the function's operations.
 _SCOPE = "recomputed"
@@ -225,7 +226,7 @@ class Segment:
         present: Sequence[int],
     ) -> Any:
         """Compile the graph of an order as a function of all inputs of its calls."""
-        flat, rename = inline_calls(graph_def)
+        flat, rename = inline_calls(replace_operations(graph_def))
         results = [rename(tensor.name) for tensor in concrete.outputs]
         own = [rename(tensor.name) for tensor in concrete.inputs]
         arguments, own = own[: len(self._specs)], own[len(self._specs) :]

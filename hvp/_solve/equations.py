@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from hvp._checkpoint import Checkpoint
-from hvp._progress import progress_bar
+from hvp._runtime.checkpoint import Checkpoint
+from hvp._runtime.progress import progress_bar
 from hvp._solve.inverses import ExactInverse
 from hvp._solve.krylov import Krylov, Progress
 from hvp._solve.method import Method

@@ -10,12 +10,12 @@ import scipy.linalg
 import tensorflow as tf
 from scipy.sparse.linalg import LinearOperator, eigsh
 
-from hvp._arguments import check_count
 from hvp._errors import HvpError, TooLargeError
-from hvp._linearize.compiled import Compiled
+from hvp._graphs.compiled import Compiled
 from hvp._operators.operator import check_damping
-from hvp._operators.vectors import check_array
+from hvp._runtime.arguments import check_count
 from hvp._solve.rows import Rows
+from hvp._vectors.arrays import check_array
 
 # Eigenvalues that are smaller than so many roundings of the largest are taken for zero.
 _ROUNDING = 32

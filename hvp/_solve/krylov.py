@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvp._errors import HvpError, NonFiniteError
-from hvp._linearize.compiled import Compiled
+from hvp._graphs.compiled import Compiled
 from hvp._solve.method import Method, System
 from hvp._solve.outcome import Outcome
 from hvp._solve.preconditioners import UNKNOWN, Precondition

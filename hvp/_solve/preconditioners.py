@@ -16,11 +16,11 @@ import scipy.linalg
 import tensorflow as tf
 from scipy.sparse.linalg import LinearOperator
 
-from hvp._arguments import check_count
 from hvp._errors import HvpError
 from hvp._operators.operator import SymmetricOperator, check_damping
-from hvp._operators.vectors import check_array
+from hvp._runtime.arguments import check_count
 from hvp._solve.rows import Rows
+from hvp._vectors.arrays import check_array
 
 # Random signs for the diagonal, and what its entries are at least, in units of their mean.
 _SAMPLES = 16

@@ -8,8 +8,9 @@ import numpy as np
 import tensorflow as tf
 
 from hvp._errors import InvalidVectorError
-from hvp._operators.vectors import check_array, make_array
+from hvp._operators.operator import core_of
 from hvp._solve.rows import Rows
+from hvp._vectors.arrays import check_array, make_array
 
 
 class RightHandSides:
@@ -68,11 +69,11 @@ class RightHandSides:
         return values[0].item() if self.single else values
 
     def _is_nest(self, b: Any, size: int) -> bool:
-        flattener = self._operator._flattener
-        nested = tf.nest.is_nested(flattener.structure)
+        space = core_of(self._operator).space
+        nested = tf.nest.is_nested(space.structure)
         if not tf.nest.is_nested(b):  # one variable: b may be shaped like it
             shape = tuple(getattr(b, "shape", ()))
-            return not nested and shape == flattener.shapes[0] and shape[:1] != (size,)
+            return not nested and shape == space.shapes[0] and shape[:1] != (size,)
         leaves = tf.nest.flatten(b)
         numbers = isinstance(b, (list, tuple)) and all(np.ndim(leaf) == 0 for leaf in leaves)
         return not numbers or (len(leaves) != size and nested)

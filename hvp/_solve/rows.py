@@ -10,10 +10,10 @@ import scipy.sparse
 import tensorflow as tf
 from scipy.sparse.linalg import LinearOperator, aslinearoperator
 
-from hvp._digest import digest
 from hvp._errors import HvpError
-from hvp._operators.operator import SymmetricOperator
-from hvp._operators.vectors import check_product
+from hvp._operators.operator import SymmetricOperator, core_of
+from hvp._runtime.digest import digest
+from hvp._vectors.arrays import check_product
 
 
 class Rows:
@@ -54,7 +54,6 @@ class Rows:
         self.size = int(operator.shape[0])
         self.damping = operator.damping if self.own else 0.0
         if self.own:
-            self._plain = operator.damped(-operator.damping)
             stats = operator.stats
             self.in_python = stats.engine == "tape" or stats.batches is not None
         else:
@@ -65,7 +64,7 @@ class Rows:
     def multiply(self, rows: tf.Tensor) -> tf.Tensor:
         """Multiply each row, now or in the graph being traced; without damping."""
         if self.own:
-            return self._plain.product_rows(rows)
+            return core_of(self.operator).map().apply_rows(rows)
         if tf.executing_eagerly():
             return tf.constant(self._in_numpy(rows.numpy()))
         (product,) = tf.numpy_function(self._in_numpy, [rows], [rows.dtype])
@@ -73,7 +72,7 @@ class Rows:
 
     def kept(self, key: Any, make: Callable[[], Any]) -> Any:
         """Return what was made for this operator under a key; it is kept with the operator."""
-        return self.operator.kept(key, make) if self.own else make()
+        return core_of(self.operator).cached(key, make) if self.own else make()
 
     def probe(self) -> np.ndarray:
         """Return a row by which operators can be told from each other, always the same."""
@@ -83,7 +82,7 @@ class Rows:
     def fingerprint(self) -> dict[str, str]:
         """Return what tells this operator from others, also in another process."""
         if self.own:
-            return self.operator.fingerprint()
+            return core_of(self.operator).fingerprint()
         return {"operator": digest(self._in_numpy(self.probe()))}
 
     def _in_numpy(self, rows: np.ndarray) -> np.ndarray:

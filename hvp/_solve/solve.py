@@ -16,12 +16,12 @@ import numpy as np
 import tensorflow as tf
 from scipy.sparse.linalg import LinearOperator, aslinearoperator
 
-from hvp._arguments import check_count
-from hvp._checkpoint import Checkpoint
-from hvp._digest import digest
 from hvp._errors import ConvergenceWarning, GraphModeError, HvpError, InvalidVectorError
 from hvp._operators.operator import check_damping
-from hvp._progress import check_progress
+from hvp._runtime.arguments import check_count
+from hvp._runtime.checkpoint import Checkpoint
+from hvp._runtime.digest import digest
+from hvp._runtime.progress import check_progress
 from hvp._solve.block_conjugate_gradients import BLOCK_CONJUGATE_GRADIENTS
 from hvp._solve.conjugate_gradients import CONJUGATE_GRADIENTS
 from hvp._solve.equations import Equations, Solution, solve_exactly, solve_iteratively

@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 import hvp
+from tests import inside
 from tests.cases import CASES, CASES_IN_SHORT, mlp, random
 
 NAMES = [
@@ -144,15 +145,17 @@ def test_dropout_from_a_seed_is_the_same_each_time():
 @contextlib.contextmanager
 def spoiled(H, monkeypatch, *, single=None, rows=None):
     """Let the operator's products be other ones."""
-    engine, evaluation = H._evaluation._engine, H._evaluation
+    held = inside.held(H)
     with monkeypatch.context() as patch:
         if single is not None:
-            patch.setattr(
-                evaluation, "product_flat", lambda v: tf.constant(single(v.numpy()).astype(H.dtype))
-            )
+
+            def apply_flat(v):
+                return tf.constant(single(v.numpy()).astype(H.dtype))
+
+            patch.setattr(held, "apply_if_current", apply_flat)
         if rows is not None:
-            right = engine.vjp_flat_rows
-            patch.setattr(engine, "vjp_flat_rows", lambda v, f: rows(right(v, f)))
+            right = held.apply_rows
+            patch.setattr(held, "apply_rows", lambda v: rows(right(v)))
         yield
 
 
@@ -245,7 +248,7 @@ def test_curvature_and_precision():
 def test_variables_are_put_back_if_something_raises(monkeypatch):
     w = tf.Variable([1.0, 2.0], dtype=tf.float64)  # float32 ones are not moved
     with hvp.HessianOperator(lambda: tf.reduce_sum(w**4), w) as H:
-        from hvp._operators.gradients import Gradients
+        from hvp._snapshots.nearby import Gradients
 
         right, calls = Gradients.again, []
 
@@ -324,7 +327,7 @@ def test_a_seed_that_has_moved_on_is_no_other_loss():
 
 
 def test_interrupts_while_variables_are_put_back(monkeypatch):
-    from hvp import _interrupts
+    from hvp._runtime import interrupts
 
     w = [tf.Variable([float(i)]) for i in range(4)]
     calls = []
@@ -338,7 +341,7 @@ def test_interrupts_while_variables_are_put_back(monkeypatch):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        _interrupts.put_back(
+        interrupts.put_back(
             (lambda value, i=i: assign(i, value), tf.constant([10.0 + i])) for i in range(4)
         )
     assert [float(v[0]) for v in w] == [10.0, 11.0, 12.0, 13.0]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 
 import hvp
-from hvp._linearize.missing_derivatives import WRONG_AT_VALUES
+from hvp._derivatives.missing import WRONG_AT_VALUES
 from tests.cases import examples, long, random
 from tests.fuzz.programs import Program, programs
 from tests.fuzz.report import REPORT

@@ -14,8 +14,8 @@ import pytest
 import tensorflow as tf
 
 import hvp
-from hvp import _checkpoint
 from hvp._influence import influence as module
+from hvp._runtime import checkpoint
 from tests.cases import FUZZ
 
 N, P, T = 40, 5, 7
@@ -282,18 +282,18 @@ RUN = """
     import sys
     import time
     import numpy as np
-    from hvp import _checkpoint
+    from hvp._runtime import checkpoint
     from hvp._influence import influence as module
     from tests.influence.test_influence import TEST, ridge
 
-    _checkpoint.INTERVAL, module._WIDEST = 0.0, 2
-    save = _checkpoint.Checkpoint.save
+    checkpoint.INTERVAL, module._WIDEST = 0.0, 2
+    save = checkpoint.Checkpoint.save
 
     def slowly(self, arrays):
         save(self, arrays)
         time.sleep(0.1)
 
-    _checkpoint.Checkpoint.save = slowly
+    checkpoint.Checkpoint.save = slowly
     w, loss, bare, data = ridge()
     influence = module.InfluenceFunctions(loss, w, data, test_loss=bare, solver="block_cg")
     influence._gradients.at_once = 11
@@ -408,7 +408,7 @@ def test_an_interrupt_saves(tmp_path, monkeypatch):
             yield piece
 
     monkeypatch.setattr(influence._gradients, "pieces", interrupted)
-    monkeypatch.setattr(_checkpoint, "INTERVAL", 0.0)
+    monkeypatch.setattr(checkpoint, "INTERVAL", 0.0)
     with pytest.raises(KeyboardInterrupt):
         influence.scores(TEST, checkpoint=path)
     monkeypatch.setattr(influence._gradients, "pieces", pieces)

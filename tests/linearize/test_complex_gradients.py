@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 import hvp
-from hvp._linearize import inline
+from hvp._engines import graph_program
 from tests.cases import Problem, dense_hessian, random
 
 FUNCTIONS = {
@@ -47,7 +47,7 @@ def test_products_are_right(name, jit_compile):
 
 def test_xla_still_has_them_wrong(monkeypatch):
     """When it has not, the module `complex_gradients` can go."""
-    monkeypatch.setattr(inline, "replace_operations", lambda graph_def: graph_def)
+    monkeypatch.setattr(graph_program, "replace_operations", lambda graph_def: graph_def)
     made = problem("reciprocal")
     with hvp.HessianOperator(made.loss, made.variables, jit_compile=True) as H:
         assert np.abs(H.to_dense() - dense_hessian(made)).max() > 1e-3

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 import hvp
-from hvp._linearize.derivatives import TENSORFLOWS
+from hvp._derivatives.corrections import TENSORFLOWS
 from tests.cases import (
     Problem,
     dense_hessian,

@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 import hvp
+from tests import inside
 from tests.cases import random, relative_error
 
 
@@ -131,7 +132,7 @@ def test_the_forward_direction_refuses_what_only_the_backward_one_can(engine):
 def test_close_releases_and_forbids():
     w = tf.Variable([1.0])
     with hvp.linearize(lambda: w**2, w) as linear:
-        engine = weakref.ref(linear._engine)
+        engine = weakref.ref(inside.held(linear))
         assert linear.nbytes > 0
     gc.disable()
     try:

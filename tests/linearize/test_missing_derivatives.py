@@ -1,4 +1,4 @@
-"""A test for each row of the tables of `hvp._linearize.missing_derivatives`.
+"""A test for each row of the tables of `hvp._derivatives.missing`.
 
 Each runs TensorFlow's operation itself: that its derivative is missing is first seen from a tape,
 then that it is refused, then that nothing but its row is why.
@@ -12,8 +12,8 @@ import tensorflow as tf
 from tensorflow.python.framework import op_def_registry, ops
 
 import hvp
-from hvp._linearize import missing_derivatives, second_derivatives
-from hvp._linearize.missing_derivatives import (
+from hvp._derivatives import doubts, missing
+from hvp._derivatives.missing import (
     CONSTANT_OPERATIONS,
     MISSING_DERIVATIVES,
     WHY,
@@ -276,8 +276,8 @@ APPROXIMATE = {
 
 def test_every_row_has_a_test():
     assert set(ROWS) == set(MISSING_DERIVATIVES) == set(WHY)
-    for kind, missing in MISSING_DERIVATIVES.items():
-        assert not missing.inputs or set(ROWS[kind].inputs) == set(missing.inputs), kind
+    for kind, row in MISSING_DERIVATIVES.items():
+        assert not row.inputs or set(ROWS[kind].inputs) == set(row.inputs), kind
     assert set(CONSTANTS) == CONSTANT_OPERATIONS
     assert {*AT_WRONG_VALUES, *FIRST_WRONG_AT_ZERO} == set(WRONG_AT_VALUES)
 
@@ -366,7 +366,7 @@ def test_true_zeros_are_taken_for_zeros_because_of_their_row(kind, monkeypatch):
         want = np.diag(6 * constants * w.numpy() + 2 * lacks)
         np.testing.assert_allclose(H.to_dense(), want, rtol=1e-12, atol=1e-12)
     fewer = CONSTANT_OPERATIONS - {kind}
-    monkeypatch.setattr(second_derivatives, "CONSTANT_OPERATIONS", fewer)
+    monkeypatch.setattr(doubts, "CONSTANT_OPERATIONS", fewer)
     with pytest.raises(hvp.SecondDerivativeError, match="HSVToRGB"):
         hvp.HessianOperator(loss, w)
 
@@ -451,7 +451,7 @@ def test_what_is_wrong_at_some_values_is_refused_there_because_of_its_row(
             H.refresh()
     with pytest.raises(hvp.SecondDerivativeError, match=f"{kind} at"):
         hvp.HessianOperator(loss, w, engine=engine)
-    monkeypatch.delitem(missing_derivatives.WRONG_AT_VALUES, kind)
+    monkeypatch.delitem(missing.WRONG_AT_VALUES, kind)
     try:
         with hvp.HessianOperator(loss, w, engine=engine) as H:
             dense = H.to_dense()
@@ -466,7 +466,7 @@ def test_what_is_wrong_at_first_is_refused_because_of_its_row(kind, monkeypatch)
     x = tf.Variable(np.float64(0))
     with pytest.raises(hvp.SecondDerivativeError, match=f"{kind} at"):
         hvp.linearize(lambda: function(tf.convert_to_tensor(x)), x)
-    monkeypatch.delitem(missing_derivatives.WRONG_AT_VALUES, kind)
+    monkeypatch.delitem(missing.WRONG_AT_VALUES, kind)
     with hvp.linearize(lambda: function(tf.convert_to_tensor(x)), x) as linear:
         assert linear.jvp(tf.constant(1.0, "float64")).numpy() != pytest.approx(want, rel=0.1)
 

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 import hvp
-from hvp._linearize import inline, trace
+from hvp._engines import graph_program, trace
 from tests.cases import Problem, dense_hessian, long, random
 
 # The images' axes of space, windows and strides: what is pooled has the size of the image in all
@@ -118,7 +118,7 @@ def test_in_space():
 
 def test_tensorflow_still_has_it_wrong(monkeypatch):
     """When it has not, the module `pools` can go."""
-    monkeypatch.setattr(inline, "replace_operations", lambda graph_def: graph_def)
+    monkeypatch.setattr(graph_program, "replace_operations", lambda graph_def: graph_def)
     monkeypatch.setattr(trace, "has_risky_pools", lambda nodes: False)
     with pytest.raises(AssertionError, match="Not equal"):
         assert_right(problem("moved by one", functools.partial(pool, name="moved by one")))

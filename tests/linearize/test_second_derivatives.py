@@ -9,7 +9,7 @@ import tensorflow as tf
 from tensorflow.python.framework import ops
 
 import hvp
-from hvp._linearize.missing_derivatives import CONSTANT_OPERATIONS, MISSING_DERIVATIVES
+from hvp._derivatives.missing import CONSTANT_OPERATIONS, MISSING_DERIVATIVES
 from tests.cases import Problem, dense_hessian, random, relative_error
 
 

@@ -8,17 +8,16 @@ import pytest
 import tensorflow as tf
 
 import hvp
-from hvp._linearize import graph
-from hvp._linearize.gradient import value_and_gradient
-from hvp._linearize.program import Program
-from hvp._linearize.split import UnsplittableError
+from hvp._engines import graph_program
+from hvp._graphs.split import UnsplittableError
+from tests import inside
 from tests.cases import random
 
 
 def product_operations(loss, variables):
-    program = Program(value_and_gradient(loss), variables)
-    assert program.note == ""
-    return Counter(node.op for node in program._graph.product_part.node)
+    H = hvp.HessianOperator(loss, variables)
+    assert H.stats.note == ""
+    return Counter(node.op for node in inside.program(H).product_part.node)
 
 
 def dense_layers(count, wrap=lambda f: f):
@@ -59,10 +58,10 @@ def test_nothing_with_an_effect_is_in_the_product():
         counter.assign_add(1)
         return tf.reduce_sum(tf.nn.dropout(w, 0.5) ** 3)
 
-    program = Program(value_and_gradient(loss), [w])
-    kinds = {node.op for node in program._graph.product_part.node}
+    program = inside.program(hvp.HessianOperator(loss, [w]))
+    kinds = {node.op for node in program.product_part.node}
     assert not kinds & {"RandomUniform", "AssignAddVariableOp", "ReadVariableOp"}
-    once = {node.op for node in program._graph._once_part.node}
+    once = {node.op for node in program.once_part.node}
     assert once >= {"RandomUniform", "AssignAddVariableOp", "ReadVariableOp"}
 
 
@@ -70,18 +69,16 @@ def test_what_is_cheap_to_remake_is_not_kept():
     """The mean's gradient, one number repeated over the batch, is no residual."""
     w = tf.Variable(random(0, 3, 2))
     x = random(1, 1000, 3)
-    program = Program(value_and_gradient(lambda: tf.reduce_mean(tf.exp(x @ w))), [w])
-    _, engine = program.linearize()
+    H = hvp.HessianOperator(lambda: tf.reduce_mean(tf.exp(x @ w)), [w])
     # x itself is captured data; exp(x @ w) is needed; nothing else of the batch's size is.
-    assert engine.nbytes <= 1000 * (3 + 2 * 2) * 4 + 100
+    assert H.stats.residual_bytes <= 1000 * (3 + 2 * 2) * 4 + 100
 
 
 def test_values_of_variables_cost_nothing_to_keep():
     w = tf.Variable(random(0, 300, 300))
     x = random(1, 2, 300)
-    program = Program(value_and_gradient(lambda: tf.reduce_mean(tf.tanh(x @ w) @ w)), [w])
-    _, engine = program.linearize()
-    assert engine.nbytes < 300 * 300
+    H = hvp.HessianOperator(lambda: tf.reduce_mean(tf.tanh(x @ w) @ w), [w])
+    assert H.stats.residual_bytes < 300 * 300
 
 
 def test_sums_are_made_of_pairs():
@@ -96,17 +93,16 @@ def test_sums_are_made_of_pairs():
         _, h = tf.while_loop(lambda i, h: i < 3, body, (tf.constant(0), tf.ones((2, 4))))
         return tf.reduce_mean(h**2) + tf.reduce_mean((w @ w) * w * tf.tanh(w))
 
-    program = Program(value_and_gradient(loss), [w])
-    part = program._graph.product_part
+    H = hvp.HessianOperator(loss, [w])
+    part = inside.program(H).product_part
     nodes = [*part.node, *(node for f in part.library.function for node in f.node_def)]
     sums = [sum(not name.startswith("^") for name in n.input) for n in nodes if n.op == "AddN"]
     assert sums
     assert set(sums) == {2}
-    _, engine = program.linearize()
-    v = tf.constant(random(2, 16))
-    first = engine.vjp_flat(v, program.flattener).numpy()
+    v = random(2, 16)
+    first = H @ v
     for _ in range(100):
-        assert np.array_equal(engine.vjp_flat(v, program.flattener).numpy(), first)
+        assert np.array_equal(H @ v, first)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +118,7 @@ def test_whatever_the_graph_engine_fails_at_the_tape_serves(monkeypatch, caplog,
     def fail(*_):
         raise error
 
-    monkeypatch.setattr(graph, "split", fail)
+    monkeypatch.setattr(graph_program, "split", fail)
     w = tf.Variable([1.0, 2.0])
     with caplog.at_level(logging.WARNING, "hvp"):
         H = hvp.HessianOperator(lambda: tf.reduce_sum(w**3), w)
@@ -135,9 +131,6 @@ def test_whatever_the_graph_engine_fails_at_the_tape_serves(monkeypatch, caplog,
 def test_small_residuals_are_packed_and_large_ones_are_not():
     for size, packed in ((8, True), (300, False)):
         w = tf.Variable(random(0, size, size))
-        program = Program(
-            value_and_gradient(lambda w=w: tf.reduce_mean(tf.tanh(w @ w) @ tf.sin(w))), [w]
-        )
-        _, engine = program.linearize()
-        assert program._graph.can_watch is packed
-        assert (len(engine.residuals) == 1) is packed
+        H = hvp.HessianOperator(lambda w=w: tf.reduce_mean(tf.tanh(w @ w) @ tf.sin(w)), [w])
+        assert inside.program(H).tells_changes is packed
+        assert (len(inside.held(H).residuals) == 1) is packed

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import hvp
-from hvp._linearize.variables import all_variables, collect_variables
+from hvp._vectors.variables import all_variables, collect_variables
 
 
 def test_nests_are_flattened_in_tf_nest_order():

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 import hvp
-from hvp._linearize import compiled
+from hvp._graphs import compiled
 from tests.cases import CASES, random, relative_error
 
 

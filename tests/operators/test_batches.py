@@ -140,7 +140,7 @@ def test_arrays_are_cut_as_memory_wants_it(dense, engine):
 
 def test_a_warning_where_memory_gets_short(monkeypatch):
     network = Network()
-    monkeypatch.setattr(hvp._operators.memory, "_available", lambda: 100)
+    monkeypatch.setattr(hvp._data.budget, "_available", lambda: 100)
     with pytest.warns(RuntimeWarning, match="the machine has 100 bytes left: pass memory_limit"):
         H = hvp.HessianOperator(mean_square(network), network, (X, Y), batch_size=5)
     assert H.stats.batches_kept == 5

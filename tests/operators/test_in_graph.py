@@ -8,8 +8,9 @@ import pytest
 import tensorflow as tf
 
 import hvp
-from hvp._linearize import packing
-from hvp._operators.evaluation import Evaluation
+from hvp._snapshots.snapshot import Snapshot
+from hvp._vectors import packing
+from tests import inside
 from tests.cases import CASES, long, random, relative_error
 
 
@@ -91,8 +92,8 @@ def test_a_graph_never_answers_for_an_old_point(jit_compile, spoil):
 def test_no_python_for_each_product(monkeypatch):
     """There is Python in one branch only, and that is taken when variables have changed."""
     asked = []
-    current = Evaluation._current
-    monkeypatch.setattr(Evaluation, "_current", lambda self: asked.append(1) or current(self))
+    make_sure = Snapshot.make_sure
+    monkeypatch.setattr(Snapshot, "make_sure", lambda self: asked.append(1) or make_sure(self))
     H, w = operator(on_stale="refresh")
     loop = tf.function(lambda v: tf.foldl(lambda v, _: H.product(v), tf.range(5), v))
     found = operations(loop.get_concrete_function(tf.TensorSpec([15])))
@@ -225,10 +226,10 @@ def test_a_function_does_not_keep_the_evaluation():
     weak = weakref.ref(H)
     product = tf.function(lambda v: weak().product(v))
     product(tf.ones(15))
-    evaluation = weakref.ref(H._evaluation)
+    snapshot = weakref.ref(inside.snapshot(H))
     del H
     gc.collect()
-    assert evaluation() is None
+    assert snapshot() is None
 
 
 def test_the_first_product_of_all_may_be_in_a_graph():

@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 import hvp
+from tests import inside
 from tests.cases import cnn, mlp, random, relative_error
 
 
@@ -401,7 +402,7 @@ def test_dropping_the_operator_frees_it_without_the_garbage_collector():
     w = tf.Variable([1.0])
     H = hvp.HessianOperator(lambda: tf.reduce_sum(w**2), w)
     H @ np.ones(1)
-    engine = weakref.ref(H._evaluation._engine)
+    engine = weakref.ref(inside.held(H))
     gc.collect()
     gc.disable()
     try:

@@ -7,9 +7,9 @@ import pytest
 import tensorflow as tf
 
 import hvp
-from hvp._operators.loss_evaluation import evaluate_loss
-from hvp._operators.memory import Share
-from hvp._operators.points import Points
+from hvp._data.budget import Share
+from hvp._minimize.points import Points
+from hvp._snapshots.problem import evaluate_loss
 from tests.cases import random
 
 

@@ -15,8 +15,9 @@ import tensorflow as tf
 from scipy.sparse.linalg import cg
 
 import hvp
-from hvp import _guard
-from hvp._interrupts import Uninterrupted
+from hvp._runtime import guard
+from hvp._runtime.interrupts import Uninterrupted
+from tests import inside
 from tests.cases import dense_hessian, long, mlp, random
 
 N = 6
@@ -110,7 +111,7 @@ def test_one_thread_at_a_time_is_what_makes_them_right():
     w, loss = quartic()
     with hvp.HessianOperator(loss, w) as H:
         done = threading.Event()
-        with H.exclusively():
+        with inside.snapshot(H).exclusively():
             thread = threading.Thread(target=lambda: (H @ np.ones(N), done.set()))
             thread.start()
             assert not done.wait(0.3)
@@ -171,16 +172,16 @@ def test_a_forked_operator_says_what_to_do():
 
 
 def test_forked_before_it_is_used_there_is_nothing_to_refuse(monkeypatch):
-    monkeypatch.setattr(_guard._Process, "in_use", False)
-    monkeypatch.setattr(_guard._Process, "is_broken", False)
-    _guard._Process.after_fork()
+    monkeypatch.setattr(guard._Process, "in_use", False)
+    monkeypatch.setattr(guard._Process, "is_broken", False)
+    guard._Process.after_fork()
     w, loss = quartic()
     with hvp.HessianOperator(loss, w) as H:
         H @ np.ones(N)
-        _guard._Process.after_fork()
+        guard._Process.after_fork()
         with pytest.raises(hvp.ProcessError, match="forked"):
             H @ np.ones(N)
-        monkeypatch.setattr(_guard._Process, "is_broken", False)
+        monkeypatch.setattr(guard._Process, "is_broken", False)
 
 
 def unpicklable():
@@ -235,7 +236,7 @@ def test_an_interrupt_leaves_the_operator_usable(batch_size, interrupts):
     n = H.shape[0]
     v = random(0, n, dtype="float64")
     np.testing.assert_allclose(H @ v, dense_hessian(problem) @ v, rtol=1e-7, atol=1e-9)
-    want, values = H @ v, [w.numpy() for w in H._evaluation.program.nest.variables]
+    want, values = H @ v, [w.numpy() for w in inside.variables(H)]
 
     def work():
         H @ v
@@ -269,7 +270,7 @@ def test_an_interrupt_leaves_the_operator_usable(batch_size, interrupts):
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert len(interrupts) > 3
-    for now, then in zip(H._evaluation.program.nest.variables, values):
+    for now, then in zip(inside.variables(H), values):
         np.testing.assert_array_equal(now, then)
     in_threads(2, lambda number: H @ v)  # no lock is left behind
     H.close()
@@ -358,7 +359,10 @@ def test_interrupts_are_none_of_other_threads(interrupts):
 
     def work(number):
         handler = signal.getsignal(signal.SIGINT)
-        with hvp.HessianOperator(interrupting(w, None), w, engine="tape") as H, H.exclusively():
+        with (
+            hvp.HessianOperator(interrupting(w, None), w, engine="tape") as H,
+            inside.snapshot(H).exclusively(),
+        ):
             assert signal.getsignal(signal.SIGINT) is handler
             np.testing.assert_allclose(H @ np.ones(2), [6, 12], rtol=1e-6)
 
@@ -418,7 +422,7 @@ def test_too_little_memory_is_told_in_words(monkeypatch):
             raise tf.errors.ResourceExhaustedError(None, None, "OOM when allocating tensor")
 
         with monkeypatch.context() as patch:
-            patch.setattr(H._evaluation._engine, "vjp_flat_rows", raises)
+            patch.setattr(inside.held(H), "apply_rows", raises)
             with pytest.raises(hvp.OutOfMemoryError, match="a product"):
                 H @ np.ones((4, 2))
         np.testing.assert_allclose(H @ np.ones(4), 8 * np.ones(4))

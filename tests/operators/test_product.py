@@ -7,7 +7,8 @@ import pytest
 import tensorflow as tf
 
 import hvp
-from hvp._linearize import graph
+from hvp._engines import graph_map
+from tests import inside
 from tests.cases import Problem, dense_hessian, random
 
 
@@ -147,15 +148,16 @@ def test_a_wide_block_goes_in_pieces(nested, monkeypatch):
     V = random(8, 10, 7)
     whole = H @ V
     calls = []
-    rows = H._evaluation.program._graph.flat_rows
+    product = inside.program(H).product
+    rows = product.flat_rows
 
     class Counting:
         def __call__(self, block, *residuals):
             calls.append(block.shape[0])
             return rows(block, *residuals)
 
-    monkeypatch.setattr(H._evaluation.program._graph, "flat_rows", Counting())
-    monkeypatch.setattr(graph, "_BLOCK_BYTES", 3 * H.stats.residual_bytes)
+    monkeypatch.setattr(product, "flat_rows", Counting())
+    monkeypatch.setattr(graph_map, "_BLOCK_BYTES", 3 * H.stats.residual_bytes)
     np.testing.assert_allclose(H @ V, whole, rtol=1e-6, atol=1e-6)
     assert calls == [3, 3, 1]
     np.testing.assert_allclose(whole, H.to_dense() @ V, rtol=1e-5, atol=1e-5)
@@ -167,11 +169,11 @@ def test_a_wide_block_in_a_graph_goes_in_pieces(nested, monkeypatch, known):
     V = random(8, 10, 7)
     whole = H @ V
     before = H.stats.products
-    monkeypatch.setattr(graph, "_BLOCK_BYTES", 3 * H.stats.residual_bytes)
+    monkeypatch.setattr(graph_map, "_BLOCK_BYTES", 3 * H.stats.residual_bytes)
 
     @tf.function(input_signature=[tf.TensorSpec([7 if known else None, 10])])
     def product(rows):
-        return H.product_rows(rows)
+        return inside.multiply_rows(H, rows)
 
     np.testing.assert_allclose(product(V.T), whole.T, rtol=1e-6, atol=1e-6)
     assert H.stats.products == before + 7
@@ -243,12 +245,12 @@ def test_a_graph_does_not_keep_the_operator_alive():
 
     w = tf.Variable(random(0, 4))
     H = hvp.HessianOperator(lambda: tf.reduce_sum(w**3), w)
-    evaluation = weakref.ref(H._evaluation)
+    snapshot = weakref.ref(inside.snapshot(H))
     in_graph = tf.function(H.product)
     in_graph(tf.ones(4))
     del H, in_graph
     gc.collect()
-    assert evaluation() is None
+    assert snapshot() is None
 
 
 def test_a_product_is_differentiable_by_its_vector(nested):

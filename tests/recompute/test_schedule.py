@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvp._linearize.graph_parts import data_inputs, import_part, node_of
-from hvp._linearize.inline import inline_calls
+from hvp._graphs.inline import inline_calls
+from hvp._graphs.parts import data_inputs, import_part, node_of
 from hvp._recompute.replay import replay
 from hvp._recompute.schedule import in_order
 from tests.cases import random

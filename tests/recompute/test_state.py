@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import hvp
-from hvp._linearize.exact import exact_functions
+from hvp._derivatives.exact import exact_functions
 from tests.cases import Problem, dense_hessian, long, random, relative_error
 from tests.recompute.derivatives import MODES, assert_same, derivatives
 

@@ -12,10 +12,11 @@ import pytest
 import tensorflow as tf
 
 import hvp
-from hvp import _checkpoint
-from hvp._checkpoint import Checkpoint
-from hvp._digest import digest
+from hvp._runtime import checkpoint
+from hvp._runtime.checkpoint import Checkpoint
+from hvp._runtime.digest import digest
 from hvp._solve import equations, krylov
+from tests import inside
 from tests.cases import FUZZ
 from tests.solve.systems import columns, matrix, operator
 
@@ -26,19 +27,19 @@ RUN = """
     import time
     import numpy as np
     import hvp
-    from hvp import _checkpoint
+    from hvp._runtime import checkpoint
     from hvp._solve import equations, krylov
     from tests.solve.systems import columns, matrix, operator
 
-    _checkpoint.INTERVAL = 0.0
+    checkpoint.INTERVAL = 0.0
     krylov._LONGEST, equations._WIDEST = 4, 6
-    save = _checkpoint.Checkpoint.save
+    save = checkpoint.Checkpoint.save
 
     def slowly(self, arrays):
         save(self, arrays)
         time.sleep(0.04)
 
-    _checkpoint.Checkpoint.save = slowly
+    checkpoint.Checkpoint.save = slowly
     path, method, out = sys.argv[1:]
     H = operator(matrix(np.geomspace(1e-3, 1, 300)))
     print("ready", flush=True)
@@ -83,7 +84,7 @@ def test_a_killed_run_goes_on_and_ends_the_same(tmp_path, method, monkeypatch):
 
 @pytest.fixture
 def system(monkeypatch):
-    monkeypatch.setattr(_checkpoint, "INTERVAL", 0.0)
+    monkeypatch.setattr(checkpoint, "INTERVAL", 0.0)
     monkeypatch.setattr(krylov, "_LONGEST", 4)
     return matrix(np.geomspace(1e-3, 1, N)), columns(N, 3)
 
@@ -110,7 +111,7 @@ def interrupted(monkeypatch, H, b, path, calls=3, **options):
 def test_an_interrupt_saves(system, tmp_path, monkeypatch):
     A, b = system
     H, path = operator(A), tmp_path / "solve.npz"
-    monkeypatch.setattr(_checkpoint, "INTERVAL", 1e9)
+    monkeypatch.setattr(checkpoint, "INTERVAL", 1e9)
     interrupted(monkeypatch, H, b, path, method="cg")
     before = H.stats.products
     assert path.exists()
@@ -235,11 +236,11 @@ def test_batches_have_a_fingerprint():
     x = np.arange(30.0).reshape(10, 3)
     other = x.copy()
     other[7, 1] += 1e-12
-    same = made(x).fingerprint()
-    assert made(x).fingerprint() == same
-    assert made(x).damped(1.0).fingerprint() == same
+    same = inside.fingerprint(made(x))
+    assert inside.fingerprint(made(x)) == same
+    assert inside.fingerprint(made(x).damped(1.0)) == same
     for changed, name in ((made(other), "data"), (made(x, total="sum"), "reduction")):
-        differing = changed.fingerprint()
+        differing = inside.fingerprint(changed)
         assert [key for key in same if same[key] != differing[key]] == [name]
 
 
@@ -277,7 +278,7 @@ def test_files_that_are_no_checkpoints(tmp_path):
 FULL = """
     import resource, sys, warnings
     import numpy as np
-    from hvp._checkpoint import Checkpoint
+    from hvp._runtime.checkpoint import Checkpoint
 
     path = sys.argv[1]
     kept = Checkpoint(path, {"call": "this run"}, 0.0)

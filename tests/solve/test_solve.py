@@ -13,6 +13,7 @@ from scipy.sparse.linalg import aslinearoperator
 
 import hvp
 from hvp._solve import equations
+from tests import inside
 from tests.cases import examples, long
 from tests.solve.systems import SPECTRA, columns, matrix, operator
 
@@ -313,9 +314,9 @@ def test_a_preconditioner_serves_several_solutions():
     result = hvp.solve(H, b, M=M)
     assert result.method == "cg"
     assert H.stats.products == before + result.products
-    traces = len(H._kept)
+    traces = inside.made_for(H)
     hvp.solve(H.damped(1.0), 2 * b, M=M)
-    assert len(H._kept) == traces
+    assert inside.made_for(H) == traces
 
 
 def test_an_indefinite_preconditioner_is_refused():
@@ -435,7 +436,7 @@ def test_an_operator_that_is_dropped_afterwards_is_freed_at_once(use, engine):
     w = tf.Variable(np.linspace(1, 2, 10))
     H = hvp.HessianOperator(lambda: tf.reduce_sum(w**4), w, engine=engine)
     FREED[use](H)
-    residuals = weakref.ref(H._evaluation._engine)
+    residuals = weakref.ref(inside.held(H))
     gc.disable()
     try:
         del H

@@ -1,0 +1,1 @@
+"""Data in batches, and the memory that they may take."""

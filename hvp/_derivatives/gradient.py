@@ -1,0 +1,79 @@
+"""The gradient of a scalar loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvp._derivatives.doubts import derivative_errors
+from hvp._errors import InvalidLossError
+
+
+def value_and_gradient(
+    loss: Callable[[], Any], inputs: Sequence[tf.Variable | tf.Tensor]
+) -> tuple[tf.Tensor, list[tf.Tensor | None]]:
+    """Evaluate a loss and its gradient.
+
+    Parameters
+    ----------
+    loss : callable
+        Takes nothing, returns a real scalar.
+    inputs : sequence of tf.Variable or tf.Tensor
+        What to differentiate with respect to.
+
+    Returns
+    -------
+    value : tf.Tensor
+        The loss.
+    gradient : list of (tf.Tensor or None)
+        Dense tensors shaped like the inputs, None for those the loss does not depend on.
+
+    Raises
+    ------
+    InvalidLossError
+        If the loss is not a real scalar tensor.
+    SecondDerivativeError
+        If TensorFlow has no gradient of an operation on the way.
+    """
+    with tf.GradientTape(watch_accessed_variables=False) as tape:
+        tape.watch(inputs)
+        with derivative_errors():  # a tf.function's gradient is made when it is called
+            value = check_scalar(loss())
+    with derivative_errors():
+        gradient = tape.gradient(value, list(inputs))
+    return value, [densify(g, x.shape) for g, x in zip(gradient, inputs)]
+
+
+def densify(gradient: Any, shape: Sequence[int]) -> tf.Tensor | None:
+    """Make a gradient dense: of rows gathered from a variable it comes as `tf.IndexedSlices`.
+
+    Inside a tape the conversion is recorded, without which the next derivative would be lost.
+    """
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    dense = tf.math.unsorted_segment_sum(gradient.values, gradient.indices, shape[0])
+    return tf.reshape(dense, shape)
+
+
+def check_scalar(value: Any) -> tf.Tensor:
+    """Refuse what is not a real floating-point scalar tensor."""
+    if not isinstance(value, (tf.Tensor, tf.Variable)):
+        raise InvalidLossError(
+            f"the loss returned {type(value).__name__}",
+            "a scalar tensor",
+            "return the tensor itself; .numpy() and float() cut it off from the variables",
+        )
+    value = tf.convert_to_tensor(value)
+    if not value.dtype.is_floating:
+        raise InvalidLossError(
+            f"the loss is of type {value.dtype.name}",
+            "a real floating-point scalar",
+            "take a real part or norm, or cast to float32",
+        )
+    if value.shape.rank not in (0, None):  # None only while tracing: it is seen when it runs
+        raise InvalidLossError(
+            f"the loss has shape {value.shape}", "a scalar", "take its mean: tf.reduce_mean(...)"
+        )
+    return value

@@ -1,0 +1,59 @@
+"""Whether what was evaluated is finite; the one place that says it is not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from hvp._engines.graph_program import Results
+from hvp._errors import NonFiniteError, quoted
+
+
+def check_finite(results: Results, names: Sequence[str], *, batch: int | None = None) -> None:
+    """Refuse values and gradients that are not finite.
+
+    Parameters
+    ----------
+    results : Results
+        What was evaluated.
+    names : sequence of str
+        Names of the variables.
+    batch : int, optional
+        The number of the batch, if there are several.
+
+    Raises
+    ------
+    NonFiniteError
+        If anything is not.
+    """
+    if results.finite is not None and results.finite:
+        return
+    values = tf.nest.flatten(results.value)
+    bad_values = not all(map(_is_finite, values))
+    gradient = results.gradient or ()
+    pairs = zip(names, gradient)
+    broken = [name for name, part in pairs if part is not None and not _is_finite(part)]
+    if not (bad_values or broken):
+        return
+    if batch is not None:
+        raise NonFiniteError(
+            f"the {'loss' if bad_values else 'gradient'} of batch {batch} is not finite",
+            "a loss that is finite and differentiable at this point, for every batch",
+            f"look at batch {batch} of the data: NaN, infinite or extreme entries",
+        )
+    if bad_values:
+        shown = f"{float(values[0])}" if len(values) == 1 and not values[0].shape.rank else "not"
+        raise NonFiniteError(
+            f"the loss is {shown}" if shown != "not" else "the function's values are not finite",
+            "a finite loss" if shown != "not" else "finite values",
+        )
+    raise NonFiniteError(
+        f"the gradient is not finite for {quoted(broken)}",
+        "a loss that is differentiable at this point",
+        "look for square roots, norms or logarithms of zero",
+    )
+
+
+def _is_finite(tensor: tf.Tensor) -> bool:
+    return bool(tf.reduce_all(tf.math.is_finite(tensor)))

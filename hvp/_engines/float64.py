@@ -1,0 +1,119 @@
+"""A traced gradient evaluated in float64, whatever type it was traced in.
+
+Differences of gradients are a test of second derivatives that knows nothing of them. In float32
+the steps have to be so large that networks of ``relu`` have kinks within them; in float64 they can
+be short.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvp._derivatives.replace import replace_operations
+from hvp._engines.plan import WideGradient
+from hvp._engines.trace import TracedGraph
+from hvp._graphs.inline import inline_calls
+from hvp._graphs.parts import ancestors, cut_out, data_inputs, import_part, node_of
+
+_FLOAT, _DOUBLE = tf.float32.as_datatype_enum, tf.float64.as_datatype_enum
+# Operations that would give quite other numbers in float64; those are drawn as they were.
+_DRAWS = ("Random", "Stateless", "Truncated", "Multinomial")
+
+
+def gradient_in_float64(
+    traced: TracedGraph, variables: Sequence[tf.Variable]
+) -> WideGradient | None:
+    """Return the gradient of a traced rule as a function of its variables, in float64.
+
+    Parameters
+    ----------
+    traced : TracedGraph
+        The rule, in float32.
+    variables : sequence of tf.Variable
+        What it is a function of; all other variables are read once, here.
+
+    Returns
+    -------
+    callable or None
+        None where this cannot be had: of functions with loops, branches or recomputed parts, or
+        with operations that do not exist in float64. Those without a kernel for it on the device
+        raise when it is called.
+    """
+    flat, rename = inline_calls(replace_operations(traced.graph_def))
+    nodes = {node.name: node for node in flat.node}
+    wanted = [rename(name) for name in (traced.gradient or ()) if name is not None]
+    names = ancestors(nodes, wanted)
+    captures = {rename(name): tensor for name, tensor in traced.captures.items()}
+    places = {id(variable.handle): i for i, variable in enumerate(variables)}
+    given: dict[str, int] = {}
+    known: dict[str, tf.Tensor] = {}
+    for name in names:
+        node, read = nodes[name], f"{name}:0"
+        if node.op == "ReadVariableOp":
+            handle = captures.get(data_inputs(node)[0])
+            if handle is None:
+                return None
+            if id(handle) in places:
+                given[read] = places[id(handle)]
+                continue
+            dtype = tf.as_dtype(node.attr["dtype"].type)
+            known[read] = _wide(tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype))
+        elif read in captures and captures[read].dtype != tf.resource:
+            known[read] = _wide(captures[read])
+    fed = {node_of(name) for name in (*given, *known)}
+    needed = ancestors(nodes, wanted, lambda name: name not in fed)
+    part = cut_out(flat, needed, keep_controls=False)
+    if part.library.function or any("Resource" in node.op for node in part.node):
+        return None
+    for node in list(part.node):
+        if node.op.startswith(_DRAWS):
+            _widen_after(node, part)
+        else:
+            _widen(node)
+    order = list(given)
+
+    def evaluate(*values: tf.Tensor) -> list[tf.Tensor]:
+        return import_part(part, {**known, **dict(zip(order, values))}, wanted)
+
+    dtypes = [tf.float64 if v.dtype == tf.float32 else v.dtype for v in variables]
+    specs = [tf.TensorSpec(variables[given[n]].shape, dtypes[given[n]]) for n in order]
+    try:
+        concrete = tf.function(evaluate, autograph=False).get_concrete_function(*specs)
+    except (tf.errors.OpError, ValueError, TypeError):  # an operation that float64 does not have
+        return None
+
+    def gradient(values: Sequence[tf.Tensor]) -> list[Any]:
+        results = iter(concrete(*(values[given[name]] for name in order)))
+        return [None if name is None else next(results) for name in traced.gradient or ()]
+
+    return gradient
+
+
+def _wide(tensor: tf.Tensor) -> tf.Tensor:
+    return tf.cast(tensor, tf.float64) if tensor.dtype == tf.float32 else tensor
+
+
+def _widen_after(node: Any, part: Any) -> None:
+    """Let a node draw numbers in float32, and cast them."""
+    if "dtype" not in node.attr or node.attr["dtype"].type != _FLOAT:
+        return
+    cast = part.node.add(name=node.name, op="Cast")
+    node.name += "/float32"
+    cast.input.append(node.name)
+    cast.attr["SrcT"].type, cast.attr["DstT"].type = _FLOAT, _DOUBLE
+
+
+def _widen(node: Any) -> None:
+    """Let a node compute in float64 what it computes in float32."""
+    if node.op == "Const" and node.attr["dtype"].type == _FLOAT:
+        value = tf.make_ndarray(node.attr["value"].tensor).astype("float64")
+        node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value))
+    for attribute in node.attr.values():
+        if attribute.type == _FLOAT:
+            attribute.type = _DOUBLE
+        for index, kind in enumerate(attribute.list.type):
+            if kind == _FLOAT:
+                attribute.list.type[index] = _DOUBLE

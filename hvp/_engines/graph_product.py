@@ -1,0 +1,229 @@
+"""A product of the graph engine in its compiled forms: by parts, by flat vectors, by blocks."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from hvp._graphs.compiled import Compiled, JitCompile
+from hvp._graphs.vectorized import NotVectorizedError, vectorized
+from hvp._runtime.interrupts import Uninterrupted
+from hvp._vectors.space import Space
+
+# Rows of the block that is compared with single products.
+_COMPARED_ROWS = 2
+
+# Takes the parts of a vector and the residuals; adds the product to the graph being traced.
+Multiply = Callable[[Sequence[tf.Tensor], Sequence[tf.Tensor]], list[tf.Tensor]]
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """How products are compiled.
+
+    Attributes
+    ----------
+    residuals : sequence of tf.TensorSpec
+        What each function takes besides vectors.
+    jit_compile : bool or "auto"
+        Whether XLA compiles products with one vector.
+    report : callable
+        Told, in words, when something cannot be done as wanted.
+    by_columns : bool
+        Whether blocks are multiplied one vector after the other in any case.
+    xla_for_blocks : bool
+        Whether XLA may compile blocks; it takes minutes for convolutions over a further axis.
+    changed : callable or None
+        Takes the residuals; tells, in the graph, whether variables have changed since. None if
+        that is not known from residuals.
+    """
+
+    residuals: Sequence[tf.TensorSpec]
+    jit_compile: JitCompile
+    report: Callable[[str], None]
+    by_columns: bool
+    xla_for_blocks: bool
+    changed: Callable[..., tf.Tensor] | None
+
+
+class GraphProduct:
+    """Products with a linear map that is given as a graph.
+
+    Parameters
+    ----------
+    multiply : callable
+        Takes the parts of a vector and the residuals, and adds the product to the graph that is
+        being traced.
+    specs : sequence of tf.TensorSpec
+        Of the parts of the vector.
+    domain, codomain : Space or None
+        The spaces of vectors and products; None if their shapes are not fully known, so that there
+        are no flat vectors.
+    compilation : Compilation
+        How to compile.
+    """
+
+    def __init__(
+        self,
+        multiply: Multiply,
+        specs: Sequence[tf.TensorSpec],
+        domain: Space | None,
+        codomain: Space | None,
+        compilation: Compilation,
+    ) -> None:
+        self._multiply, self._specs, self._compilation = multiply, list(specs), compilation
+        self.domain, self.codomain = domain, codomain
+        self._by_columns = compilation.by_columns
+        self._rows_are_right: bool | None = None
+
+    @property
+    def has_flat(self) -> bool:
+        """Whether there are products with flat vectors."""
+        return self.domain is not None and self.codomain is not None
+
+    @property
+    def tells_changes(self) -> bool:
+        """Whether `watched` exists."""
+        return self.has_flat and self._compilation.changed is not None
+
+    @functools.cached_property
+    def parts(self) -> Compiled:
+        """The product from the parts of a vector and the residuals."""
+        count = len(self._specs)
+
+        def multiply(*tensors: tf.Tensor) -> list[tf.Tensor]:
+            return self._multiply(tensors[:count], tensors[count:])
+
+        return self._compiled(multiply, self._specs)
+
+    @functools.cached_property
+    def flat(self) -> Compiled:
+        """The product from and to one flat vector."""
+        return self._compiled(self._multiply_flat, [self._spaces[0].flat_spec])
+
+    @functools.cached_property
+    def watched(self) -> Compiled:
+        """`flat`, and whether variables have changed since the residuals were computed."""
+        changed = self._compilation.changed
+        assert changed is not None
+
+        def multiply(flat: tf.Tensor, *residuals: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            return self._multiply_flat(flat, *residuals), changed(*residuals)
+
+        return self._compiled(multiply, [self._spaces[0].flat_spec])
+
+    def make(self) -> None:
+        """Compile the form that will be used first, so that what fails does so now."""
+        _ = self.single if self.has_flat else self.parts
+
+    @property
+    def single(self) -> Compiled:
+        """The form that serves for single flat vectors."""
+        return self.watched if self.tells_changes else self.flat
+
+    @property
+    def uses_xla(self) -> bool | None:
+        """Whether XLA computes products with one vector; None before the first."""
+        forms = [self.__dict__[name] for name in _SINGLE if name in self.__dict__]
+        return next((form.uses_xla for form in forms if form.uses_xla is not None), None)
+
+    def rows(self, residuals: Sequence[tf.Tensor]) -> Compiled:
+        """Return the product with the rows of a block, of shape `(k, n)`.
+
+        The first time, a block of random rows is multiplied and compared with products of single
+        vectors. `tf.vectorized_map` converts some operations wrongly, without an error; should it
+        have done so here, rows are multiplied one after the other from then on.
+
+        Parameters
+        ----------
+        residuals : sequence of tf.Tensor
+            Those of one point.
+        """
+        if self._rows_are_right is None:
+            with Uninterrupted():
+                self._rows_are_right = self._compare_rows(residuals)
+            if self._rows_are_right is False:
+                self._by_columns = True
+                del self.flat_rows
+                self._compilation.report(
+                    "multiplies blocks one column after the other: TensorFlow's vectorized_map "
+                    "computes them wrongly"
+                )
+        return self.flat_rows
+
+    @functools.cached_property
+    def flat_rows(self) -> Compiled:
+        """The product with each row of a block, of shape `(k, n)`."""
+        self._by_columns |= any(map(_is_converted_wrongly, self.single.graph.get_operations()))
+        how, domain = self._compilation, self._spaces[0]
+        jit_compile = how.jit_compile if how.xla_for_blocks else False
+        specs = [tf.TensorSpec([None, domain.size], domain.dtype), *how.residuals]
+        return Compiled(self._multiply_rows, specs, jit_compile, how.report)
+
+    @property
+    def _spaces(self) -> tuple[Space, Space]:
+        assert self.domain is not None
+        assert self.codomain is not None
+        return self.domain, self.codomain
+
+    def _compiled(self, function: Callable[..., Any], specs: Sequence[tf.TensorSpec]) -> Compiled:
+        how = self._compilation
+        return Compiled(function, [*specs, *how.residuals], how.jit_compile, how.report)
+
+    def _multiply_flat(self, flat: tf.Tensor, *residuals: tf.Tensor) -> tf.Tensor:
+        domain, codomain = self._spaces
+        return codomain.join(self._multiply(domain.split(flat), residuals))
+
+    def _multiply_rows(self, rows: tf.Tensor, *residuals: tf.Tensor) -> tf.Tensor:
+        def multiply(row: tf.Tensor) -> tf.Tensor:
+            return self._multiply_flat(row, *residuals)
+
+        # All rows in one operation where TensorFlow knows how, else in a loop in the graph.
+        if not self._by_columns:
+            with contextlib.suppress(NotVectorizedError):
+                return vectorized(multiply, rows)
+        codomain = self._spaces[1]
+        signature = tf.TensorSpec([codomain.size], codomain.dtype)
+        return tf.map_fn(multiply, rows, fn_output_signature=signature)
+
+    def _compare_rows(self, residuals: Sequence[tf.Tensor]) -> bool | None:
+        """Tell whether a block product agrees with single ones; None if that cannot be told."""
+        function = self.flat_rows
+        if self._by_columns:
+            return True
+        domain, codomain = self._spaces
+        rows = tf.random.stateless_normal((_COMPARED_ROWS, domain.size), (1, 2), dtype=domain.dtype)
+        block = function(rows, *residuals)
+        single = tf.stack([self.apply_single(row, residuals) for row in tf.unstack(rows)])
+        if not tf.reduce_all(tf.math.is_finite(single)):
+            return None
+        return codomain.agree(block, single, tf.norm(single))
+
+    def apply_single(self, row: tf.Tensor, residuals: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Multiply by one flat vector, by the form that is compiled in any case."""
+        if self.tells_changes:
+            return self.watched(row, *residuals)[0]
+        return self.flat(row, *residuals)
+
+
+_SINGLE = ("watched", "flat", "parts")
+
+
+def _is_converted_wrongly(operation: tf.Operation) -> bool:
+    """Whether `tf.vectorized_map` converts an operation of a traced product wrongly.
+
+    It multiplies the filter gradient of a convolution in groups for many cotangents as if they were
+    channels of one, in the order of the vectors and then the groups, where TensorFlow expects the
+    groups and then the vectors.
+    """
+    if operation.type != "Conv2DBackpropFilter":
+        return False
+    axis = 1 if operation.get_attr("data_format") == b"NCHW" else 3
+    channels, kernel = operation.inputs[0].shape, operation.outputs[0].shape
+    known = channels.rank == 4 and kernel.rank == 4 and channels[axis] and kernel[2]
+    return not known or channels[axis] != kernel[2]

@@ -1,0 +1,268 @@
+"""The graph engine's functions: a traced rule, split in two that are compiled each.
+
+The rule's evaluation and its product are traced together, once. What does not depend on the vector
+becomes one function, run once for each point; what does becomes another, run for each product, with
+the residuals as arguments. Both serve every later point.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from hvp._derivatives.corrections import corrected_derivatives
+from hvp._derivatives.doubts import refuse_missing_derivatives
+from hvp._derivatives.replace import replace_operations
+from hvp._engines.graph_product import Compilation, GraphProduct
+from hvp._engines.trace import TracedGraph
+from hvp._graphs.compiled import Compiled, JitCompile
+from hvp._graphs.dataflow import CALLS, CONTROL_FLOW
+from hvp._graphs.inline import KEPT_WHOLE, inline_calls
+from hvp._graphs.parts import import_part, nbytes, node_of
+from hvp._graphs.split import split
+from hvp._vectors.packing import Packing
+from hvp._vectors.resources import Resource, differ
+from hvp._vectors.space import Space
+
+
+class Results(NamedTuple):
+    """What is evaluated once per point.
+
+    Attributes
+    ----------
+    value : nest of tf.Tensor
+        The loss, or the values of a function.
+    gradient : list of (tf.Tensor or None), or None
+        The gradient of the loss, if there is a loss.
+    finite : tf.Tensor or None
+        Whether all of these are finite; None if nobody has looked.
+    watched : list of tf.Tensor or None
+        The values of the variables that were read, before the function ran; None if they were not
+        taken.
+    """
+
+    value: Any
+    gradient: list[Any] | None
+    finite: tf.Tensor | None = None
+    watched: list[tf.Tensor] | None = None
+
+
+class GraphProgram:
+    """The compiled functions of a traced rule.
+
+    Parameters
+    ----------
+    traced : TracedGraph
+        The rule, evaluated and multiplied.
+    codomain : Space
+        The space of products, and of vectors that are shaped like them.
+    reads : sequence of Resource
+        Variables whose values are wanted along with each evaluation.
+    jit_compile : bool or "auto"
+        Whether XLA compiles products.
+    report : callable
+        Told, in words, when it cannot.
+
+    Attributes
+    ----------
+    residuals : list of str
+        Names of the tensors that pass from the first part to the second.
+    residual_specs : list of tf.TensorSpec
+        What products take in their place: packed together where they are small.
+    owned : list of bool
+        Which of these take memory of their own.
+    product_part, once_part : GraphDef
+        What runs for each product, and what runs once per point.
+    product : GraphProduct
+        The products.
+
+    Raises
+    ------
+    UnsplittableError
+        If something that must run once depends on the vector.
+    """
+
+    def __init__(
+        self,
+        traced: TracedGraph,
+        codomain: Space,
+        reads: Sequence[Resource],
+        jit_compile: JitCompile,
+        report: Callable[[str], None],
+    ) -> None:
+        self._traced, self._codomain, self._reads = traced, codomain, list(reads)
+        flat, rename = inline_calls(replace_operations(traced.graph_def))
+        self._captures = {rename(name): tensor for name, tensor in traced.captures.items()}
+        self._vectors = [rename(name) for name in traced.vectors]
+        self._renamed = {name: rename(name) for name in traced.results}
+        self._wanted = list(dict.fromkeys(self._renamed.values()))
+        self._products = [rename(name) for name in traced.products if name is not None]
+        parts = split(flat, self._vectors, self._products, self._wanted)
+        self.once_part, self.product_part = parts.once, parts.product
+        # A variable itself, whose shape a product may ask for, is the same at every point.
+        self._handles = {
+            name: tensor for name, tensor in self._captures.items() if tensor.dtype == tf.resource
+        }
+        self.residuals = [name for name in parts.residuals if name not in self._handles]
+        nodes = {node.name: node for node in flat.node}
+        # A variable's value shares the variable's buffer, and a tensor that the function uses from
+        # outside is there anyway: they cost nothing to keep.
+        borrowed = ("Placeholder", "ReadVariableOp")
+        self.owned = [nodes[node_of(name)].op not in borrowed for name in self.residuals]
+        self._packing: Packing | None = None
+        self._once = Compiled(self._import_once, [], False, report)
+        outputs = [tf.TensorSpec(t.shape, t.dtype) for t in self._once.outputs[1:]]
+        self.residual_specs = outputs[len(self._wanted) + len(self._reads) :]
+        if self._packing is not None:
+            self.owned = [True] * len(self.residual_specs)
+        self._compilation = Compilation(
+            self.residual_specs,
+            jit_compile,
+            report,
+            by_columns=any(_is_not_vectorized(node) for node in self.product_part.node),
+            xla_for_blocks=not any("Conv" in node.op for node in self.product_part.node),
+            changed=self.changed if self.tells_changes else None,
+        )
+        specs = traced.vector_specs
+        same = specs == codomain.specs
+        domain = codomain if same else Space.of_tensors(specs)
+        self.product = GraphProduct(
+            self._import_product, specs, domain, codomain, self._compilation
+        )
+        if self._products:
+            self.product.make()
+
+    @property
+    def tells_changes(self) -> bool:
+        """Whether residuals hold the values of variables too: where they are few and small."""
+        return self._packing is not None
+
+    @functools.cached_property
+    def transposed(self) -> GraphProduct:
+        """Products with the transpose: the derivative of the product with respect to the vector.
+
+        Raises
+        ------
+        SecondDerivativeError
+            If TensorFlow lacks the derivative of an operation on the way.
+        """
+        doubts = self._traced.transposed_doubts()
+        refuse_missing_derivatives(doubts.missing + doubts.wrong_at_values)
+        zeros = self._traced.vector_specs[: self.zeros_wanted]
+        how = dataclasses.replace(self._compilation, residuals=[*zeros, *self.residual_specs])
+        domain, codomain = self.product.codomain, self.product.domain
+        return GraphProduct(self._import_transposed, self._codomain.specs, domain, codomain, how)
+
+    @property
+    def zeros_wanted(self) -> int:
+        """How many zeros, shaped like the vector's parts, `transposed` takes before residuals.
+
+        None, if it can make them itself, because the shapes are known.
+        """
+        return 0 if self.product.domain is not None else len(self._traced.vector_specs)
+
+    @property
+    def expected_nbytes(self) -> int:
+        """Bytes of the residuals, as far as their shapes are known."""
+        sizes = [nbytes(spec) for spec, owned in zip(self.residual_specs, self.owned) if owned]
+        return sum(sizes)
+
+    def evaluate(self) -> tuple[Results, list[tf.Tensor]]:
+        """Run the first function at the values the variables have now; return the residuals too."""
+        finite, *tensors = self._once()
+        wanted, rest = tensors[: len(self._wanted)], tensors[len(self._wanted) :]
+        by_name = dict(zip(self._wanted, wanted))
+
+        def tensor(name: str | None) -> Any:
+            return None if name is None else by_name[self._renamed[name]]
+
+        gradient = self._traced.gradient
+        results = Results(
+            tf.nest.map_structure(tensor, self._traced.value),
+            None if gradient is None else [tensor(name) for name in gradient],
+            finite,
+            list(rest[: len(self._reads)]),
+        )
+        return results, list(rest[len(self._reads) :])
+
+    def unpack(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Take residuals apart, if they are packed."""
+        if self._packing is None or len(tensors) == len(self.residuals):
+            return list(tensors)
+        return self._packing.unpack(tensors)[len(self._reads) :]
+
+    def changed(self, *residuals: tf.Tensor) -> tf.Tensor:
+        """Tell whether variables differ from the values they had, which are packed."""
+        assert self._packing is not None
+        now = self._packing.pack([resource.read() for resource in self._reads])
+        changed = [differ(new, old[: new.shape[0]]) for new, old in zip(now, residuals)]
+        return tf.reduce_any(changed)
+
+    def _import_once(self) -> list[tf.Tensor]:
+        # First, before the function itself writes to any of them.
+        watched = [resource.read() for resource in self._reads]
+        tensors = import_part(self.once_part, self._captures, [*self._wanted, *self.residuals])
+        wanted, residuals = tensors[: len(self._wanted)], tensors[len(self._wanted) :]
+        finite = [tf.reduce_all(tf.math.is_finite(t)) for t in wanted if t.dtype.is_floating]
+        packed = self._pack([*watched, *residuals], len(watched))
+        return [tf.reduce_all(finite), *wanted, *watched, *packed]
+
+    def _pack(self, tensors: list[tf.Tensor], watched: int) -> list[tf.Tensor]:
+        """Pack residuals, with the values of the variables to compare with, if they are small."""
+        specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
+        packing = Packing(specs)
+        if not self._products or not packing.pays or packing.buffers == len(tensors) - watched:
+            return tensors[watched:]
+        self._packing = packing
+        return self._packing.pack(tensors)
+
+    def _import_product(
+        self, vector: Sequence[tf.Tensor], residuals: Sequence[tf.Tensor]
+    ) -> list[tf.Tensor]:
+        products = iter(self._import_connected(vector, residuals))
+        parts = [None if name is None else next(products) for name in self._traced.products]
+        return self._codomain.with_zeros(parts)
+
+    def _import_connected(
+        self, vector: Sequence[tf.Tensor], residuals: Sequence[tf.Tensor]
+    ) -> list[tf.Tensor]:
+        """Import the parts of the product that are not identically zero."""
+        values = [*vector, *self.unpack(residuals)]
+        known = {**self._handles, **dict(zip([*self._vectors, *self.residuals], values))}
+        tensors = import_part(self.product_part, known, self._products)
+        pairs = zip(self._codomain.shapes, self._traced.products)
+        shapes = [shape for shape, name in pairs if name is not None]
+        # Where a shape was computed, and is now a residual, TensorFlow forgets what it is.
+        return [
+            tensor if tensor.shape.is_fully_defined() else tf.ensure_shape(tensor, shape)
+            for tensor, shape in zip(tensors, shapes)
+        ]
+
+    def _import_transposed(
+        self, vector: Sequence[tf.Tensor], residuals: Sequence[tf.Tensor]
+    ) -> list[tf.Tensor]:
+        # At zero, as good as anywhere: the product is linear.
+        at = list(residuals[: self.zeros_wanted]) or [
+            tf.zeros(spec.shape, spec.dtype) for spec in self._traced.vector_specs
+        ]
+        residuals = residuals[self.zeros_wanted :]
+        products = self._import_connected(at, residuals)
+        names = self._traced.products
+        weights = [part for part, name in zip(vector, names) if name is not None]
+        with corrected_derivatives():
+            return tf.gradients(products, at, weights, unconnected_gradients="zero")
+
+
+def _is_not_vectorized(node: Any) -> bool:
+    """Whether `tf.vectorized_map` fails, or should not be used.
+
+    It fails on imported loops, and where it forgets an attribute. What is recomputed is computed
+    again because there is no room for it, still less for that of many columns.
+    """
+    recomputes = node.op in CALLS and KEPT_WHOLE in node.attr["f"].func.name
+    padded = "explicit_paddings" in node.attr and node.attr["explicit_paddings"].list.i
+    return node.op in CONTROL_FLOW or recomputes or bool(padded)

@@ -1,0 +1,174 @@
+"""Plans: rules made ready to be evaluated at as many points as wanted."""
+
+from __future__ import annotations
+
+import abc
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from hvp._derivatives.doubts import Doubt
+from hvp._engines.graph_program import Results
+from hvp._engines.linear_map import LinearMap
+from hvp._vectors.resources import Resource
+from hvp._vectors.space import Space
+from hvp._vectors.variables import VariableNest
+
+# Takes the values of variables in float64; returns the gradient, None for variables without.
+WideGradient = Callable[[Sequence[tf.Tensor]], list[Any]]
+
+
+class Remarks(NamedTuple):
+    """What the graph of a function tells about its derivatives, before it runs.
+
+    Attributes
+    ----------
+    custom : list of Doubt
+        Operations with a `tf.custom_gradient`.
+    wrong_at_values : list of Doubt
+        Operations whose derivative is wrong at some values, where they are refused.
+    random, repeated : list of Doubt
+        Random draws, and those that are the same each time.
+    python : bool
+        Whether Python code runs with the graph.
+    """
+
+    custom: list[Doubt]
+    wrong_at_values: list[Doubt]
+    random: list[Doubt]
+    repeated: list[Doubt]
+    python: bool
+
+    @classmethod
+    def union(cls, every: Iterable[Remarks]) -> Remarks:
+        """Return the remarks about several functions."""
+        every = list(every)
+
+        def distinct(lists: Iterable[list[Doubt]]) -> list[Doubt]:
+            return list(dict.fromkeys(itertools.chain(*lists)))
+
+        return cls(
+            distinct(remarks.custom for remarks in every),
+            distinct(remarks.wrong_at_values for remarks in every),
+            distinct(remarks.random for remarks in every),
+            distinct(remarks.repeated for remarks in every),
+            any(remarks.python for remarks in every),
+        )
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known about a plan so far.
+
+    Attributes
+    ----------
+    engine : {"graph", "tape"}
+        What multiplies.
+    reads : tuple of Resource
+        What the results depend on: when one of these changes, a linear map is out of date.
+    writes : tuple of Resource
+        What running the function changes; it is put back afterwards.
+    seeds : tuple of Resource
+        Those of `writes` that are whole numbers: seeds of random draws, counters.
+    draws : bool
+        Whether results depend on random draws whose state is not a variable.
+    remarks : Remarks or None
+        What the graph tells about derivatives; None if the function could not be traced.
+    recomputes : bool or None
+        Whether the function computes some of its values again; None if it could not be traced.
+    traces : int
+        How often the function was traced.
+    uses_xla : bool or None
+        Whether XLA computes products; None before the first.
+    expected_nbytes : int
+        Bytes that a linear map will hold, as far as shapes tell before it is evaluated.
+    note : str
+        Why something is not as good as it could be; empty if nothing is.
+    """
+
+    engine: str
+    reads: tuple[Resource, ...] = ()
+    writes: tuple[Resource, ...] = ()
+    seeds: tuple[Resource, ...] = ()
+    draws: bool = False
+    remarks: Remarks | None = None
+    recomputes: bool | None = None
+    traces: int = 0
+    uses_xla: bool | None = None
+    expected_nbytes: int = 0
+    note: str = ""
+
+    @classmethod
+    def union(cls, every: Sequence[Facts]) -> Facts:
+        """Return the facts about several plans that serve together."""
+        remarks = [facts.remarks for facts in every if facts.remarks is not None]
+        recomputes = [facts.recomputes for facts in every]
+        return cls(
+            engine="tape" if any(facts.engine == "tape" for facts in every) else "graph",
+            reads=_distinct(facts.reads for facts in every),
+            writes=_distinct(facts.writes for facts in every),
+            seeds=_distinct(facts.seeds for facts in every),
+            draws=any(facts.draws for facts in every),
+            remarks=Remarks.union(remarks) if len(remarks) == len(every) else None,
+            recomputes=None if None in recomputes else any(recomputes),
+            traces=sum(facts.traces for facts in every),
+            uses_xla=next((facts.uses_xla for facts in every if facts.uses_xla is not None), None),
+            expected_nbytes=sum(facts.expected_nbytes for facts in every),
+            note="; ".join(dict.fromkeys(filter(None, (facts.note for facts in every)))),
+        )
+
+
+def _distinct(resources: Iterable[Iterable[Resource]]) -> tuple[Resource, ...]:
+    """Return each variable's buffer once."""
+    return tuple({id(r.handle): r for r in itertools.chain(*resources)}.values())
+
+
+class Plan(abc.ABC):
+    """A rule made ready to be evaluated, over one batch or many.
+
+    Attributes
+    ----------
+    nest : VariableNest
+        The variables.
+    space : Space
+        The vectors that are shaped like them.
+    works_in_graphs : bool
+        Whether products can be added to a graph that is being traced.
+    divides : bool
+        Whether the data are divided into batches.
+    batches : int or None
+        How many batches there are; None if the data are not divided, or it is not known yet.
+    evaluations : int
+        How often a batch was evaluated.
+    """
+
+    nest: VariableNest
+    space: Space
+    divides: bool = False
+    batches: int | None = None
+    evaluations: int = 0
+
+    @property
+    @abc.abstractmethod
+    def facts(self) -> Facts:
+        """What is known about the rule by now."""
+
+    @property
+    @abc.abstractmethod
+    def works_in_graphs(self) -> bool:
+        """Whether products can be added to a graph that is being traced."""
+
+    @abc.abstractmethod
+    def at_point(self) -> tuple[Results, LinearMap]:
+        """Evaluate at the values the variables have now."""
+
+    @abc.abstractmethod
+    def fingerprint(self) -> dict[str, str]:
+        """Return digests of the weights, the data and the function, the same in every process."""
+
+    @abc.abstractmethod
+    def in_float64(self) -> WideGradient | None:
+        """Return the gradient as a function of the variables in float64, if it can be had."""

@@ -1,0 +1,159 @@
+"""What tells one curvature matrix from another: a rule of a few lines."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from hvp._engines.taped import TapedFunction, TapedGradient
+
+# The parts of a vector, one for each variable or output; None stands for zeros.
+Parts = Sequence[Any]
+
+
+class Arguments(abc.ABC):
+    """What the functions of a rule are called with: a batch of data, usually."""
+
+    @abc.abstractmethod
+    def call(self, function: Callable[..., Any]) -> Any:
+        """Call a function with these arguments."""
+
+
+class NoArguments(Arguments):
+    """Nothing: functions are called without arguments."""
+
+    def call(self, function: Callable[..., Any]) -> Any:
+        """Call a function without arguments."""
+        return function()
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What a rule evaluates once at each point.
+
+    Attributes
+    ----------
+    value : nest of tf.Tensor
+        The loss, a scalar; or the values of a function.
+    gradient : sequence of (tf.Tensor or None), or None
+        The gradient of the loss, None for variables that it does not depend on. None altogether
+        for matrices that do not belong to a scalar.
+    state : object
+        What `Rule.multiply` needs besides the vector: usually functions on tapes.
+    domain : sequence of tf.Tensor or None
+        Tensors that the parts of the vector are shaped like; the variables if None. A product is
+        always shaped like the variables.
+    """
+
+    value: Any
+    gradient: Parts | None
+    state: Any
+    domain: Sequence[tf.Tensor] | None = None
+
+
+class Rule(abc.ABC):
+    """A matrix, as a program: what to evaluate once, and how to multiply by a vector.
+
+    A rule is written as if it ran anew for each product. Tracing it finds out which operations do
+    not depend on the vector; these run once for each point, also if they are part of `multiply`.
+    """
+
+    @abc.abstractmethod
+    def evaluate(self, variables: Sequence[tf.Variable], batch: Arguments) -> Evaluated:
+        """Evaluate at the variables' values, on a batch of data."""
+
+    @abc.abstractmethod
+    def multiply(self, state: Any, vector: Parts) -> Parts:
+        """Multiply by a vector. Must be linear in it."""
+
+
+@dataclass(frozen=True)
+class HessianRule(Rule):
+    """The Hessian of a loss: `H v` is the derivative of `gradient . v`.
+
+    Attributes
+    ----------
+    loss : callable
+        Takes the elements of a batch; returns a real scalar.
+    """
+
+    loss: Callable[..., Any]
+
+    def evaluate(self, variables: Sequence[tf.Variable], batch: Arguments) -> Evaluated:
+        gradient = TapedGradient(lambda: batch.call(self.loss), variables, once=True)
+        return Evaluated(gradient.value, gradient.outputs, gradient)
+
+    def multiply(self, state: TapedGradient, vector: Parts) -> Parts:
+        return state.vjp(vector)
+
+
+@dataclass(frozen=True)
+class PullbackRule(Rule):
+    """The transposed Jacobian of a function, `J^T u`; its transpose is `J v`.
+
+    Attributes
+    ----------
+    function : callable
+        Takes the elements of a batch; returns a nest of floating-point tensors.
+    """
+
+    function: Callable[..., Any]
+
+    def evaluate(self, variables: Sequence[tf.Variable], batch: Arguments) -> Evaluated:
+        value: Any = None
+
+        def outputs() -> list[tf.Tensor]:
+            nonlocal value
+            value = batch.call(self.function)
+            return tf.nest.flatten(value)
+
+        taped = TapedFunction(outputs, variables, once=True)
+        return Evaluated(value, None, taped, domain=taped.outputs)
+
+    def multiply(self, state: TapedFunction, vector: Parts) -> Parts:
+        return state.vjp(vector)
+
+
+@dataclass(frozen=True)
+class WeightedSum(Rule):
+    """The sum of matrices times numbers, each of a function of its own.
+
+    Attributes
+    ----------
+    terms : sequence of (float, Rule, Arguments or None)
+        The numbers, the matrices, and the data that each is evaluated on: those of the whole sum
+        if None.
+    """
+
+    terms: Sequence[tuple[float, Rule, Arguments | None]]
+
+    def evaluate(self, variables: Sequence[tf.Variable], batch: Arguments) -> Evaluated:
+        states: list[Any] = []
+        value: Any = None
+        gradient: Parts = [None] * len(variables)
+        for weight, rule, own in self.terms:
+            at = rule.evaluate(variables, own or batch)
+            states.append(at.state)
+            value = _add(value, at.value, weight)
+            if at.gradient is not None:
+                gradient = [_add(a, b, weight) for a, b in zip(gradient, at.gradient)]
+        return Evaluated(value, gradient, states)
+
+    def multiply(self, state: Sequence[Any], vector: Parts) -> Parts:
+        total: Parts = [None] * len(vector)
+        for (weight, rule, _), own in zip(self.terms, state):
+            total = [_add(a, b, weight) for a, b in zip(total, rule.multiply(own, vector))]
+        return total
+
+
+def _add(total: Any, term: Any, weight: float) -> Any:
+    """Add a term times a number, None standing for zero, in the type of the sum."""
+    if term is None:
+        return total
+    if weight != 1:
+        term = term * tf.constant(weight, term.dtype)
+    return term if total is None else total + tf.cast(term, total.dtype)

@@ -1,0 +1,65 @@
+"""How an operator works, as opposed to what it is of: one frozen object, checked once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from hvp._errors import HvpError
+from hvp._graphs.compiled import JitCompile
+from hvp._runtime.progress import check_progress
+
+Engine = Literal["graph", "tape"]
+OnStale = Literal["raise", "refresh", "ignore"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to evaluate and multiply.
+
+    Attributes
+    ----------
+    engine : {"graph", "tape"}
+        What holds a linear map; the tape serves where the graph cannot.
+    jit_compile : bool or "auto"
+        Whether XLA compiles the graph engine's products.
+    on_stale : {"raise", "refresh", "ignore"}
+        What to do when something is asked for after a variable that was read has changed.
+    memory_limit : int, str, Share or None
+        Upper bound on the memory for residuals and the batch being processed.
+    recompute : bool, int or sequence of layers
+        Which parts of a Keras model to compute again instead of keeping them.
+    progress : bool or "always"
+        Whether to show a bar over batches.
+    products : bool
+        Whether products are wanted, or only values and gradients.
+
+    Raises
+    ------
+    HvpError
+        If one of them is not what it should be.
+    """
+
+    engine: Engine = "graph"
+    jit_compile: JitCompile = False
+    on_stale: OnStale = "raise"
+    memory_limit: Any = None
+    recompute: bool | int | Sequence[Any] = False
+    progress: bool | Literal["always"] = False
+    products: bool = True
+
+    def __post_init__(self) -> None:
+        if self.engine not in ("graph", "tape"):
+            raise HvpError(f"the argument engine is {self.engine!r}", "'graph' or 'tape'")
+        if self.jit_compile not in (True, False, "auto"):
+            raise HvpError(
+                f"the argument jit_compile is {self.jit_compile!r}", "True, False or 'auto'"
+            )
+        jit_compile = "auto" if self.jit_compile == "auto" else bool(self.jit_compile)
+        object.__setattr__(self, "jit_compile", jit_compile)
+        if self.on_stale not in ("raise", "refresh", "ignore"):
+            raise HvpError(
+                f"the argument on_stale is {self.on_stale!r}", "'raise', 'refresh' or 'ignore'"
+            )
+        check_progress(self.progress)

@@ -1,0 +1,302 @@
+"""The plan for one batch of data, or for a function that takes none."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import logging
+from collections.abc import Callable, Iterator, Sequence
+
+import tensorflow as tf
+
+from hvp._derivatives.doubts import refuse_missing_derivatives
+from hvp._derivatives.exact import exact_functions
+from hvp._engines.float64 import gradient_in_float64
+from hvp._engines.graph_map import GraphMap
+from hvp._engines.graph_program import GraphProgram, Results
+from hvp._engines.linear_map import LinearMap
+from hvp._engines.plan import Facts, Plan, Remarks, WideGradient
+from hvp._engines.rule import Arguments, Evaluated, NoArguments, Rule
+from hvp._engines.settings import Settings
+from hvp._engines.tape_map import TapeMap
+from hvp._engines.taped import doubtful_nones
+from hvp._engines.trace import Trace, trace
+from hvp._errors import (
+    GraphModeError,
+    HvpError,
+    InvalidLossError,
+    SecondDerivativeError,
+    line_of,
+    quoted,
+)
+from hvp._graphs.inline import KEPT_WHOLE
+from hvp._graphs.parts import digest_of_graph
+from hvp._graphs.split import UnsplittableError
+from hvp._keras.losses import kept_losses
+from hvp._runtime.digest import digest
+from hvp._runtime.interrupts import Uninterrupted
+from hvp._runtime.strategies import outside_strategies
+from hvp._vectors.resources import Resource, differ, restored
+from hvp._vectors.space import Space
+from hvp._vectors.variables import VariableNest, all_variables
+
+_log = logging.getLogger("hvp")
+
+
+class SinglePlan(Plan):
+    """A rule on one batch, and what was found out about it before it runs.
+
+    The rule is traced once, here, without running it. From its graph come the variables it reads
+    and writes, and the operations whose derivative TensorFlow lacks. A function that cannot be
+    traced is run all the same, with less known about it.
+
+    Parameters
+    ----------
+    rule : Rule
+        What to evaluate and multiply by.
+    nest : VariableNest
+        What to differentiate with respect to.
+    settings : Settings
+        Which engine, and how to compile.
+    batch : callable, optional
+        Returns the batch, in the graph being traced; without one the functions take no data.
+    inputs : sequence of tf.Variable, optional
+        Variables that hold the batch: a linear map is not out of date when they change.
+
+    Raises
+    ------
+    GraphModeError
+        If called while TensorFlow traces a graph.
+    SecondDerivativeError
+        If an operation between variables and results has no derivative in TensorFlow.
+    """
+
+    def __init__(
+        self,
+        rule: Rule,
+        nest: VariableNest,
+        settings: Settings,
+        batch: Callable[[], Arguments] = NoArguments,
+        inputs: Sequence[tf.Variable] = (),
+    ) -> None:
+        if not tf.executing_eagerly():
+            raise GraphModeError(
+                "a function is to be linearized while TensorFlow traces a graph",
+                "eager execution",
+                "build the operator outside the tf.function and use its product inside",
+            )
+        self.nest, self.space = nest, Space.of_variables(nest)
+        self._rule, self._settings, self._batch = rule, settings, batch
+        self._note = self._unsaid = ""
+        self._trace = self._try_to_trace()
+        self._facts = self._static_facts(inputs)
+        if self._trace is not None:
+            refuse_missing_derivatives(self._trace.doubts.missing)
+            if isinstance(self._trace.graph.error, SecondDerivativeError):
+                raise self._trace.graph.error  # a recomputed function's: a tape would meet it too
+        if self._facts.recomputes:
+            gc.collect()  # what tracing leaves are graphs, in cycles; here memory is short
+        self._program = self._try_to_split() if settings.engine == "graph" else None
+        if self._program is None:
+            self._facts = dataclasses.replace(self._facts, engine="tape")
+            self._refuse_risky_pools()
+        else:
+            expected = self._program.expected_nbytes
+            self._facts = dataclasses.replace(self._facts, expected_nbytes=expected)
+
+    @property
+    def facts(self) -> Facts:
+        """What is known about the rule by now."""
+        uses_xla = False if self._program is None else self._program.product.uses_xla
+        return dataclasses.replace(self._facts, uses_xla=uses_xla, note=self._note)
+
+    @property
+    def works_in_graphs(self) -> bool:
+        """Whether products can be added to a graph that is being traced."""
+        return self._program is not None
+
+    @outside_strategies
+    def at_point(self) -> tuple[Results, LinearMap]:
+        """Run the rule's evaluation at the values the variables have now."""
+        with Uninterrupted(), restored(self._facts.writes), self._unassigned():
+            if self._program is None:
+                return self._on_tapes()
+            self._refuse_wrong_values()
+            results, residuals = self._program.evaluate()  # which runs no Python of the function's
+        vectors = self._program.product.domain or Space.of_tensors(tf.nest.flatten(results.value))
+        assert vectors is not None
+        return results, GraphMap(self._program, residuals, vectors, self.space)
+
+    def _on_tapes(self) -> tuple[Results, LinearMap]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(exact_functions())
+            stack.enter_context(kept_losses(self.nest.source))
+            self._refuse_wrong_values()
+            if self._trace is None:
+                stack.enter_context(doubtful_nones())
+            at = self._evaluate()
+        if self._unsaid:
+            _log.warning("the function %s", self._unsaid)
+            self._unsaid = ""
+        domain = self.space if at.domain is None else Space.of_tensors(at.domain)
+        assert domain is not None
+        certain = self._trace is not None
+        nbytes = self._trace.nbytes if self._trace else None
+        own = TapeMap(self._rule, at.state, domain, self.space, certain=certain, nbytes=nbytes)
+        return Results(at.value, None if at.gradient is None else list(at.gradient)), own
+
+    def fingerprint(self) -> dict[str, str]:
+        """Return digests of this function, and of what it reads now.
+
+        Of the variables' values, of the tensors it uses from outside, and of its operations with
+        the constants in its graph; the same in every process with this TensorFlow. Of a function
+        that could not be traced only the variables are known.
+        """
+        digests = {"weights": " ".join(digest(resource.read()) for resource in self._facts.reads)}
+        if self._trace is not None:
+            graph = self._trace.graph
+            outside = [
+                t for t in graph.captures.values() if t.dtype not in (tf.resource, tf.variant)
+            ]
+            digests["data"] = " ".join(map(digest, outside))
+            digests["loss"] = digest_of_graph(graph.graph_def)
+        return digests
+
+    def in_float64(self, inputs: Sequence[tf.Variable] = ()) -> WideGradient | None:
+        """Return the gradient as a function of the variables in float64, and of further inputs.
+
+        None where it cannot be evaluated so.
+        """
+        if self._trace is None or set(self.nest.dtypes) != {tf.float32}:
+            return None
+        return gradient_in_float64(self._trace.graph, [*self.nest.variables, *inputs])
+
+    def _evaluate(self) -> Evaluated:
+        return self._rule.evaluate(self.nest.variables, self._batch())
+
+    def _static_facts(self, inputs: Sequence[tf.Variable]) -> Facts:
+        """Put together what the trace tells, or what holds for a function without one."""
+        traced = self._trace
+        if traced is None:
+            everything = tuple(Resource.of(v) for v in all_variables(self.nest.source))
+            return Facts("graph", reads=everything, writes=everything)
+        handles = {id(variable.handle) for variable in inputs}
+        functions = traced.graph.graph_def.library.function
+        return Facts(
+            "graph",
+            reads=tuple(r for r in traced.reads if id(r.handle) not in handles),
+            writes=traced.writes,
+            seeds=tuple(r for r in traced.writes if r.dtype.is_integer),
+            draws=bool(traced.random),
+            remarks=Remarks(
+                traced.doubts.custom,
+                traced.doubts.wrong_at_values,
+                traced.random,
+                traced.repeated,
+                traced.python,
+            ),
+            recomputes=any(KEPT_WHOLE in function.signature.name for function in functions),
+            traces=1,
+            expected_nbytes=traced.nbytes,
+        )
+
+    def _try_to_split(self) -> GraphProgram | None:
+        """Make the graph engine's functions, or note why they cannot be made."""
+        if self._trace is None:
+            return None
+        graph = self._trace.graph
+        try:
+            if graph.error is not None:
+                raise UnsplittableError(f"{graph.error}") from graph.error
+            return GraphProgram(
+                graph, self.space, self._facts.reads, self._settings.jit_compile, self._add_note
+            )
+        except (UnsplittableError, tf.errors.OpError, ValueError) as error:
+            reason = line_of(error, -1)
+            said = f"is computed operation by operation, by the tape engine ({reason})"
+            self._add_note(said)
+            self._unsaid = self._note
+            return None
+
+    def _refuse_risky_pools(self) -> None:
+        """Refuse the tape engine for pools that TensorFlow itself may differentiate wrong."""
+        if not (self._settings.products and self._trace and self._trace.risky_pools):
+            return
+        raise SecondDerivativeError(
+            "TensorFlow's second derivative of max pooling, inside a tf.function, loop or branch, "
+            "is wrong with padding='SAME' or windows of one entry, and the tape engine depends on "
+            "it",
+            "pools with padding='VALID', or outside of functions",
+            "pass engine='graph', which puts it right"
+            if self._settings.engine == "tape"
+            else f"call the function without tf.function; the graph engine {self._note}",
+        )
+
+    @contextlib.contextmanager
+    def _unassigned(self) -> Iterator[None]:
+        """Refuse a function that changes a variable that it is to be differentiated by."""
+        own = {id(v.handle): name for v, name in zip(self.nest.variables, self.nest.names)}
+        written = [r for r in self._facts.writes if id(r.handle) in own]
+        before = [resource.read() for resource in written]
+        yield
+        pairs = zip(written, before)
+        names = [own[id(r.handle)] for r, value in pairs if differ(r.read(), value)]
+        if names:
+            raise InvalidLossError(
+                f"the loss assigns variables that it is to be differentiated by: {quoted(names)}; "
+                "its derivatives would be those at other values than the variables have",
+                "a loss that leaves these variables as they are",
+                "call layers with training=False, where they update them, or leave these "
+                "variables out",
+            )
+
+    def _add_note(self, said: str) -> None:
+        if said not in self._note:
+            self._note = "; ".join(filter(None, [self._note, said]))
+
+    def _refuse_wrong_values(self) -> None:
+        """Refuse a point where a derivative TensorFlow gives would be wrong."""
+        if self._trace is None or self._trace.at_wrong_values is None:
+            return
+        at_wrong_values = self._trace.at_wrong_values().numpy()
+        doubtful = zip(self._trace.doubts.wrong_at_values, at_wrong_values)
+        refuse_missing_derivatives([doubt for doubt, is_at in doubtful if is_at])
+
+    def _traced(self) -> Trace:
+        arguments = self._rule, self.nest, self._settings.products
+        try:
+            return trace(self._evaluate, *arguments)
+        except ValueError as error:
+            if "is not a valid root scope name" not in str(error):
+                raise
+
+        def scoped() -> Evaluated:
+            # Outermost, TensorFlow takes no name that begins with an underscore, as Keras calls
+            # layers of classes whose names do.
+            with tf.name_scope("function"):
+                return self._evaluate()
+
+        return trace(scoped, *arguments)
+
+    def _try_to_trace(self) -> Trace | None:
+        try:
+            with exact_functions(), kept_losses(self.nest.source):
+                traced = self._traced()
+        except HvpError:
+            raise
+        except Exception as error:  # user code may raise anything when it meets a symbolic tensor
+            reason = line_of(error, -1)
+            self._note = (
+                f"could not be traced ({type(error).__name__}: {reason}); missing second "
+                "derivatives and changed frozen variables cannot all be detected"
+            )
+            self._unsaid = self._note  # until it runs, which it may not do either
+            return None
+        notes = []
+        if traced.random:
+            notes.append("draws random numbers, so that each refresh is of another function")
+        if traced.python:
+            notes.append("runs Python code, where no variable is watched")
+        self._note = "; ".join(notes)
+        return traced

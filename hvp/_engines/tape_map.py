@@ -1,0 +1,95 @@
+"""The tape engine: a rule evaluated on persistent tapes, multiplied operation by operation.
+
+It works wherever TensorFlow's own eager gradients do, needs no graph, and is the reference that
+the graph engine is tested against. Its residuals live on the tapes, so that a product costs one
+eager backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvp._derivatives.corrections import corrected_derivatives
+from hvp._engines.linear_map import LinearMap
+from hvp._engines.rule import Rule
+from hvp._engines.taped import TapedFunction, refuse_missing_in
+from hvp._runtime.interrupts import Uninterrupted
+from hvp._vectors.space import Space
+
+
+class TapeMap(LinearMap):
+    """A rule's linear map at one point, held on the tapes of the rule's state.
+
+    Parameters
+    ----------
+    rule : Rule
+        How to multiply.
+    state : object
+        What the rule evaluated.
+    domain, codomain : Space
+        The spaces of vectors and of products.
+    certain : bool
+        Whether it was established beforehand that no operation on the way lacks a derivative.
+    nbytes : int or None
+        Upper bound on the memory of what the tapes hold.
+    """
+
+    def __init__(
+        self,
+        rule: Rule,
+        state: Any,
+        domain: Space,
+        codomain: Space,
+        *,
+        certain: bool,
+        nbytes: int | None,
+    ) -> None:
+        self._rule, self._state, self._certain = rule, state, certain
+        self.domain, self.codomain, self.nbytes = domain, codomain, nbytes
+        self._transposed: _TransposedTapeMap | None = None
+
+    def apply(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Multiply by a vector given as the parts of the domain."""
+        return self.codomain.with_zeros(self._rule.multiply(self._state, parts))
+
+    def transpose(self) -> LinearMap:
+        """Return the transposed map; the first product with it records this one on a tape."""
+        if self._transposed is None:
+            self._transposed = _TransposedTapeMap(self, self._certain)
+        return self._transposed
+
+    def close(self) -> None:
+        """Release the tapes and everything on them."""
+        self._state = self._transposed = None
+
+
+class _TransposedTapeMap(LinearMap):
+    """The transpose of a map on tapes, recorded as a function of the vector."""
+
+    def __init__(self, plain: TapeMap, certain: bool) -> None:
+        self._plain, self._certain = plain, certain
+        self.domain, self.codomain = plain.codomain, plain.domain
+        self.nbytes = plain.nbytes
+        self._recorded: TapedFunction | None = None
+
+    def apply(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Multiply by a vector given as the parts of the domain."""
+        if self._recorded is None:
+            with Uninterrupted():
+                self._recorded = self._record()
+        return self.codomain.with_zeros(self._recorded.vjp(parts))
+
+    def transpose(self) -> LinearMap:
+        """Return the map itself."""
+        return self._plain
+
+    def _record(self) -> TapedFunction:
+        # A linear map is its own derivative at every point, zero for one.
+        zeros = self.codomain.with_zeros([None] * len(self.codomain.shapes))
+        if self._certain:
+            refuse_missing_in(lambda *parts: self._plain.apply(parts), zeros)
+        with corrected_derivatives():
+            return TapedFunction(lambda: self._plain.apply(zeros), zeros)

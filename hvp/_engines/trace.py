@@ -1,0 +1,355 @@
+"""Tracing a function without running it: what it reads, what it writes, what lies between."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvp._derivatives.doubts import Doubt, Doubts, doubt_of, find_doubts
+from hvp._derivatives.missing import BY_NAME, WRONG_AT_VALUES
+from hvp._derivatives.pools import has_risky_pools
+from hvp._engines.rule import Evaluated, Rule
+from hvp._engines.taped import DIFFERENTIATED
+from hvp._errors import SecondDerivativeError
+from hvp._graphs.concrete import (
+    captured_resources,
+    captures,
+    concrete_function,
+    is_read,
+    is_written,
+)
+from hvp._graphs.dataflow import RECOMPUTED_GRADIENT, Dataflow, Vertex, layer_of
+from hvp._graphs.parts import ancestors, cut_out, import_part
+from hvp._vectors.resources import Resource
+from hvp._vectors.variables import VariableNest
+
+_RANDOM = re.compile(r"(Random|Truncated|ParameterizedTruncated|Multinomial)\w*")
+_REPEATED = re.compile(
+    r"Stateless(Random(Uniform|Normal|Gamma|Poisson|Binomial)|Truncated|Parameterized)\w*"
+)
+
+
+@dataclass(frozen=True)
+class TracedGraph:
+    """A rule in one graph, evaluated and multiplied by a vector; tensors by their names in it.
+
+    Attributes
+    ----------
+    graph_def : GraphDef
+        The graph.
+    captures : dict
+        What is captured from outside: the tensor there, by its name inside.
+    value : nest of str
+        The loss, or the values of a function.
+    gradient : list of (str or None), or None
+        The gradient of the loss, if the rule has one.
+    vectors : list of str
+        Placeholders for the parts of the vector.
+    vector_specs : list of tf.TensorSpec
+        Their shapes and types.
+    products : list of (str or None)
+        The parts of the product; None where it is zero, or was not wanted.
+    error : Exception or None
+        Why there is no product, if there is none.
+    transposed_doubts : callable
+        Finds the operations between `vectors` and `products` whose derivative is in doubt.
+    recomputed : list
+        What has the derivatives of recomputed functions in the graph, to be kept with it.
+    """
+
+    graph_def: Any
+    captures: dict[str, tf.Tensor]
+    value: Any
+    gradient: list[str | None] | None
+    vectors: list[str]
+    vector_specs: list[tf.TensorSpec]
+    products: list[str | None]
+    error: Exception | None
+    transposed_doubts: Callable[[], Doubts]
+    recomputed: list[Any]
+
+    @property
+    def results(self) -> list[str]:
+        """The tensors that are wanted once per point, each one once."""
+        gradient = [name for name in self.gradient or () if name is not None]
+        return list(dict.fromkeys([*tf.nest.flatten(self.value), *gradient]))
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What is known of a function of no arguments from its graph.
+
+    Attributes
+    ----------
+    graph : TracedGraph
+        The graph, transposed derivative included.
+    reads : tuple of Resource
+        Variables, trainable or not, whose values reach the function's results, except integers
+        that the function itself updates (seeds of random draws, counters).
+    writes : tuple of Resource
+        Variables the function updates when it runs.
+    doubts : Doubts
+        Operations between the differentiated variables and the results whose derivative TensorFlow
+        lacks, or has wrong at some values.
+    at_wrong_values : callable or None
+        Tells, by running the part of the graph that is needed, which of `doubts.wrong_at_values`
+        are at such values now; None if there are none of them.
+    nbytes : int
+        Bytes of the values on the way from the variables to the results, an upper bound of
+        what a tape must keep; the body of a loop counts once, a partly unknown shape not at all.
+    random : list of Doubt
+        Random draws that the results depend on, of which the state is no variable.
+    repeated : list of Doubt
+        Random draws that are the same each time, from seeds that are put back.
+    python : bool
+        Whether the results depend on Python code that runs with the graph.
+    risky_pools : bool
+        Whether functions, loops or branches have max pools in them that TensorFlow itself may
+        differentiate wrong.
+    """
+
+    graph: TracedGraph
+    reads: tuple[Resource, ...]
+    writes: tuple[Resource, ...]
+    doubts: Doubts
+    at_wrong_values: Callable[[], tf.Tensor] | None
+    nbytes: int
+    random: list[Doubt]
+    repeated: list[Doubt]
+    python: bool
+    risky_pools: bool
+
+
+def trace(
+    evaluate: Callable[[], Evaluated], rule: Rule, nest: VariableNest, products: bool
+) -> Trace:
+    """Trace a rule's evaluation and product together, without running them.
+
+    The product is traced for placeholders in the place of the vector, in the same graph as the
+    evaluation that it continues: only so can what does not depend on the vector be told from what
+    does, and the former, whichever of the two it was written in, be run once.
+
+    Parameters
+    ----------
+    evaluate : callable
+        Takes nothing; evaluates the rule.
+    rule : Rule
+        How to multiply.
+    nest : VariableNest
+        What to differentiate with respect to.
+    products : bool
+        Whether the product is wanted.
+
+    Returns
+    -------
+    Trace
+
+    Raises
+    ------
+    Exception
+        Whatever the rule raises when it is evaluated.
+    """
+    whole = _Whole(evaluate, rule, nest.variables, products)
+    concrete = concrete_function(whole)
+    graph_def = concrete.graph.as_graph_def()
+    flow = Dataflow(graph_def, concrete.graph)
+    targets = [flow.vertex(output.name) for output in concrete.outputs]
+    reaching = flow.reachable(targets, backward=True)
+    reads, writes = [], []
+    places: dict[int, Vertex] = {}
+    for resource, vertex in captured_resources(concrete, flow, nest.variables):
+        written = is_written(flow, vertex)
+        read = is_read(flow, vertex, reaching)
+        if written:
+            writes.append(resource)
+        if read and not (written and resource.dtype.is_integer):
+            reads.append(resource)
+        places[id(resource.handle)] = vertex
+    handles = [id(variable.handle) for variable in nest.variables]
+    sources = [places[handle] for handle in handles if handle in places]
+    doubts = _all_doubts(concrete.graph, flow, places) if products else Doubts([], [], [])
+    return Trace(
+        graph=whole.graph(concrete, graph_def, flow),
+        reads=tuple(reads),
+        writes=tuple(writes),
+        doubts=doubts,
+        at_wrong_values=_at_wrong_values(concrete, graph_def, doubts.wrong_at_values),
+        nbytes=_bytes_between(concrete.graph, flow, sources, reaching),
+        python=any("PyFunc" in flow.types.get(vertex, "") for vertex in reaching),
+        risky_pools=any(has_risky_pools(f.node_def) for f in graph_def.library.function),
+        random=sorted(
+            doubt_of(flow, v) for v in reaching if _RANDOM.fullmatch(flow.types.get(v, ""))
+        ),
+        repeated=sorted(
+            doubt_of(flow, v) for v in reaching if _REPEATED.fullmatch(flow.types.get(v, ""))
+        ),
+    )
+
+
+class _Whole:
+    """A rule to be traced, which notes the tensors of its evaluation and product."""
+
+    def __init__(
+        self,
+        evaluate: Callable[[], Evaluated],
+        rule: Rule,
+        variables: Sequence[tf.Variable],
+        products: bool,
+    ) -> None:
+        self._evaluate, self._rule = evaluate, rule
+        self._variables, self._wanted = list(variables), products
+
+    def __call__(self) -> Any:
+        at = self._evaluate()
+        # As nodes of their own, so that each has a name of its own.
+        self._value = tf.nest.map_structure(tf.identity, at.value)
+        self._gradient = None if at.gradient is None else [_named(part) for part in at.gradient]
+        domain = self._variables if at.domain is None else at.domain
+        self._specs = [tf.TensorSpec(like.shape, like.dtype) for like in domain]
+        self._vectors = [tf.compat.v1.placeholder(s.dtype, s.shape) for s in self._specs]
+        self._products: list[Any] = [None] * len(self._variables)
+        self._error: Exception | None = None
+        try:
+            if self._wanted:
+                self._products = list(self._rule.multiply(at.state, self._vectors))
+        except Exception as error:  # a tape may still manage, or tell better what is wrong
+            self._error = error
+        return self._value, self._gradient
+
+    def graph(self, concrete: Any, graph_def: Any, flow: Dataflow) -> TracedGraph:
+        """Return the graph that was traced last."""
+        vectors = [tensor.name for tensor in self._vectors]
+        products = [_name(tensor) for tensor in self._products]
+
+        def transposed_doubts() -> Doubts:
+            sources = [flow.vertex(name) for name in vectors]
+            return find_doubts(flow, sources, [flow.vertex(name) for name in products if name])
+
+        return TracedGraph(
+            graph_def=graph_def,
+            captures={inside.name: outside for inside, outside in captures(concrete)},
+            value=tf.nest.map_structure(_name, self._value),
+            gradient=None if self._gradient is None else [_name(part) for part in self._gradient],
+            vectors=vectors,
+            vector_specs=self._specs,
+            products=products,
+            error=self._error or _missing_gradient(flow),
+            transposed_doubts=transposed_doubts,
+            recomputed=concrete.graph.get_collection(RECOMPUTED_GRADIENT),
+        )
+
+
+def _named(tensor: tf.Tensor | None) -> tf.Tensor | None:
+    return None if tensor is None else tf.identity(tensor)
+
+
+def _name(tensor: tf.Tensor | None) -> Any:
+    return None if tensor is None else tensor.name
+
+
+def _all_doubts(graph: tf.Graph, flow: Dataflow, places: Mapping[int, Vertex]) -> Doubts:
+    """Find the doubtful operations between all that the rule differentiates and by what."""
+
+    def vertices(ends: Sequence[Any]) -> list[Vertex]:
+        found = [
+            places.get(id(end.handle)) if isinstance(end, tf.Variable) else flow.vertex(end.name)
+            for end in ends
+        ]
+        return [vertex for vertex in found if vertex is not None]
+
+    every = [
+        find_doubts(flow, vertices(inputs), vertices(outputs))
+        for inputs, outputs in graph.get_collection(DIFFERENTIATED)
+    ]
+    return Doubts(
+        sorted({doubt for doubts in every for doubt in doubts.missing}),
+        sorted({doubt for doubts in every for doubt in doubts.wrong_at_values}),
+        sorted({doubt for doubts in every for doubt in doubts.custom}),
+    )
+
+
+def _missing_gradient(flow: Dataflow) -> Exception | None:
+    """Return the error for a function whose gradient TensorFlow only left a name for.
+
+    It does so where a function was traced with a gradient of its own that has none, and the graph
+    fails when it runs: of `tf.nn.ctc_loss` with dense labels, for one.
+    """
+    places = [vertex for vertex, kind in flow.types.items() if kind == "SymbolicGradient"]
+    if not places:
+        return None
+    return SecondDerivativeError(
+        f"TensorFlow has no derivative of a function at {layer_of(flow.names[places[0]])!r}",
+        "operations that can be differentiated as often as is asked",
+        BY_NAME.format("tf.nn.ctc_loss") if "ctc" in flow.names[places[0]] else "",
+    )
+
+
+def _at_wrong_values(
+    concrete: Any, graph_def: Any, doubts: list[Doubt]
+) -> Callable[[], tf.Tensor] | None:
+    """Make a function that tells which operations are at values where their derivative is wrong."""
+    if not doubts:
+        return None
+    nodes = {node.name: node for node in graph_def.node}
+    operations = [concrete.graph.get_operation_by_name(doubt.name) for doubt in doubts]
+    at_zeros = [WRONG_AT_VALUES[doubt.kind].values == "zeros" for doubt in doubts]
+    tensors = [
+        (operation.inputs if at_zero else operation.outputs)[0].name
+        for operation, at_zero in zip(operations, at_zeros)
+    ]
+    # Without what runs only for its effect.
+    part = cut_out(graph_def, ancestors(nodes, tensors), keep_controls=False)
+
+    @tf.function(autograph=False)
+    def at_wrong_values() -> tf.Tensor:
+        known = {inside.name: outside for inside, outside in captures(concrete)}
+        values = import_part(part, known, tensors)
+        return tf.stack(
+            [
+                tf.reduce_any(tf.equal(value, 0)) if at_zero else _are_equal(value, operation.type)
+                for value, at_zero, operation in zip(values, at_zeros, operations)
+            ]
+        )
+
+    return at_wrong_values
+
+
+def _are_equal(values: tf.Tensor, kind: str) -> tf.Tensor:
+    """Whether two eigenvalues or singular values are too near each other to divide by that.
+
+    TensorFlow takes `x / (x**2 + 1e-20)` for the reciprocal of a difference `x`, of squares in a
+    singular value decomposition.
+    """
+    values = values**2 if kind == "Svd" else values
+    apart = tf.abs(values[..., tf.newaxis] - values[..., tf.newaxis, :])
+    largest = tf.reduce_max(tf.abs(values), -1)[..., tf.newaxis, tf.newaxis]
+    near = apart <= tf.maximum(10 * np.finfo(apart.dtype.as_numpy_dtype).eps * largest, 1e-7)
+    return tf.reduce_any(tf.linalg.set_diag(near, tf.zeros_like(values, tf.bool)))
+
+
+def _bytes_between(
+    graph: tf.Graph, flow: Dataflow, sources: list[Vertex], reaching: set[Vertex]
+) -> int:
+    depends = flow.reachable(sources) & reaching
+    shared = {
+        "Identity",
+        "IdentityN",
+        "Reshape",
+        "ReadVariableOp",
+        "ExpandDims",
+        "Squeeze",
+        "StopGradient",
+    }
+    total = 0
+    for operation in graph.get_operations():
+        if operation.type in shared or flow.vertex(operation.name) not in depends:
+            continue
+        for output in operation.outputs:
+            if output.dtype.size and output.shape.is_fully_defined():
+                total += output.dtype.size * output.shape.num_elements()
+    return total

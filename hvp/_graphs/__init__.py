@@ -1,0 +1,1 @@
+"""Graph surgery, without derivatives."""

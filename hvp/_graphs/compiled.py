@@ -1,0 +1,164 @@
+"""A function of tensors, compiled by TensorFlow alone or by XLA."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import textwrap
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Union
+
+import tensorflow as tf
+
+from hvp._errors import line_of
+from hvp._runtime.interrupts import Uninterrupted
+
+JitCompile = Union[bool, Literal["auto"]]
+
+# Rounds in which the two are timed against each other, unless one is so many times faster.
+_ROUNDS = 5
+_CLEARLY = 2.0
+
+_log = logging.getLogger("hvp")
+
+
+class Compiled:
+    """A function of tensors, traced once for given shapes; XLA is tried when it is first called.
+
+    Parameters
+    ----------
+    function : callable
+        Takes and returns tensors.
+    specs : sequence of tf.TensorSpec
+        Of its arguments.
+    jit_compile : bool or "auto"
+        Whether XLA is to compile it; with ``"auto"`` whichever is faster at the first call, which
+        stays chosen.
+    report : callable, optional
+        Told, in words, when XLA cannot compile it; TensorFlow alone then serves. The log is told
+        in any case.
+    forgets : bool, optional
+        Whether to let go of the Python function once it is traced, which is then never traced for
+        XLA: what it refers to is not kept alive.
+
+    Attributes
+    ----------
+    uses_xla : bool or None
+        Which was chosen; None before.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        specs: Sequence[tf.TensorSpec],
+        jit_compile: JitCompile,
+        report: Callable[[str], None] = lambda said: None,
+        forgets: bool = False,
+    ) -> None:
+        self._function: Any = function
+        self._specs = list(specs)
+        self._jit_compile = jit_compile
+        self._report = report
+        self._nested: Any = tf.function(function, autograph=False)
+        self.uses_xla: bool | None = None
+        self._chosen = self._traced(jit_compile is True)
+        if forgets:
+            self._function = self._nested = None
+        if jit_compile is False:
+            self.uses_xla = False
+
+    def __call__(self, *tensors: tf.Tensor) -> Any:
+        """Run on eager tensors of the right types and shapes, or inside a graph."""
+        if not tf.executing_eagerly():
+            return self._chosen(*tensors)
+        if self.uses_xla is None:
+            self.choose(*tensors)
+        # ConcreteFunction.__call__ binds its arguments by name and checks each, for about as long
+        # as a small product takes; this does the same without.
+        return self._chosen._call_flat(list(tensors), self._chosen.captured_inputs)
+
+    def inline(self, *tensors: tf.Tensor) -> Any:
+        """Add the function to the graph being traced, compiled as that is.
+
+        As a call: a tape does not see operations that are imported, and would take what they give
+        for constants.
+        """
+        return self._nested(*tensors)
+
+    @property
+    def outputs(self) -> list[tf.Tensor]:
+        """The results in the graph: their shapes and types."""
+        return list(self._chosen.outputs)
+
+    @property
+    def graph(self) -> Any:
+        """The graph, of which names of operations may be others in another process."""
+        return self._chosen.graph
+
+    def choose(self, *tensors: tf.Tensor) -> None:
+        """Settle, on these arguments, whether XLA compiles the function; done once."""
+        if self.uses_xla is not None:
+            return
+        with Uninterrupted():
+            self._choose(tensors)
+
+    def _choose(self, tensors: Sequence[tf.Tensor]) -> None:
+        # XLA's graph comes first if XLA was demanded, the other if it is to be compared.
+        first = self._chosen
+        demanded = self._jit_compile is True
+        xla = first if demanded else self._traced(True)
+        try:
+            xla(*tensors)
+        except tf.errors.ResourceExhaustedError:
+            raise
+        except tf.errors.OpError as error:
+            reason = _reason(error)
+            _log.warning("XLA cannot compile a product: %s", reason)
+            self._report(f"XLA cannot compile a product ({reason}); TensorFlow alone does it")
+            self._chosen = self._traced(False) if demanded else first
+            self.uses_xla = False
+            return
+        self.uses_xla = demanded or _faster(xla, first, tensors)
+        self._chosen = xla if self.uses_xla else first
+
+    def choose_for(self, symbolic: Sequence[tf.Tensor], rest: Sequence[tf.Tensor]) -> None:
+        """Settle it for tensors of a graph, on zeros in their place and the other arguments."""
+        if self.uses_xla is None:
+            shapes = [[8 if size is None else size for size in t.shape] for t in symbolic]
+            zeros = [tf.zeros(shape, t.dtype) for shape, t in zip(shapes, symbolic)]
+            self.choose(*zeros, *rest)
+
+    def _traced(self, jit_compile: bool) -> Any:
+        function = tf.function(self._function, autograph=False, jit_compile=jit_compile or None)
+        with Uninterrupted():
+            return function.get_concrete_function(*self._specs)
+
+
+def _faster(one: Any, other: Any, tensors: Sequence[tf.Tensor]) -> bool:
+    """Whether the first takes less time than the second, in turns, by the least time of each."""
+    best = [math.inf, math.inf]
+    for turn in range(_ROUNDS):
+        for index, function in enumerate((one, other)):
+            if turn == 0:
+                _seconds(function, tensors)  # to warm up
+            best[index] = min(best[index], _seconds(function, tensors))
+        if max(best) > _CLEARLY * min(best):
+            break
+    return best[0] < best[1]
+
+
+def _seconds(function: Any, tensors: Sequence[tf.Tensor]) -> float:
+    start = time.perf_counter()
+    result = function(*tensors)
+    tf.nest.map_structure(lambda tensor: tensor.numpy(), result)
+    return time.perf_counter() - start
+
+
+def _reason(error: Exception) -> str:
+    text = line_of(error)
+    if "variant" in text:
+        return "a loop or branch in the loss hands on lists, which it does not take"
+    text = re.sub(r"\{\{.*?\}\}|\b__\w+", "", text)
+    return textwrap.shorten(text, 160, placeholder=" ...")

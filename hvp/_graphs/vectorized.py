@@ -1,0 +1,192 @@
+"""A function of one element applied to many at once.
+
+`tf.vectorized_map` gives operations a further first axis. Of a product `(1, m, p) @ (p, q)`, of a
+sequence of length `m` in a batch of one, that makes `(k, 1, m, p) @ (p, q)`, where TensorFlow's
+kernel from oneDNN writes beyond its buffers (float32, float16 and bfloat16; TensorFlow 2.16 to
+2.21, on processors with AVX-512). The result is right, and sooner or later the process crashes. So
+where such a product would arise, products by one matrix are written as products of two matrices
+first, which is no slower.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvp._graphs.dataflow import CALLS, CONTROL_FLOW
+from hvp._graphs.inline import inline_calls
+from hvp._graphs.parts import ancestors, cut_out, import_part
+
+_PRODUCT = "BatchMatMulV2"
+_DANGEROUS = (tf.float32, tf.float16, tf.bfloat16)
+
+
+class NotVectorizedError(Exception):
+    """TensorFlow cannot apply a function to many elements at once."""
+
+
+def vectorized(function: Callable[[Any], Any], elements: Any) -> Any:
+    """Apply a function along the first axis, as `tf.vectorized_map`, which says less about it.
+
+    Parameters
+    ----------
+    function : callable
+        Takes one element; returns a nest of tensors.
+    elements : nest of tf.Tensor
+        With a further first axis; of the graph being traced.
+
+    Raises
+    ------
+    NotVectorizedError
+        If TensorFlow cannot vectorize the function, or only unsafely. `tf.map_fn` then applies it
+        to one element after the other, and raises what is wrong with the function itself.
+
+    Notes
+    -----
+    An operation that TensorFlow cannot apply to all elements at once runs in a loop in the graph;
+    TensorFlow says so to its own developers.
+    """
+    results, dangerous = _vectorized(function, elements)
+    if dangerous:
+        results, dangerous = _vectorized(_folded(function, elements), elements)
+    if dangerous:
+        raise NotVectorizedError("a product of matrices for which TensorFlow's kernel is not safe")
+    return results
+
+
+def _vectorized(function: Callable[[Any], Any], elements: Any) -> tuple[Any, bool]:
+    """Return the results, and whether a dangerous product is among what was added to the graph."""
+    graph, logger = tf.compat.v1.get_default_graph(), tf.get_logger()
+    before = {operation.name for operation in graph.get_operations()}
+    logger.addFilter(_is_of_use)
+    try:
+        results = tf.vectorized_map(function, elements, warn=False)
+    except Exception as error:  # of any kind: its errors about an operation may themselves fail
+        raise NotVectorizedError(f"{type(error).__name__}: {error}") from error
+    finally:
+        logger.removeFilter(_is_of_use)
+    added = [operation for operation in graph.get_operations() if operation.name not in before]
+    return results, _is_any_dangerous(graph, added)
+
+
+def _is_any_dangerous(graph: tf.Graph, operations: Sequence[tf.Operation]) -> bool:
+    for operation in operations:
+        if operation.type == _PRODUCT and operation.inputs[0].dtype in _DANGEROUS:
+            left, right = (tensor.shape for tensor in operation.inputs)
+            if not operation.get_attr("adj_x") and _may_be_dangerous(left, right):
+                return True
+    if not any(operation.type in CONTROL_FLOW | CALLS for operation in operations):
+        return False
+    # In loops and branches only the results' shapes are told.
+    return any(
+        node.op == _PRODUCT
+        and not node.attr["adj_x"].b
+        and tf.as_dtype(node.attr["T"].type) in _DANGEROUS
+        and _may_be_dangerous(_shape_of_result(node), tf.TensorShape(None))
+        for definition in graph.as_graph_def(add_shapes=True).library.function
+        for node in definition.node_def
+    )
+
+
+def _may_be_dangerous(left: tf.TensorShape, right: tf.TensorShape) -> bool:
+    """Whether two operands may be of the shapes `(k, 1, m, p)` and `([1, 1,] p, q)`."""
+    if left.rank is not None and (left.rank != 4 or left[1] not in (1, None)):
+        return False
+    return right.rank is None or all(size in (1, None) for size in right[:-2])
+
+
+def _shape_of_result(node: Any) -> tf.TensorShape:
+    shapes = node.attr["_output_shapes"].list.shape
+    return tf.TensorShape(shapes[0] if shapes else None)
+
+
+def _folded(function: Callable[[Any], Any], elements: Any) -> Callable[[Any], Any]:
+    """Return the same function, products by one matrix written as products of two matrices."""
+    specs = [tf.TensorSpec(x.shape[1:], x.dtype) for x in tf.nest.flatten(elements)]
+
+    def flat(*parts: tf.Tensor) -> Any:
+        return function(tf.nest.pack_sequence_as(elements, parts))
+
+    concrete = tf.function(flat, autograph=False).get_concrete_function(*specs)
+    outside = list(concrete.captured_inputs)
+    names = [tensor.name for tensor in concrete.inputs]
+    without_calls, rename = inline_calls(concrete.graph.as_graph_def())
+    wanted = [rename(tensor.name) for tensor in concrete.outputs]
+    inputs = [rename(name) for name in names]
+
+    def imported(*tensors: tf.Tensor) -> list[tf.Tensor]:
+        return _import(without_calls, dict(zip(inputs, tensors)), wanted)
+
+    # Imported once for the shapes of all tensors, which the definition of a graph does not have.
+    all_specs = [tf.TensorSpec(t.shape, t.dtype) for t in concrete.inputs]
+    shaped = tf.function(imported, autograph=False).get_concrete_function(*all_specs)
+    definition = shaped.graph.as_graph_def()
+    _fold(definition, shaped.graph)
+    given = [tensor.name for tensor in shaped.inputs]
+    results = [tensor.name for tensor in shaped.outputs]
+
+    def folded(element: Any) -> Any:
+        known = dict(zip(given, [*tf.nest.flatten(element), *outside]))
+        made = _import(definition, known, results)
+        return tf.nest.pack_sequence_as(concrete.structured_outputs, made)
+
+    return folded
+
+
+def _import(graph_def: Any, known: dict[str, tf.Tensor], wanted: Sequence[str]) -> list[tf.Tensor]:
+    nodes = {node.name: node for node in graph_def.node}
+    given = {name.partition(":")[0] for name in known}
+    needed = ancestors(nodes, wanted, lambda name: name not in given)
+    return import_part(cut_out(graph_def, needed, keep_controls=False), known, wanted)
+
+
+def _fold(graph_def: Any, graph: tf.Graph) -> None:
+    """Write products of many matrices by one as products of two, where shapes are known."""
+    for node in list(graph_def.node):
+        if node.op != _PRODUCT or node.attr["adj_x"].b:
+            continue
+        operation = graph.get_operation_by_name(node.name)
+        left, right = (tensor.shape for tensor in operation.inputs)
+        result = operation.outputs[0].shape
+        if left.rank is None or left.rank < 3 or right.rank is None or result.rank is None:
+            continue
+        is_one = all(size == 1 for size in right[:-2])
+        known = left[-1] is not None and right[-2:].is_fully_defined()
+        if not (is_one and known and sum(size is None for size in result) <= 1):
+            continue
+        dtype, transposed = node.attr["T"].type, node.attr["adj_y"].b
+        first, second = node.input[:2]
+        name, waits = node.name, list(node.input[2:])
+        sizes = [-1 if size is None else size for size in result]
+        new = graph_def.node
+        new.extend(_reshape(f"{name}/left", first, [-1, left[-1]], dtype))
+        new.extend(_reshape(f"{name}/right", second, list(right[-2:]), dtype))
+        product = new.add(name=f"{name}/product", op="MatMul")
+        product.input.extend([f"{name}/left", f"{name}/right"])
+        product.attr["T"].type = dtype
+        product.attr["transpose_b"].b = transposed
+        reshaped, shape = _reshape(name, product.name, sizes, dtype)
+        new.append(shape)
+        node.Clear()
+        node.CopyFrom(reshaped)
+        node.input.extend(waits)
+
+
+def _reshape(name: str, tensor: str, sizes: Sequence[int], dtype: int) -> Iterator[Any]:
+    """Yield a node that reshapes a tensor, and the node of the constant that it takes for that."""
+    reshape = tf.compat.v1.NodeDef(name=name, op="Reshape", input=[tensor, f"{name}/shape"])
+    reshape.attr["T"].type = dtype
+    reshape.attr["Tshape"].type = tf.int32.as_datatype_enum
+    yield reshape
+    shape = tf.compat.v1.NodeDef(name=f"{name}/shape", op="Const")
+    shape.attr["dtype"].type = tf.int32.as_datatype_enum
+    shape.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(np.array(sizes, np.int32)))
+    yield shape
+
+
+def _is_of_use(record: logging.LogRecord) -> bool:
+    return "while_loop" not in record.getMessage()

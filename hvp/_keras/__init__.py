@@ -1,0 +1,1 @@
+"""What is known of Keras beyond its public interface."""

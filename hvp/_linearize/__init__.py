@@ -1,1 +1,0 @@
-"""Layer 1: linearize a function of variables. Knows TensorFlow, nothing of scipy or data sets."""

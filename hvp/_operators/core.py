@@ -1,0 +1,105 @@
+"""What the rest of the package uses of an operator, and its users do not."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from hvp._engines.linear_map import LinearMap, damped
+from hvp._engines.plan import Remarks
+from hvp._engines.rule import Rule
+from hvp._snapshots.nearby import Gradients
+from hvp._snapshots.problem import problem_of
+from hvp._snapshots.snapshot import Snapshot
+
+
+class Core:
+    """A snapshot shared by operators that differ in damping only, and what was made from it.
+
+    Parameters
+    ----------
+    snapshot : Snapshot
+        The results and the linear map.
+    evaluate_gradient : callable, optional
+        Returns a snapshot of the gradient alone, of a new trace: for checks.
+
+    Attributes
+    ----------
+    snapshot : Snapshot
+        The same.
+    space : Space
+        The space of its vectors.
+    """
+
+    def __init__(
+        self, snapshot: Snapshot, evaluate_gradient: Callable[[], Snapshot] | None = None
+    ) -> None:
+        self.snapshot = snapshot
+        self.space = snapshot.plan.space
+        self._evaluate_gradient = evaluate_gradient
+        self._cache: dict[Any, Any] = {}
+
+    def map(self, damping: float = 0.0) -> LinearMap:
+        """Return the linear map to multiply with here, plus a multiple of the identity."""
+        return damped(self.snapshot.map(), damping)
+
+    def cached(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Return what was made for this snapshot under a key, whatever the damping."""
+        if key not in self._cache:
+            self._cache[key] = make()
+        return self._cache[key]
+
+    @property
+    def cached_count(self) -> int:
+        """How many things were made for this snapshot."""
+        return len(self._cache)
+
+    def gradients(self) -> Gradients | None:
+        """Return the gradient as a function of the point, traced anew; None if there is none."""
+        if self._evaluate_gradient is None:
+            return None
+        return Gradients(self._evaluate_gradient, self.snapshot)
+
+    def fingerprint(self) -> dict[str, str]:
+        """Return digests of the weights, the data and the loss.
+
+        They are the same in every process with this version of TensorFlow.
+        """
+        return self.snapshot.plan.fingerprint()
+
+    @property
+    def remarks(self) -> Remarks | None:
+        """What the graph of the loss tells about its derivatives; None if there is none."""
+        return self.snapshot.facts.remarks
+
+    @property
+    def variable_names(self) -> list[str]:
+        """Names of the variables, in the order of the vectors."""
+        return [name.partition(":")[0] for name in self.space.names]
+
+    def unconnected(self) -> list[str]:
+        """Return the names of the variables that the loss does not depend on."""
+        gradient = self.snapshot.gradient_parts()
+        return [name for name, part in zip(self.variable_names, gradient) if part is None]
+
+    def gradient(self) -> tf.Tensor:
+        """Return the gradient as one vector, of shape `(n,)`."""
+        return self.space.join(self.snapshot.gradient())
+
+
+def evaluated(rule: Rule, variables: Any, data: Any, **options: Any) -> Core:
+    """Evaluate a matrix at the values the variables have now.
+
+    Parameters
+    ----------
+    rule : Rule
+        The matrix.
+    variables, data, **options
+        As for `HessianOperator`.
+    """
+    problem, settings = problem_of(rule, variables, data, **options)
+    alone = dataclasses.replace(settings, on_stale="ignore", products=False)
+    return Core(problem.snapshot(settings), lambda: problem.snapshot(alone))

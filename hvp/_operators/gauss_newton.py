@@ -1,0 +1,83 @@
+"""The Gauss-Newton matrix of a model and a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hvp._engines.gauss_newton import GaussNewtonRule
+from hvp._operators.core import evaluated
+from hvp._operators.operator import SymmetricOperator, check_damping
+from hvp._runtime.strategies import outside_strategies
+
+
+class GaussNewtonOperator(SymmetricOperator):
+    """The generalized Gauss-Newton matrix of a model and a loss, as a scipy `LinearOperator`.
+
+    It is the matrix `J^T B J`, where `J` is the Jacobian of the model's predictions with respect to
+    the variables and `B` the Hessian of the loss with respect to the predictions: the Hessian of
+    the whole without the second derivatives of the model (Schraudolph 2002 [1]_). It is positive
+    semi-definite where the loss is convex in the predictions.
+
+    Parameters
+    ----------
+    model : callable
+        Returns the predictions, a tensor or a nest of floating-point tensors. It is called with the
+        first element of `data`, or with several arguments if that is a tuple; with none if `data`
+        is None.
+    output_loss : callable
+        Takes the predictions and the other elements of `data`; returns the mean over the examples,
+        a real scalar tensor.
+    variables : nest
+        What `J` is with respect to, as for `HessianOperator`.
+    data : tuple of arrays, or iterable of such, optional
+        The examples, such as ``(x, y)``, as for `HessianOperator`.
+    damping : float, optional
+        Adds `damping * v` to every product.
+    **options
+        As for `HessianOperator`. A `regularization` adds its Hessian.
+
+    Raises
+    ------
+    HvpError
+        As `HessianOperator`.
+
+    Notes
+    -----
+    The predictions and the gradient of the loss are evaluated once, at the values the variables
+    have now. `value` and `gradient` are those of the loss as a whole.
+
+    References
+    ----------
+    .. [1] N. N. Schraudolph, "Fast curvature matrix-vector products for second-order gradient
+       descent", Neural Computation 14(7), 2002. https://doi.org/10.1162/08997660260028683
+
+    Examples
+    --------
+    The predictions `w**2` have the Jacobian `diag(2 w)`, and half the sum of squared errors has
+    the identity for its Hessian:
+
+    >>> import numpy as np
+    >>> import tensorflow as tf
+    >>> import hvp
+    >>> w = tf.Variable([1.0, 2.0, 3.0])
+    >>> half_squares = lambda predictions: tf.reduce_sum((predictions - 1.0) ** 2) / 2
+    >>> G = hvp.GaussNewtonOperator(lambda: w**2, half_squares, w)
+    >>> G @ np.ones(3)
+    array([ 4., 16., 36.], dtype=float32)
+    """
+
+    @outside_strategies
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        output_loss: Callable[..., Any],
+        variables: Any,
+        data: Any = None,
+        *,
+        damping: float = 0.0,
+        **options: Any,
+    ) -> None:
+        damping = check_damping(damping)
+        rule = GaussNewtonRule(model, output_loss)
+        super().__init__(evaluated(rule, variables, data, **options), damping)

@@ -1,0 +1,1 @@
+"""The process: interrupts, forks, locks, progress bars, checkpoints."""

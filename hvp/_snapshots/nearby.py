@@ -1,0 +1,101 @@
+"""The gradient at points near the one an operator was evaluated at, by a trace of its own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import tensorflow as tf
+
+from hvp._snapshots.snapshot import Snapshot
+from hvp._vectors.resources import Resource, restored
+
+
+class Gradients:
+    """A loss and its gradient, evaluated without the operator.
+
+    Parameters
+    ----------
+    make : callable
+        Returns an evaluation of the gradient alone.
+    other : Snapshot
+        The operator's, of which the seeds are used.
+
+    Attributes
+    ----------
+    evaluations : int
+        How many there were.
+    """
+
+    def __init__(self, make: Callable[[], Snapshot], other: Snapshot) -> None:
+        with other.with_seeds():
+            snapshot = make()
+        self._snapshot, self._other = snapshot, other
+        self._space = other.plan.space
+        self._variables = other.plan.nest.variables
+        self.evaluations = 1
+
+    def again(self) -> tuple[float, np.ndarray]:
+        """Evaluate once more, at the values the variables have now."""
+        with self._other.with_seeds():
+            self._snapshot.refresh()
+        self.evaluations += 1
+        return self.last()
+
+    def last(self) -> tuple[float, np.ndarray]:
+        """Return the loss and its gradient, of shape `(n,)`, from the last evaluation."""
+        gradient = self._space.join(self._snapshot.gradient()).numpy()
+        return float(self._snapshot.value()), gradient
+
+    def in_float64(self) -> Callable[[np.ndarray], np.ndarray] | None:
+        """Return the gradient in float64 as a function of a change of the variables.
+
+        None where it cannot be evaluated so. The variables themselves are not moved.
+        """
+        with self._other.with_seeds():
+            gradient = self._snapshot.plan.in_float64()
+        if gradient is None:
+            return None
+        space, sizes = self._space, np.cumsum(self._space.sizes)[:-1]
+        at = [tf.cast(variable, tf.float64) for variable in self._variables]
+
+        def at_change(change: np.ndarray) -> np.ndarray:
+            self.evaluations += 1
+            cut = zip(np.split(change, sizes), space.shapes)
+            parts = gradient([a + part.reshape(shape) for a, (part, shape) in zip(at, cut)])
+            zeros = (np.zeros(size) for size in space.sizes)
+            return np.concatenate(
+                [zero if part is None else part.numpy().ravel() for part, zero in zip(parts, zeros)]
+            )
+
+        return at_change
+
+    def parts(self, vector: np.ndarray) -> list[np.ndarray]:
+        """Cut a vector, or an array of shape `(n,)`, into parts, one for each variable."""
+        return np.split(vector, np.cumsum(self._space.sizes)[:-1])
+
+    def scales(self) -> np.ndarray:
+        """Return how large entries are, of shape `(n,)`: the root mean square of their variable.
+
+        Of variables that are zero, that of the smallest other one; one, if all are.
+        """
+        norms = [
+            tf.sqrt(tf.reduce_mean(tf.square(tf.cast(v, tf.float64)))) for v in self._variables
+        ]
+        found = np.array([float(norm) for norm in norms])
+        found[~(found > 0)] = found[found > 0].min() if (found > 0).any() else 1.0
+        return np.repeat(found, self._space.sizes)
+
+    @contextlib.contextmanager
+    def moved(self, change: np.ndarray) -> Iterator[None]:
+        """Move the variables by a vector, and put them back."""
+        parts = self._space.split(tf.constant(change, self._space.dtype))
+        with restored([Resource.of(variable) for variable in self._variables]):
+            for variable, part in zip(self._variables, parts):
+                variable.assign_add(part)
+            yield
+
+    def close(self) -> None:
+        """Release what is kept."""
+        self._snapshot.close()

@@ -1,0 +1,225 @@
+"""From what the caller passes to a snapshot: a matrix, its data, and how to work."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import tensorflow as tf
+
+from hvp._data.batched_plan import BatchedPlan
+from hvp._data.batches import Batches
+from hvp._data.elements import (
+    NO_DATA,
+    Elements,
+    checked_loss,
+    convert_batch,
+    explain_mixed_precision,
+)
+from hvp._engines.plan import Plan
+from hvp._engines.rule import Arguments, Evaluated, HessianRule, Parts, Rule, WeightedSum
+from hvp._engines.settings import Settings
+from hvp._engines.single_plan import SinglePlan
+from hvp._errors import HvpError, InvalidDataError, RecomputeError
+from hvp._recompute.keras_segments import segments_of
+from hvp._snapshots.snapshot import Snapshot
+from hvp._vectors.variables import collect_variables
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a matrix is of: a rule, variables and data.
+
+    Attributes
+    ----------
+    rule : Rule
+        What to evaluate and multiply by, on each batch.
+    variables : nest
+        What to differentiate with respect to, as the caller passed it.
+    data : object
+        The examples, as the caller passed them.
+    source : Elements or Batches
+        The same, opened once: one batch (empty where there are no data), or many.
+    regularization : Rule or None
+        What is added once.
+    total : bool
+        Whether to sum over examples, not to average.
+    """
+
+    rule: Rule
+    variables: Any
+    data: Any
+    source: Elements | Batches
+    regularization: Rule | None
+    total: bool
+
+    @classmethod
+    def of(
+        cls,
+        rule: Rule,
+        variables: Any,
+        data: Any,
+        settings: Settings,
+        *,
+        batch_size: int | None = None,
+        reduction: Literal["mean", "sum"] = "mean",
+        regularization: Callable[[], Any] | None = None,
+        weight: Callable[..., Any] | None = None,
+    ) -> Problem:
+        """Check what the caller passed, and decide whether the data are one batch or many.
+
+        Parameters
+        ----------
+        rule, variables, data
+            As above.
+        settings : Settings
+            A limit on memory divides the data.
+        batch_size, reduction, regularization, weight
+            As for `HessianOperator`.
+
+        Raises
+        ------
+        HvpError
+            If an argument is not what it should be.
+        """
+        if reduction not in ("mean", "sum"):
+            raise HvpError(f"the argument reduction is {reduction!r}", "'mean' or 'sum'")
+        for name, function in (("regularization", regularization), ("weight", weight)):
+            if not (function is None or callable(function)):
+                raise HvpError(
+                    f"the argument {name} is {type(function).__name__}", "a function, or None"
+                )
+        whole = batch_size is None and settings.memory_limit is None and weight is None
+        if data is None and not whole:
+            raise InvalidDataError(
+                "batch_size, memory_limit or weight is given, and no data",
+                "data that can be divided",
+                "pass data=(x, y), and a loss that takes x and y",
+            )
+        source: Elements | Batches
+        if data is None:
+            source = NO_DATA
+        elif whole and isinstance(data, (tuple, dict, Elements)):
+            source = convert_batch(data, "data")
+        else:
+            source = Batches(data, batch_size, weight)
+        added = None if regularization is None else HessianRule(_as_tensor(regularization))
+        return cls(rule, variables, data, source, added, reduction == "sum")
+
+    def snapshot(self, settings: Settings, inputs: Sequence[tf.Variable] = ()) -> Snapshot:
+        """Evaluate at the values the variables have now.
+
+        Parameters
+        ----------
+        settings : Settings
+            How to work.
+        inputs : sequence of tf.Variable, optional
+            Variables that hold data: a snapshot is not stale when they change.
+        """
+
+        def make_plan() -> Plan:
+            return self._plan(settings, inputs)
+
+        try:
+            snapshot = Snapshot(make_plan, settings.on_stale)
+        except (tf.errors.InvalidArgumentError, TypeError, ValueError) as error:
+            explain_mixed_precision(
+                error, self.data, lambda: collect_variables(self.variables).dtypes
+            )
+            raise
+        if settings.recompute is not False and snapshot.facts.recomputes is False:
+            snapshot.close()
+            raise RecomputeError(
+                "the argument recompute has no effect: the loss does not call the model",
+                "a loss that calls the model it is differentiated by",
+                "call the model itself, not a tf.function of it that was traced before",
+            )
+        return snapshot
+
+    def _plan(self, settings: Settings, inputs: Sequence[tf.Variable]) -> Plan:
+        nest, rule, added = collect_variables(self.variables), self.rule, self.regularization
+        if settings.recompute is not False:
+            rule = _InSegments(rule, segments_of(self.variables, settings.recompute))
+        source = self.source
+        if isinstance(source, Batches):
+            return BatchedPlan(rule, nest, source, settings, added=added, total=self.total)
+        factor = float(source.examples) if self.total and source is not NO_DATA else 1.0
+        if added is not None:
+            rule = WeightedSum([(factor, rule, None), (1.0, added, NO_DATA)])
+        elif factor != 1:
+            rule = WeightedSum([(factor, rule, None)])
+        return SinglePlan(rule, nest, settings, lambda: source, inputs)
+
+
+_OF_SETTINGS = frozenset(field.name for field in dataclasses.fields(Settings))
+
+
+def problem_of(rule: Rule, variables: Any, data: Any, **options: Any) -> tuple[Problem, Settings]:
+    """Tell the options that say what a matrix is of from those that say how to work.
+
+    Parameters
+    ----------
+    rule : Rule
+        The matrix.
+    variables, data
+        As for `HessianOperator`.
+    **options
+        As for `HessianOperator`: those of `Settings`, and those of `Problem.of`.
+    """
+    settings = Settings(**{k: v for k, v in options.items() if k in _OF_SETTINGS})
+    others = {name: value for name, value in options.items() if name not in _OF_SETTINGS}
+    return Problem.of(rule, variables, data, settings, **others), settings
+
+
+def evaluate_loss(
+    loss: Callable[..., Any],
+    variables: Any,
+    data: Any = None,
+    *,
+    inputs: Sequence[tf.Variable] = (),
+    **options: Any,
+) -> Snapshot:
+    """Evaluate a loss, its gradient and its Hessian, at the values the variables have now.
+
+    Parameters
+    ----------
+    loss, variables, data, **options
+        As for `HessianOperator`.
+    inputs : sequence of tf.Variable, optional
+        Variables that hold data: a snapshot is not stale when they change.
+
+    Raises
+    ------
+    HvpError
+        As `HessianOperator`.
+    """
+    problem, settings = problem_of(HessianRule(checked_loss(loss)), variables, data, **options)
+    return problem.snapshot(settings, inputs)
+
+
+@dataclass(frozen=True)
+class _InSegments(Rule):
+    """A rule whose model is recomputed in segments."""
+
+    rule: Rule
+    segmented: Callable[[], AbstractContextManager[None]]
+
+    def evaluate(self, variables: Sequence[tf.Variable], batch: Arguments) -> Evaluated:
+        with self.segmented():
+            return self.rule.evaluate(variables, batch)
+
+    def multiply(self, state: Any, vector: Parts) -> Parts:
+        return self.rule.multiply(state, vector)
+
+
+def _as_tensor(regularization: Callable[[], Any]) -> Callable[[], Any]:
+    """Let a regularization return a number too, such as the sum of no terms."""
+
+    def scalar() -> Any:
+        value = regularization()
+        return tf.constant(value, tf.float32) if isinstance(value, (int, float)) else value
+
+    return scalar

@@ -1,0 +1,391 @@
+"""Snapshots: what was evaluated at one moment, and whether that is still true.
+
+This is the one place that decides whether a linear map may be used: whether it was closed, whether
+variables have changed, whether another thread is at work, and whether products are wanted now or in
+a graph that is being traced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import tensorflow as tf
+
+from hvp._data.budget import out_of_memory
+from hvp._engines.finite import check_finite
+from hvp._engines.graph_map import GraphMap
+from hvp._engines.graph_program import Results
+from hvp._engines.linear_map import LinearMap
+from hvp._engines.plan import Facts, Plan
+from hvp._engines.settings import OnStale
+from hvp._errors import (
+    ClosedOperatorError,
+    GraphModeError,
+    HvpError,
+    InvalidVariablesError,
+    StaleOperatorError,
+    quoted,
+)
+from hvp._runtime.guard import Guard, OneProcess, refuse_forks
+from hvp._runtime.interrupts import Uninterrupted
+from hvp._snapshots.in_graph import InGraph, InGraphMap, PythonMap
+from hvp._snapshots.statistics import Statistics
+from hvp._snapshots.watch import Watch
+from hvp._vectors.resources import restored
+
+Result = TypeVar("Result")
+
+
+class Snapshot(OneProcess):
+    """The results and the linear map of a plan, at the variables' values of one moment.
+
+    Parameters
+    ----------
+    make_plan : callable
+        Takes nothing; returns the plan.
+    on_stale : {"raise", "refresh", "ignore"}
+        What to do when something is asked for after a variable that was read has changed.
+    what : str, optional
+        What to call it in messages.
+    remedy : str, optional
+        How to get another one after it was closed.
+    out_of_memory : callable, optional
+        Returns the error to raise where TensorFlow cannot get memory, from TensorFlow's.
+
+    Attributes
+    ----------
+    plan : Plan
+        The plan.
+    on_stale : str
+        As above.
+    """
+
+    def __init__(
+        self,
+        make_plan: Callable[[], Plan],
+        on_stale: OnStale,
+        *,
+        what: str = "operator",
+        remedy: str = "call refresh() or make a new one",
+        out_of_memory: Callable[[Exception], HvpError] | None = None,
+    ) -> None:
+        self.on_stale = on_stale
+        self._what, self._remedy = what, remedy
+        # Without a cycle: what is dropped is to be freed at once.
+        self._guard = Guard(out_of_memory or functools.partial(_no_memory, weakref.ref(self)))
+        self._doing = "tracing the loss"
+        self._counts = Statistics()
+        self._results: Results | None = None
+        self._map: LinearMap | None = None
+        self._in_graph: InGraph | None = None
+        self._absent = f"the {what} is closed"
+        with self._guard, Uninterrupted():
+            self.plan = make_plan()
+        self._watch = Watch(self.plan.facts.reads)
+        self._spaces = self.plan.space, self.plan.space
+        self.refresh()
+
+    def another(self) -> Snapshot:
+        """Return a snapshot of the same plan for another point: empty until a `refresh`.
+
+        What it does counts with what this one does, and it answers for its point whatever becomes
+        of the variables.
+        """
+        twin = copy.copy(self)
+        twin.on_stale = "ignore"
+        twin._results = twin._map = twin._in_graph = None
+        twin._absent = "nothing was evaluated yet"
+        twin._watch = Watch(self.plan.facts.reads)
+        return twin
+
+    @property
+    def facts(self) -> Facts:
+        """What is known about the plan by now."""
+        return self.plan.facts
+
+    @property
+    def held(self) -> LinearMap | None:
+        """The linear map that is held; None if there is none. Use `map` to multiply."""
+        return self._map
+
+    @property
+    def products_eager(self) -> int:
+        """Products outside graphs, those of snapshots made by `another` included."""
+        return self._counts.products
+
+    @property
+    def products_in_graphs(self) -> int:
+        """Products inside graphs, of this snapshot alone."""
+        return self._in_graph.products if self._in_graph else 0
+
+    @property
+    def streams(self) -> bool:
+        """Whether products evaluate batches again, at the values the variables then have."""
+        return self._map is not None and self._map.streams
+
+    @property
+    def statistics(self) -> Statistics:
+        """Counts, as they are now."""
+        facts = self.facts
+        held = 0 if self._map is None else self._map.batches_held
+        return dataclasses.replace(
+            self._counts,
+            batches=self.plan.batches,
+            batches_kept=held if self.plan.divides else None,
+            batch_evaluations=self.plan.evaluations,
+            products=self.products_eager + self.products_in_graphs,
+            residual_bytes=0 if self._map is None else self._map.nbytes,
+            traces=facts.traces,
+            engine=facts.engine,
+            jit_compile=facts.uses_xla,
+            note=facts.note,
+        )
+
+    @property
+    def standing(self) -> str:
+        """What keeps it from being used, if anything: closed, or stale."""
+        if self._map is None:
+            return "closed"
+        looks = self.on_stale != "ignore" and tf.executing_eagerly()
+        return "stale" if looks and self._watch.changed() else ""
+
+    def refresh(self) -> None:
+        """Evaluate at the values the variables have now.
+
+        What is held of the point before is released first, so that the two never have to fit in
+        memory together. If this raises, the snapshot holds nothing until a `refresh` succeeds.
+        """
+        self._refuse_graphs("refresh")
+        with self._guard, self._guard.lock, Uninterrupted():
+            self._evaluate()
+
+    def close(self) -> None:
+        """Release what is held."""
+        with self._guard, self._guard.lock:
+            self._release(f"the {self._what} is closed")
+
+    def exclusively(self) -> AbstractContextManager[Any]:
+        """Let other threads wait, in a context."""
+        refuse_forks()
+        return self._guard.lock
+
+    def preserving(self) -> AbstractContextManager[None]:
+        """Put the variables that the function writes back to what they were, afterwards."""
+        return restored(self.facts.writes)
+
+    @contextlib.contextmanager
+    def with_seeds(self) -> Iterator[None]:
+        """Put seeds and counters back to what they were when it was evaluated."""
+        with self.preserving():
+            for resource, value in zip(self.facts.seeds, self._seeds):
+                resource.write(value)
+            yield
+
+    def value(self) -> Any:
+        """Return the loss, a scalar; or the values of a function."""
+        self._refuse_graphs("value")
+        with self._guard, self._guard.lock:
+            return self._current(to_multiply=False)[0].value
+
+    def gradient(self) -> list[tf.Tensor]:
+        """Return the gradient, a tensor for each variable."""
+        return self.plan.space.with_zeros(self.gradient_parts())
+
+    def gradient_parts(self) -> list[tf.Tensor | None]:
+        """Return the gradient, None for variables that the loss does not depend on."""
+        self._refuse_graphs("gradient")
+        with self._guard, self._guard.lock:
+            return list(self._current(to_multiply=False)[0].gradient or ())
+
+    def map(self) -> LinearMap:
+        """Return the linear map to multiply with here.
+
+        Outside of graphs it looks at each product whether it is current. In a graph that is being
+        traced, products look when the graph runs: in the graph where the engine allows that, else
+        in Python.
+        """
+        if tf.executing_eagerly():
+            return _EagerMap(self, *self._spaces)
+        if not self.plan.works_in_graphs:
+            # TensorFlow keeps the function for as long as the process lives: it must not keep the
+            # residuals, so it has a weak reference.
+            return PythonMap(functools.partial(_map_of, weakref.ref(self)), *self._spaces)
+        with tf.init_scope(), self._guard, self._guard.lock:
+            held = self._current()[1]
+        assert isinstance(held, GraphMap)  # as `works_in_graphs` says
+        if self._in_graph is None:
+            watch = None if self.on_stale == "ignore" else self._watch
+            self._in_graph = InGraph(self.make_sure, watch, held)
+        return InGraphMap(held, self._in_graph)
+
+    def multiply(
+        self,
+        apply: Callable[[LinearMap], Result],
+        count: int,
+        apply_if_current: Callable[[LinearMap], Result | None] | None = None,
+    ) -> Result:
+        """Multiply now, by the map that is held, having made sure that it is current.
+
+        Parameters
+        ----------
+        apply : callable
+            Takes the map; returns the product.
+        count : int
+            How many vectors are multiplied.
+        apply_if_current : callable, optional
+            As `apply`, but compares variables by itself, in the same call; returns None if they
+            have changed or it cannot tell.
+        """
+        with self._guard, self._guard.lock:
+            product = None
+            if apply_if_current and self._map is not None and self.on_stale != "ignore":
+                product = apply_if_current(self._map)
+            if product is None:
+                product = apply(self._current()[1])
+            self._counts.products += count
+        return product
+
+    def make_sure(self) -> None:
+        """Raise unless there is a map that is current; evaluate again if that is asked for."""
+        with self._guard, self._guard.lock:
+            self._current()
+
+    def no_memory(self, error: Exception) -> HvpError:
+        """Return the error to raise where TensorFlow could not get memory."""
+        plan = self.__dict__.get("plan")  # there is none, if it was being traced
+        nbytes = None if plan is None else plan.facts.expected_nbytes
+        return out_of_memory(error, self._doing, nbytes)
+
+    def _evaluate(self) -> None:
+        self._release("the last refresh failed")
+        self._doing = "evaluating the gradient"
+        results, held = self.plan.at_point()
+        facts = self.facts
+        # Which puts them back; and of batches only now all are known.
+        self._seeds = [resource.read() for resource in facts.seeds]
+        if facts.reads != self._watch.resources:
+            self._watch = Watch(facts.reads)
+        self._doing = "a product"
+        self._counts.gradient_evaluations += 1
+        self._check(results)
+        self._watch.set(results.watched)
+        self._results, self._map = results, held
+        self._spaces = held.domain, held.codomain
+        if self._in_graph is not None:
+            assert isinstance(held, GraphMap)
+            self._in_graph.fill(held, self._watch.values)
+
+    def _refuse_graphs(self, what: str) -> None:
+        if not tf.executing_eagerly():
+            raise GraphModeError(
+                f"the {self._what}'s {what} is asked for while TensorFlow traces a graph",
+                "eager execution",
+                "ask outside of the tf.function: inside, an operator has products only",
+            )
+
+    def _current(self, *, to_multiply: bool = True) -> tuple[Results, LinearMap]:
+        """Return what is held, having made sure that it is there and true.
+
+        If changes are to be ignored, the results of the old point are still true, and so are
+        products unless they evaluate batches again.
+        """
+        streams = to_multiply and self._map is not None and self._map.streams
+        if self._map is not None and (self.on_stale != "ignore" or streams):
+            changed = self._watch.changed()
+            if changed and self.on_stale == "refresh":
+                self.refresh()
+            elif changed:
+                raise self._stale(changed)
+        if self._map is None or self._results is None:
+            raise ClosedOperatorError(
+                self._absent, f"{_article(self._what)} {self._what} that is open", self._remedy
+            )
+        return self._results, self._map
+
+    def _stale(self, changed: Sequence[str]) -> HvpError:
+        said = f"variables that the loss reads have changed: {quoted(changed)}"
+        remedy = "call refresh(), or pass on_stale='refresh'"
+        if self.on_stale == "ignore":
+            said += "; and not all batches are kept"
+            remedy = "call refresh(), or raise memory_limit"
+        expected = "the values at which the operator was evaluated"
+        return StaleOperatorError(said, expected, remedy)
+
+    def _release(self, reason: str) -> None:
+        self._absent = reason
+        if self._map is not None:
+            self._map.close()
+        self._map = self._results = None
+        if self._in_graph is not None:
+            self._in_graph.empty()
+        self._watch.release()
+
+    def _check(self, results: Results) -> None:
+        names = self.plan.nest.names
+        if results.gradient is not None and all(part is None for part in results.gradient):
+            raise InvalidVariablesError(
+                f"the loss depends on none of the variables {quoted(names)}",
+                "a loss that reads at least one of them",
+                "check that the loss uses these very variables, through TensorFlow operations",
+            )
+        if results.gradient is not None:  # a function may have values that are not finite
+            check_finite(results, names)
+
+
+class _EagerMap(LinearMap):
+    """A snapshot's linear map outside of graphs."""
+
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        domain: Any,
+        codomain: Any,
+        turned: Callable[[LinearMap], LinearMap] = lambda held: held,
+    ) -> None:
+        self._snapshot, self._turned = snapshot, turned
+        self.domain, self.codomain = domain, codomain
+
+    def apply(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        return self._snapshot.multiply(lambda held: self._turned(held).apply(parts), 1)
+
+    def apply_flat(self, flat: tf.Tensor) -> tf.Tensor:
+        return self._snapshot.multiply(
+            lambda held: self._turned(held).apply_flat(flat),
+            1,
+            lambda held: self._turned(held).apply_if_current(flat),
+        )
+
+    def apply_rows(self, rows: tf.Tensor) -> tf.Tensor:
+        count = int(rows.shape[0])
+        return self._snapshot.multiply(lambda held: self._turned(held).apply_rows(rows), count)
+
+    def transpose(self) -> LinearMap:
+        def turned(held: LinearMap) -> LinearMap:
+            return self._turned(held).transpose()
+
+        return _EagerMap(self._snapshot, self.codomain, self.domain, turned)
+
+
+def _article(noun: str) -> str:
+    return "an" if noun[0] in "aeiou" else "a"
+
+
+def _map_of(reference: Callable[[], Snapshot | None]) -> LinearMap:
+    snapshot = reference()
+    if snapshot is None:
+        raise ClosedOperatorError("the operator no longer exists")
+    return snapshot.map()
+
+
+def _no_memory(reference: Callable[[], Snapshot | None], error: Exception) -> HvpError:
+    snapshot = reference()
+    if snapshot is None:
+        return out_of_memory(error, "an operator", None)
+    return snapshot.no_memory(error)

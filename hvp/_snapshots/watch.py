@@ -1,0 +1,84 @@
+"""Noticing that a variable changed after the loss was evaluated.
+
+TensorFlow has no public version counter. What is kept is the value each variable had. A value read
+from a variable shares the variable's buffer, and TensorFlow writes into no buffer that somebody
+else still holds, so keeping it costs no memory while nothing changes, and as long as the variable
+answers with the same buffer its value is the same. When it answers with another one (it was
+assigned to; or rows were scattered into it once, since when every read is a copy) the values are
+compared bit for bit, on the device. So a change is noticed whoever made it and however, and an
+assignment of equal values is no change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from hvp._vectors.resources import Resource, differ
+
+# Types whose tensors show their memory to Python.
+_PLAIN = frozenset(
+    {
+        *(tf.bool, tf.float16, tf.float32, tf.float64, tf.complex64, tf.complex128),
+        *(tf.int8, tf.int16, tf.int32, tf.int64, tf.uint8, tf.uint16, tf.uint32, tf.uint64),
+    }
+)
+
+
+class Watch:
+    """Compares variables with the values they had when the watch was last set.
+
+    Parameters
+    ----------
+    resources : sequence of Resource
+        What to watch.
+
+    Attributes
+    ----------
+    resources : tuple of Resource
+        The same.
+    values : list of tf.Tensor
+        What to compare with.
+    """
+
+    def __init__(self, resources: Sequence[Resource]) -> None:
+        self.resources = tuple(resources)
+        self.values: list[tf.Tensor] = []
+        self._addresses: list[int | None] | None = None
+
+    def set(self, values: Sequence[tf.Tensor] | None = None) -> None:
+        """Take some values, or those of now, as those to compare with."""
+        self.values = (
+            [resource.read() for resource in self.resources] if values is None else list(values)
+        )
+        self._addresses = None
+
+    def release(self) -> None:
+        """Forget the values."""
+        self.values, self._addresses = [], None
+
+    def changed(self) -> list[str]:
+        """Return the names of the variables whose values differ.
+
+        Costs a look at each variable's address, and a read of those that moved. On devices other
+        than the CPU it costs a read of all.
+        """
+        if self._addresses is None:
+            self._addresses = [_address(value) for value in self.values]
+        found = []
+        for resource, value, address in zip(self.resources, self.values, self._addresses):
+            now = resource.read()
+            if address is not None and _address(now) == address:
+                continue
+            if differ(now, value):
+                found.append(resource.name)
+        return found
+
+
+def _address(value: tf.Tensor) -> int | None:
+    """Where the numbers are, if that can be seen without copying them: on the CPU."""
+    if value.dtype not in _PLAIN or "CPU" not in value.device:
+        return None
+    return int(np.asarray(memoryview(value)).ctypes.data)

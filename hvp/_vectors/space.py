@@ -1,0 +1,271 @@
+"""Parameters, or the results of a function, as one flat vector and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvp._errors import InvalidVectorError
+from hvp._vectors.variables import VariableNest
+
+# NumPy and scipy.sparse know neither of these, so vectors travel in the next wider type.
+_WIDENED = {tf.float16: tf.float32, tf.bfloat16: tf.float32}
+
+# How much the parts of vectors that agree may differ, and how many roundings of the whole besides.
+# What TensorFlow vectorizes wrongly differs by a tenth and more.
+_CLOSE, _ROUNDINGS = 1e-2, 1e3
+
+
+class Space:
+    """The vectors that a linear map takes or returns: nests of tensors, and flat ones.
+
+    Parameters
+    ----------
+    structure : nest
+        The structure of a vector as a nest, with any leaves.
+    names : sequence of str
+        What to call each part in messages, in `tf.nest` order.
+    shapes : sequence of tuple of int
+        The shape of each part.
+    dtypes : sequence of tf.DType
+        The type of each part.
+
+    Attributes
+    ----------
+    size : int
+        The number of entries of a flat vector.
+    dtype : tf.DType
+        The type of a flat vector: the widest of the parts', at least float32.
+    """
+
+    def __init__(
+        self,
+        structure: Any,
+        names: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        dtypes: Sequence[tf.DType],
+    ) -> None:
+        self.structure = tf.nest.map_structure(lambda _: 0, structure)
+        self.names = tuple(names)
+        self.shapes = [tuple(shape) for shape in shapes]
+        self.dtypes = list(dtypes)
+        self.sizes = [int(np.prod(shape, dtype=np.int64)) for shape in self.shapes]
+        self.size = sum(self.sizes)
+        widened = {_WIDENED.get(dtype, dtype) for dtype in self.dtypes}
+        self.dtype = max(widened, key=lambda dtype: dtype.size, default=tf.float32)
+        # As tensors once: converting a list anew for each product costs time, and in
+        # TensorFlow 2.16 a few hundred bytes for ever.
+        self._eager_shapes = [tf.constant(shape, tf.int32, [len(shape)]) for shape in self.shapes]
+        self._eager_sizes = tf.constant(self.sizes)
+        self._flat = tf.constant([-1])
+
+    @classmethod
+    def of_variables(cls, nest: VariableNest) -> Space:
+        """Return the space of vectors that are shaped like variables."""
+        return cls(nest.structure, nest.names, nest.shapes, nest.dtypes)
+
+    @classmethod
+    def of_tensors(cls, tensors: Sequence[Any]) -> Space | None:
+        """Return the space of vectors that are shaped like tensors, or specifications of them.
+
+        None if a shape is not fully known.
+        """
+        shapes = [tf.TensorShape(tensor.shape) for tensor in tensors]
+        if not all(shape.is_fully_defined() for shape in shapes):
+            return None
+        names = [f"output {index}" for index in range(len(shapes))]
+        known = [shape.as_list() for shape in shapes]
+        return cls([0] * len(shapes), names, known, [tensor.dtype for tensor in tensors])
+
+    @property
+    def specs(self) -> list[tf.TensorSpec]:
+        """The shapes and types of the parts."""
+        return [tf.TensorSpec(shape, dtype) for shape, dtype in zip(self.shapes, self.dtypes)]
+
+    @property
+    def flat_spec(self) -> tf.TensorSpec:
+        """The shape and type of a flat vector."""
+        return tf.TensorSpec([self.size], self.dtype)
+
+    def with_zeros(self, parts: Sequence[tf.Tensor | None]) -> list[tf.Tensor]:
+        """Put zeros in the place of each None."""
+        specs = zip(parts, self.shapes, self.dtypes)
+        return [tf.zeros(shape, dtype) if p is None else p for p, shape, dtype in specs]
+
+    def join(self, parts: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Concatenate parts, cast to the vector's dtype.
+
+        Parameters
+        ----------
+        parts : sequence of tf.Tensor
+            Shaped like the variables, or all with the same further first axis `k`.
+
+        Returns
+        -------
+        tf.Tensor
+            Of shape `(n,)`, or `(k, n)` for parts with a further axis.
+        """
+        columns = len(parts[0].shape) > len(self.shapes[0])
+        flat_shape = self._flat if tf.executing_eagerly() else [-1]
+        flat = []
+        for part, size in zip(parts, self.sizes):
+            shape = [tf.shape(part)[0], size] if columns else flat_shape
+            flat.append(tf.reshape(tf.cast(part, self.dtype), shape))
+        return flat[0] if len(flat) == 1 else tf.concat(flat, axis=-1)
+
+    def split(self, flat: tf.Tensor) -> list[tf.Tensor]:
+        """Cut a flat vector into parts shaped and typed like the variables.
+
+        Parameters
+        ----------
+        flat : tf.Tensor
+            Of shape `(n,)`, or `(k, n)`.
+
+        Returns
+        -------
+        list of tf.Tensor
+            In `tf.nest` order, with a further first axis `k` where `flat` has two.
+        """
+        eager, count = tf.executing_eagerly(), len(self.sizes)
+        sizes = self._eager_sizes if eager else self.sizes
+        pieces = [flat] if count == 1 else tf.split(flat, sizes, axis=-1, num=count)
+        if len(flat.shape) == 2:
+            shapes: Any = [[tf.shape(flat)[0], *shape] for shape in self.shapes]
+        else:
+            shapes = self._eager_shapes if eager else self.shapes
+        return [
+            tf.cast(tf.reshape(piece, shape), dtype)
+            for piece, shape, dtype in zip(pieces, shapes, self.dtypes)
+        ]
+
+    def parts_of_nest(self, nest: Any, what: str = "v") -> list[Any]:
+        """Flatten a nest, checking its structure, and the shape and kind of each part."""
+        try:
+            tf.nest.assert_same_structure(self.structure, nest)
+        except (ValueError, TypeError) as error:
+            raise InvalidVectorError(
+                f"{what} has the structure {outline(nest)}",
+                f"that of the variables, {outline(self.structure)}",
+            ) from error
+        parts = [as_known(part) for part in tf.nest.flatten(nest)]
+        for part, shape, name in zip(parts, self.shapes, self.names):
+            check_numeric(part, what)
+            # In a graph sizes may be known only when it runs.
+            if not tf.TensorShape(part.shape).is_compatible_with(shape):
+                raise InvalidVectorError(
+                    f"the part of {what} for the variable {name!r} has shape {_shape(part)}",
+                    f"the variable's shape {shape}",
+                )
+        return parts
+
+    def is_flat(self, v: Any) -> bool:
+        """Whether `v` is a flat vector, checked to be a right one, and not a nest."""
+        v = as_known(v)
+        if not isinstance(v, (tf.Tensor, np.ndarray, tf.Variable)):
+            return False
+        check_numeric(v, "v")
+        if not tf.nest.is_nested(self.structure):  # one variable: v may be shaped like it
+            shape, dtype = self.shapes[0], self.dtypes[0]
+            if v.shape == shape and (len(shape) != 1 or tf.as_dtype(v.dtype) == dtype):
+                return False
+        self.check_flat(v)
+        return True
+
+    def check_flat(self, v: Any) -> None:
+        """Refuse a vector of another length, as far as that is known."""
+        if not tf.TensorShape(v.shape).is_compatible_with([self.size]):
+            raise InvalidVectorError(
+                f"a flat vector of shape {tuple(v.shape)} was given",
+                f"shape ({self.size},), or a nest like the variables",
+            )
+
+    def agree(self, got: tf.Tensor, want: tf.Tensor, size: tf.Tensor) -> bool:
+        """Whether two vectors, or blocks of rows, are the same but for rounding.
+
+        Each variable's part is compared by itself, so that small parts count too.
+
+        Parameters
+        ----------
+        got, want : tf.Tensor
+            Of shape `(n,)`, or `(k, n)`.
+        size : tf.Tensor
+            The norm of what they were computed from, of which rounding is a part.
+        """
+        rounding = _ROUNDINGS * np.finfo(self.dtype.as_numpy_dtype).eps * size
+        parts = (tf.split(vector, self.sizes, -1) for vector in (got, want))
+        return all(
+            bool(tf.norm(one - other) <= _CLOSE * tf.norm(other) + rounding)
+            for one, other in zip(*parts)
+        )
+
+    def nest_of_parts(self, parts: Sequence[Any]) -> Any:
+        """Pack parts, in order, into the structure of the variables."""
+        return tf.nest.pack_sequence_as(self.structure, parts)
+
+
+def as_known(array: Any) -> Any:
+    """Return an array of another library, a Keras variable or a number as one that is known here.
+
+    Anything else is returned as it is.
+    """
+    if isinstance(array, (tf.Tensor, np.ndarray, tf.Variable)):
+        return array
+    if isinstance(getattr(array, "value", None), tf.Variable):
+        return array.value
+    is_array = hasattr(array, "__array__") and hasattr(array, "shape")
+    return np.asarray(array) if is_array or isinstance(array, float) else array
+
+
+def as_tensor(value: Any, dtype: tf.DType) -> tf.Tensor:
+    """Return an array as a tensor of a dtype."""
+    # A cast that changes nothing leaves a variable a variable.
+    return tf.convert_to_tensor(tf.cast(as_known(value), dtype))
+
+
+def _shape(array: Any) -> str:
+    shape = tf.TensorShape(array.shape)
+    return "unknown" if shape.rank is None else str(tuple(shape))
+
+
+def outline(nest: Any) -> str:
+    """Show a nest's structure, its leaves as dots."""
+    text = str(tf.nest.map_structure(lambda _: _DOT, nest))
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
+class _Dot:
+    def __repr__(self) -> str:
+        return "."
+
+
+_DOT = _Dot()
+
+
+def check_numeric(array: Any, what: str) -> None:
+    """Refuse what is not a real numeric tensor or array.
+
+    Parameters
+    ----------
+    array : tensor or array
+        Anything with a dtype.
+    what : str
+        What to call it in the message.
+
+    Raises
+    ------
+    InvalidVectorError
+        If it is complex, text, an object, or has no dtype.
+    """
+    try:
+        if isinstance(array, (tf.SparseTensor, tf.RaggedTensor, tf.IndexedSlices)):
+            raise TypeError(type(array))
+        dtype = tf.as_dtype(array.dtype)
+    except (AttributeError, TypeError) as error:
+        given = getattr(array, "dtype", type(array).__name__)
+        raise InvalidVectorError(f"{what} is of type {given}", "real numbers") from error
+    if not (dtype.is_floating or dtype.is_integer or dtype.is_bool):
+        mend = "multiply its real and imaginary parts separately" if dtype.is_complex else ""
+        raise InvalidVectorError(f"{what} is of type {dtype.name}", "real numbers", mend)

@@ -1,0 +1,163 @@
+"""Finding the `tf.Variable`s behind whatever the caller names as variables."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from hvp._errors import InvalidVariablesError
+
+_KINDS = "tf.Variable, keras.Variable, a tf.Module or a Keras layer or model"
+
+
+@dataclass(frozen=True)
+class VariableNest:
+    """A nest of variables, flattened in `tf.nest` order.
+
+    Attributes
+    ----------
+    structure : nest
+        The caller's nest, each module replaced by the list of its trainable variables.
+    variables : tuple of tf.Variable
+        The TensorFlow variables behind the leaves.
+    names : tuple of str
+        What to call them in messages.
+    source : nest
+        What the caller passed: variables, and modules with all that belongs to them.
+    """
+
+    structure: Any
+    variables: tuple[tf.Variable, ...]
+    names: tuple[str, ...]
+    source: Any
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(variable.shape.as_list()) for variable in self.variables)
+
+    @property
+    def dtypes(self) -> tuple[tf.DType, ...]:
+        return tuple(variable.dtype for variable in self.variables)
+
+
+def collect_variables(variables: Any) -> VariableNest:
+    """Flatten and check what the caller gave as variables.
+
+    Parameters
+    ----------
+    variables : nest
+        Of `tf.Variable`, `keras.Variable`, `tf.Module`, Keras layers or models; a module stands
+        for its trainable variables.
+
+    Returns
+    -------
+    VariableNest
+        At least one variable, all of a real floating type and fully known shape, none twice.
+
+    Raises
+    ------
+    InvalidVariablesError
+        If anything in the nest is something else.
+    """
+    structure = tf.nest.map_structure(_expand_module, variables)
+    leaves = tf.nest.flatten(structure)
+    if not leaves:
+        modules = [leaf for leaf in tf.nest.flatten(variables) if _is_module(leaf)]
+        if any(module.variables for module in modules):
+            raise InvalidVariablesError(
+                f"{_describe(variables)} has no trainable variables",
+                "at least one variable",
+                "set trainable=True, or pass the variables themselves",
+            )
+        raise InvalidVariablesError(
+            f"the nest of variables is empty: {_describe(variables)}",
+            "at least one variable",
+            "build the model first, by calling it on a batch" if modules else "",
+        )
+    found = tuple(_tensorflow_variable(leaf) for leaf in leaves)
+    names = tuple(_name(leaf, index) for index, leaf in enumerate(leaves))
+    _check_each(found, names)
+    _check_distinct(found, names)
+    return VariableNest(structure, found, names, variables)
+
+
+def all_variables(variables: Any) -> tuple[tf.Variable, ...]:
+    """Every variable, trainable or not, of the modules and variables in a nest."""
+    found: list[tf.Variable] = []
+    for leaf in tf.nest.flatten(variables):
+        leaves = leaf.variables if _is_module(leaf) else [leaf]
+        found += [_tensorflow_variable(variable) for variable in leaves]
+    return tuple(found)
+
+
+def _is_module(leaf: Any) -> bool:
+    return hasattr(leaf, "trainable_variables") and not isinstance(leaf, (tf.Variable, type))
+
+
+def _expand_module(leaf: Any) -> Any:
+    return list(leaf.trainable_variables) if _is_module(leaf) else leaf
+
+
+def _tensorflow_variable(leaf: Any) -> tf.Variable:
+    if isinstance(leaf, tf.Variable):
+        return leaf
+    # By its attributes, because keras.Variable is not a base of all of them in every Keras.
+    value = getattr(leaf, "value", None)
+    if isinstance(value, tf.Variable):
+        return value
+    keras = sys.modules.get("keras")
+    if keras is not None and hasattr(leaf, "path") and value is not None:
+        raise InvalidVariablesError(
+            f"the Keras variable {leaf.path!r} holds a {type(value).__module__} value: Keras runs "
+            f"on the {keras.config.backend()!r} backend",
+            "Keras on the TensorFlow backend",
+            "set KERAS_BACKEND=tensorflow before importing keras",
+        )
+    raise InvalidVariablesError(
+        f"{_describe(leaf)} is not a variable",
+        f"a nest of {_KINDS}",
+        "wrap a tensor or array in tf.Variable and let the loss read that variable",
+    )
+
+
+def _name(leaf: Any, index: int) -> str:
+    return getattr(leaf, "path", None) or getattr(leaf, "name", None) or f"variable {index}"
+
+
+def _check_each(variables: tuple[tf.Variable, ...], names: tuple[str, ...]) -> None:
+    for variable, name in zip(variables, names):
+        if not variable.dtype.is_floating:
+            raise InvalidVariablesError(
+                f"the variable {name!r} is of type {variable.dtype.name}",
+                "real floating-point variables",
+                "leave it out: a derivative with respect to it does not exist",
+            )
+        if not variable.shape.is_fully_defined():
+            raise InvalidVariablesError(
+                f"the variable {name!r} has the partly unknown shape {variable.shape}",
+                "fully known shapes",
+                "create the variable with a static shape",
+            )
+    if not any(variable.shape.num_elements() for variable in variables):
+        raise InvalidVariablesError("the variables have no entries", "at least one number")
+
+
+def _check_distinct(variables: tuple[tf.Variable, ...], names: tuple[str, ...]) -> None:
+    first_name: dict[int, str] = {}
+    for variable, name in zip(variables, names):
+        key = id(variable.handle)
+        if key in first_name:
+            raise InvalidVariablesError(
+                f"one variable is in the nest twice, as {first_name[key]!r} and as {name!r}",
+                "each variable once",
+                "drop one of the two: a shared variable is one block of the Hessian",
+            )
+        first_name[key] = name
+
+
+def _describe(value: Any) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"

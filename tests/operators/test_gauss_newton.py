@@ -1,0 +1,220 @@
+"""The Gauss-Newton matrix, against dense Jacobians and against outer products of gradients."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvp
+from tests.cases import CASES, CASES_IN_SHORT, flat_gradient, random, relative_error
+
+layers = keras.layers
+
+
+def dense_network(dtype):
+    return keras.Sequential(
+        [
+            layers.Input((4,), dtype=dtype),
+            layers.Dense(5, "tanh", dtype=dtype),
+            layers.Dense(3, dtype=dtype),
+        ]
+    )
+
+
+def images(dtype):
+    return keras.Sequential(
+        [
+            layers.Input((4, 4, 2), dtype=dtype),
+            layers.Conv2D(3, 3, activation="gelu", dtype=dtype),
+            layers.MaxPooling2D(2, dtype=dtype),
+            layers.Flatten(dtype=dtype),
+            layers.Dense(3, dtype=dtype),
+        ]
+    )
+
+
+def sequences(dtype):
+    return keras.Sequential(
+        [
+            layers.Input((3, 2), dtype=dtype),
+            layers.LSTM(3, dtype=dtype),
+            layers.Dense(3, dtype=dtype),
+        ]
+    )
+
+
+MODELS = {
+    "dense": (dense_network, (4,)),
+    "images": (images, (4, 4, 2)),
+    "lstm": (sequences, (3, 2)),
+}
+
+
+def softmax_loss(logits, labels):
+    each = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
+    return tf.reduce_mean(each)
+
+
+def softmax_curvature(logits):
+    """The Hessian of the cross-entropy in the logits of one example."""
+    p = np.exp(logits - logits.max())
+    p /= p.sum()
+    return np.diag(p) - np.outer(p, p)
+
+
+def squares(predictions, targets):
+    return tf.reduce_mean(tf.reduce_sum((predictions - targets) ** 2, axis=-1)) / 2
+
+
+def dense_gauss_newton(model, x, curvature):
+    """The mean of `J^T B J` over examples, by TensorFlow's Jacobian and a closed form of `B`."""
+    with tf.GradientTape(persistent=True) as tape:
+        predictions = model(x)
+    blocks = tape.jacobian(predictions, model.trainable_variables, experimental_use_pfor=False)
+    rows, outputs = predictions.shape
+    J = np.concatenate([b.numpy().reshape(rows, outputs, -1) for b in blocks], axis=-1)
+    J, predictions = J.astype("float64"), predictions.numpy().astype("float64")
+    return sum(j.T @ curvature(p) @ j for j, p in zip(J, predictions)) / rows
+
+
+def make(name, dtype="float64", examples=7):
+    build, shape = MODELS[name]
+    model = build(dtype)
+    for index, weight in enumerate(model.trainable_variables):
+        weight.assign(random(index, *weight.shape, dtype=dtype, scale=0.6))
+    x = random(50, examples, *shape, dtype=dtype)
+    return model, x, np.arange(examples) % 3
+
+
+WAYS = {
+    "one batch": {},
+    "tape": {"engine": "tape"},
+    "batches": {"batch_size": 3},
+    "batches on the tape": {"batch_size": 3, "engine": "tape"},
+    "batches evaluated for each product": {"batch_size": 2, "memory_limit": "some"},
+    "recomputed": {"recompute": 2},
+    "recomputed in batches": {"recompute": 2, "batch_size": 4},
+    "recomputed on the tape": {"recompute": 2, "engine": "tape"},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", MODELS)
+def test_it_is_the_dense_matrix(name, way):
+    model, x, y = make(name)
+    want = dense_gauss_newton(model, x, softmax_curvature)
+    options = dict(WAYS[way])
+    if "memory_limit" in options:  # one of four batches is kept, and three times one is for work
+        with hvp.GaussNewtonOperator(model, softmax_loss, model, (x, y), batch_size=2) as G:
+            options["memory_limit"] = int(4.6 * G.stats.residual_bytes / 4)
+    with hvp.GaussNewtonOperator(model, softmax_loss, model, (x, y), **options) as G:
+        n = G.shape[0]
+        single = np.stack([G @ e for e in np.eye(n)[:, :4].T], axis=1)
+        assert relative_error(single, want[:, :4]) < 1e-12
+        assert relative_error(G.to_dense(), want) < 1e-12
+        v = random(1, n, dtype="float64")
+        damped, in_graph = G.damped(0.5), tf.function(lambda v: G.product(v))
+        assert relative_error(damped @ v, want @ v + 0.5 * v) < 1e-12
+        assert relative_error(in_graph(tf.constant(v)), want @ v) < 1e-12
+        assert relative_error(G.value, softmax_loss(model(x), y)) < 1e-12
+        assert G.stats.engine == options.get("engine", "graph")
+        if "memory_limit" in options:
+            assert G.stats.batches_kept < G.stats.batches
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("engine", ["graph", "tape"])
+@pytest.mark.parametrize("name", CASES_IN_SHORT)
+def test_of_a_single_prediction_it_is_an_outer_product(name, engine, dtype):
+    """A loss as a model, its square as the loss: the matrix is `g g^T`, for every case."""
+    problem, truth = CASES[name](dtype), CASES[name]("float64")
+    g = flat_gradient(truth, truth.tensorflow_variables()).numpy()
+    data = () if problem.data is None else problem.data
+
+    def predict(*inputs):
+        return problem.loss(*inputs)[tf.newaxis]
+
+    def half_square(prediction, *_):
+        return prediction[0] ** 2 / 2
+
+    with hvp.GaussNewtonOperator(
+        predict, half_square, problem.variables, (data,) if data else None, engine=engine
+    ) as G:
+        v = random(3, len(g), dtype="float64")
+        block = random(4, len(g), 3, dtype="float64")
+        limit = 1e-10 if dtype == "float64" else 2e-4
+        assert relative_error(G @ v, g * (g @ v)) < limit
+        assert relative_error(G @ block, np.outer(g, g @ block)) < limit
+        assert relative_error(G.gradient, g * float(truth.bound())) < limit
+
+
+@pytest.mark.parametrize("batch_size", [None, 3])
+@pytest.mark.parametrize("engine", ["graph", "tape"])
+def test_least_squares_regularization_and_sums(engine, batch_size):
+    model, x, _ = make("dense")
+    targets = random(60, 7, 3, dtype="float64")
+    want = 7 * dense_gauss_newton(model, x, lambda p: np.eye(3))
+    n = want.shape[0]
+
+    def half_squares():
+        return sum(tf.reduce_sum(w**2) for w in model.trainable_variables) / 2
+
+    with hvp.GaussNewtonOperator(
+        model,
+        squares,
+        model,
+        (x, targets),
+        batch_size=batch_size,
+        engine=engine,
+        reduction="sum",
+        regularization=half_squares,
+    ) as G:
+        assert relative_error(G.to_dense(), want + np.eye(n)) < 1e-12
+        model.trainable_variables[0].assign_add(np.ones((4, 5)))
+        with pytest.raises(hvp.StaleOperatorError):
+            G @ np.ones(n)
+        G.refresh()
+        want = 7 * dense_gauss_newton(model, x, lambda p: np.eye(3))
+        assert relative_error(G.to_dense(), want + np.eye(n)) < 1e-12
+        solution = hvp.solve(G, np.ones(n), rtol=1e-10)
+        assert relative_error((want + np.eye(n)) @ solution.x, np.ones(n)) < 1e-8
+
+
+def test_an_operation_without_a_second_derivative_does_no_harm_in_the_model():
+    """Only the Hessian differentiates the model twice."""
+    w = tf.Variable(random(0, 6, dtype="float64", scale=0.3) + 2.0)
+
+    def model():
+        return tf.math.igamma(tf.constant(3.0, tf.float64), w)
+
+    def half_squares(p):
+        return tf.reduce_sum(p**2) / 2
+
+    with tf.GradientTape() as tape:
+        predictions = model()
+    J = np.diag(tape.gradient(predictions, w))
+    with hvp.GaussNewtonOperator(model, half_squares, w) as G:
+        assert relative_error(G.to_dense(), J.T @ J) < 1e-12
+
+
+def test_two_inputs_and_nested_predictions():
+    w = tf.Variable(random(0, 3, 2, dtype="float64"))
+    a, b = random(1, 5, 3, dtype="float64"), random(2, 5, 3, dtype="float64")
+
+    def model(a, b):
+        return {"sum": (a + b) @ w, "product": tf.sin(a * b) @ w**2}
+
+    def loss(predictions, weight):
+        each = tf.reduce_sum(predictions["sum"] ** 2 + tf.exp(predictions["product"]), axis=-1)
+        return tf.reduce_mean(weight * each)
+
+    weight = np.abs(random(3, 5, dtype="float64"))
+    with tf.GradientTape(persistent=True) as tape:
+        predictions = model(a, b)
+    J = [tape.jacobian(predictions[key], w).numpy().reshape(10, 6) for key in ("sum", "product")]
+    B = [np.full((5, 2), 2.0), np.exp(predictions["product"])]
+    rows = [(weight[:, np.newaxis] * b).reshape(10) / 5 for b in B]
+    want = sum(j.T @ (r[:, np.newaxis] * j) for j, r in zip(J, rows))
+    for options in ({}, {"engine": "tape"}, {"batch_size": 2}):
+        with hvp.GaussNewtonOperator(model, loss, w, ((a, b), weight), **options) as G:
+            assert relative_error(G.to_dense(), want) < 1e-12
