@@ -37,7 +37,7 @@ class HvpError(Exception):
         What was given, or what happened.
     expected : str, optional
         What would have been right.
-    mend : str, optional
+    remedy : str, optional
         What the reader can do.
 
     Examples
@@ -45,29 +45,34 @@ class HvpError(Exception):
     >>> import hvp
     >>> error = hvp.HvpError("the loss has shape (3,)", "a scalar", "take its mean")
     >>> print(error)
-    The loss has shape (3,). Expected a scalar. To mend: take its mean.
+    The loss has shape (3,). Expected a scalar. To fix: take its mean.
     """
 
     problem: str
     expected: str
-    mend: str
+    remedy: str
 
     # AutoGraph makes an error anew when it passes through a tf.function; of its own type only if
     # that has no `__init__` of its own.
     __init__ = Exception.__init__
 
-    def __new__(cls, problem: str = "", expected: str = "", mend: str = "") -> HvpError:
+    def __new__(cls, problem: str = "", expected: str = "", remedy: str = "") -> HvpError:
         """Keep the three sentences apart."""
-        self = super().__new__(cls, problem, expected, mend)
-        self.problem, self.expected, self.mend = problem, expected, mend
+        self = super().__new__(cls, problem, expected, remedy)
+        self.problem, self.expected, self.remedy = problem, expected, remedy
         return self
+
+    @property
+    def mend(self) -> str:
+        """The former name of `remedy`."""
+        return self.remedy
 
     def __str__(self) -> str:
         message = _sentence(self.problem)
         if self.expected:
             message += f" Expected {_sentence(self.expected, capital=False)}"
-        if self.mend:
-            message += f" To mend: {_sentence(self.mend, capital=False)}"
+        if self.remedy:
+            message += f" To fix: {_sentence(self.remedy, capital=False)}"
         return message
 
 

@@ -188,11 +188,11 @@ def _source(data: Any, batch_size: int | None) -> Callable[[], Iterator[Any]]:
             "leave out repeat(), or take(n) batches",
         )
     if not hasattr(data, "__iter__") or hasattr(data, "shape"):
-        mend = "for a single array pass (x,)" if hasattr(data, "shape") else ""
+        remedy = "for a single array pass (x,)" if hasattr(data, "shape") else ""
         if inspect.isgeneratorfunction(data):
-            mend = "pass list(data()), or tf.data.Dataset.from_generator(data, ...)"
+            remedy = "pass list(data()), or tf.data.Dataset.from_generator(data, ...)"
         raise InvalidDataError(
-            f"data is a {type(data).__name__}", f"{EXPECTED}, or batches of that kind", mend
+            f"data is a {type(data).__name__}", f"{EXPECTED}, or batches of that kind", remedy
         )
     if isinstance(data, list) and data and hasattr(data[0], "shape"):
         raise InvalidDataError(

@@ -161,8 +161,8 @@ def convert_batch(data: Any, name: str) -> Elements:
     if isinstance(data, Elements):
         return data
     if isinstance(data, tf.data.Dataset) or not isinstance(data, (tuple, dict)):
-        mend = "for a single array pass (x,)" if hasattr(data, "shape") else "pass one batch"
-        raise InvalidDataError(f"{name} is {type(data).__name__}", EXPECTED, mend)
+        remedy = "for a single array pass (x,)" if hasattr(data, "shape") else "pass one batch"
+        raise InvalidDataError(f"{name} is {type(data).__name__}", EXPECTED, remedy)
     elements = data if isinstance(data, dict) else dict(enumerate(data))
     if not tf.nest.flatten(elements):
         raise InvalidDataError(f"{name} has no elements", EXPECTED)

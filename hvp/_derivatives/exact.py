@@ -1,17 +1,24 @@
-"""TensorFlow functions whose derivatives are wrong, replaced by exact ones.
+"""TensorFlow functions that are differentiated wrong as a whole, replaced where a loss calls them.
 
-Their names are replaced where Keras and users look them up, only while a function is traced or run
-to be linearized. Values are the same, and first derivatives where TensorFlow has them right, so a
-thread that meets a replacement meanwhile notices nothing. A copy bound earlier (`from tensorflow.nn
-import moments`, or an older trace of a `tf.function`) escapes. What the module `derivatives`
-corrects does not need a name, and is in force at the same time.
+What TensorFlow differentiates wrong operation by operation is corrected by the type of the
+operation (see the module `registry`), and needs no name. A few functions are compositions whose
+operations are right one by one and wrong together, or have a gradient of their own. Their names are
+replaced: `tf.nn.moments`, the weighted cross entropy, `tf.nn.ctc_loss` and nested forward
+accumulators. A rewritten graph could not do that, since a loss on the tape engine has none.
+
+A name is replaced only in the context that linearizes, which is a thread's own: TensorFlow's
+modules are given properties that ask for the context. Everywhere else the name is TensorFlow's
+function itself. A copy that was bound earlier (`from tensorflow.nn import moments`, or an older trace of a
+`tf.function`) escapes, and is refused by the module `doubts` where it would be wrong.
 """
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import functools
 import sys
-import threading
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,58 +27,88 @@ import tensorflow as tf
 from hvp._derivatives.corrections import corrected_derivatives
 from hvp._derivatives.ctc import ctc_loss, ctc_loss_of_version_1
 from hvp._derivatives.forward import OnlyForwardAccumulator
-from hvp._derivatives.logsumexp import cumulative_logsumexp
 from hvp._derivatives.moments import moments, moments_of_version_1
-from hvp._derivatives.norms import reduce_euclidean_norm
-from hvp._derivatives.zeros import weighted_cross_entropy_with_logits, xdivy, xlog1py, xlogy
+from hvp._derivatives.zeros import weighted_cross_entropy_with_logits
 
-_lock = threading.Lock()
-_users = 0
-_replaced: list[tuple[Any, str, Any]] = []
+_is_exact = contextvars.ContextVar("hvp_exact_functions", default=False)
 
 
 @contextlib.contextmanager
 def exact_functions() -> Iterator[None]:
-    """Replace TensorFlow's functions in its public namespaces, in this context.
-
-    And correct derivatives of operations, as the module `derivatives` does.
-    """
-    global _users
-    with _lock:
-        _users += 1
-        if _users == 1:
-            for namespace, name, function in _replacements():
-                _replaced.append((namespace, name, getattr(namespace, name)))
-                setattr(namespace, name, function)
+    """Replace the functions in this context, and correct the derivatives of operations."""
+    _install()  # once more, since `import tensorflow.nn` may have put another module in its place
+    token = _is_exact.set(True)
     try:
         with corrected_derivatives():
             yield
     finally:
-        with _lock:
-            _users -= 1
-            while _users == 0 and _replaced:
-                setattr(*_replaced.pop())
+        _is_exact.reset(token)
 
 
-def _replacements() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-    """Give the modules that have a name, the name, and what to put there."""
-    for module in _modules("nn"):
-        yield module, "moments", moments_of_version_1 if module is tf.compat.v1.nn else moments
-        yield module, "weighted_cross_entropy_with_logits", weighted_cross_entropy_with_logits
-        is_first = module is tf.compat.v1.nn
-        yield module, "ctc_loss", ctc_loss_of_version_1 if is_first else ctc_loss
-        if is_first:
-            yield module, "ctc_loss_v2", ctc_loss
-    for module in _modules("autodiff"):
-        yield module, "ForwardAccumulator", OnlyForwardAccumulator
-    for module in _modules("math"):
-        for function in (cumulative_logsumexp, reduce_euclidean_norm, xdivy, xlog1py, xlogy):
-            yield module, function.__name__, function
+_REPLACED: dict[str, dict[str, Callable[..., Any]]] = {
+    "nn": {
+        "moments": moments,
+        "weighted_cross_entropy_with_logits": weighted_cross_entropy_with_logits,
+        "ctc_loss": ctc_loss,
+    },
+    "autodiff": {"ForwardAccumulator": OnlyForwardAccumulator},
+}
+_REPLACED_IN_VERSION_1: dict[str, dict[str, Callable[..., Any]]] = {
+    "nn": {
+        "moments": moments_of_version_1,
+        "weighted_cross_entropy_with_logits": weighted_cross_entropy_with_logits,
+        "ctc_loss": ctc_loss_of_version_1,
+        "ctc_loss_v2": ctc_loss,
+    },
+}
+
+
+def _install() -> None:
+    for name, functions in _REPLACED.items():
+        for module in _modules(name):
+            if type(module) is types.ModuleType:
+                module.__class__ = _class_of(functions)
+
+
+def _install_in_version_1() -> None:
+    # These modules are of a class that allows no properties, so that a function that asks for the
+    # context stands there for good.
+    for name, functions in _REPLACED_IN_VERSION_1.items():
+        module = getattr(tf.compat.v1, name)
+        for function, replacement in functions.items():
+            setattr(module, function, _choosing(getattr(module, function), replacement))
 
 
 def _modules(name: str) -> list[Any]:
     """Return TensorFlow's modules of a name; an `import tensorflow.nn` makes a further one."""
-    namespaces = (tf, tf.compat.v2, tf.compat.v1)
-    modules = [getattr(namespace, name) for namespace in namespaces if hasattr(namespace, name)]
+    modules = [getattr(tf, name), getattr(tf.compat.v2, name)]
     modules.append(sys.modules.get(f"tensorflow.{name}", modules[0]))
     return list({id(module): module for module in modules}.values())
+
+
+def _class_of(functions: dict[str, Callable[..., Any]]) -> type:
+    """Return a class of modules in which some names depend on the context."""
+    names = {name: _property(name, replacement) for name, replacement in functions.items()}
+    return type("module", (types.ModuleType,), names)
+
+
+def _property(name: str, replacement: Callable[..., Any]) -> property:
+    def get(module: Any) -> Any:
+        return replacement if _is_exact.get() else vars(module)[name]
+
+    def assign(module: Any, value: Any) -> None:
+        vars(module)[name] = value
+
+    return property(get, assign)
+
+
+def _choosing(tensorflows: Any, replacement: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(tensorflows)
+    def function(*arguments: Any, **named: Any) -> Any:
+        return (replacement if _is_exact.get() else tensorflows)(*arguments, **named)
+
+    return function
+
+
+_install()
+_install_in_version_1()

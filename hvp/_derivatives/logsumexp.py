@@ -1,9 +1,4 @@
-"""`tf.math.cumulative_logsumexp` with right derivatives of every order.
-
-TensorFlow's gradient of it takes logarithms of the upstream gradient, `dy`, in its positive and
-its negative part apart. To first order that is right. Its derivative by `dy` is lost, or NaN, where
-`dy` is zero: so are the products of a least squares fit at its solution, and every `jvp`.
-"""
+"""`tf.math.cumulative_logsumexp` written with operations that have derivatives of every order."""
 
 from __future__ import annotations
 
@@ -11,19 +6,20 @@ from typing import Any
 
 import tensorflow as tf
 
-_original = tf.math.cumulative_logsumexp
-
 
 def cumulative_logsumexp(
-    x: Any, axis: Any = 0, exclusive: bool = False, reverse: bool = False, name: str | None = None
+    x: tf.Tensor, axis: int, *, exclusive: bool = False, reverse: bool = False
 ) -> tf.Tensor:
-    """Logarithms of cumulative sums of exponentials, as TensorFlow gives them but for rounding.
+    """Return logarithms of cumulative sums of exponentials.
 
-    In steps that each double the number of summands: the logarithm of `n`, for `n` entries.
+    They are summed in steps that each double the number of summands, so that `n` entries take
+    `log2(n)` steps.
 
     Parameters
     ----------
-    x, axis, exclusive, reverse, name
+    x : tf.Tensor
+        Real.
+    axis, exclusive, reverse
         As in `tf.math.cumulative_logsumexp`.
 
     Returns
@@ -31,12 +27,8 @@ def cumulative_logsumexp(
     tf.Tensor
         Shaped and typed like `x`.
     """
-    x = tf.convert_to_tensor(x)
-    axis = tf.get_static_value(axis)
     rank = x.shape.rank
-    if not x.dtype.is_floating or axis is None or rank is None or not -rank <= axis < rank:
-        return _original(x, axis, exclusive, reverse, name)
-    with tf.name_scope(name or "CumulativeLogsumexp"):
+    with tf.name_scope("CumulativeLogsumexp"):
         last = [i for i in range(rank) if i != axis % rank] + [axis % rank]
         summed = tf.transpose(x, last)
         if reverse:

@@ -186,9 +186,6 @@ WRONG_AT_VALUES = {
     "SelfAdjointEigV2": WrongAtValues("equal values", _APART),
     "Svd": WrongAtValues("equal values", _APART),
     "UnsortedSegmentProd": WrongAtValues("zeros", _PRODUCT),
-    "Xdivy": WrongAtValues("zeros", BY_NAME.format("tf.math.xdivy")),
-    "Xlog1py": WrongAtValues("zeros", BY_NAME.format("tf.math.xlog1py")),
-    "Xlogy": WrongAtValues("zeros", BY_NAME.format("tf.math.xlogy")),
 }
 
 # Through these no derivative flows, and truly none: the outputs do not move with the inputs'

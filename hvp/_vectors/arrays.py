@@ -64,8 +64,10 @@ def check_array(
     """
     array = make_array(array)
     if array.dtype.kind not in "fiub" and array.dtype.name not in ("bfloat16",):
-        mend = "multiply its real and imaginary parts separately" if array.dtype.kind == "c" else ""
-        raise InvalidVectorError(f"{name} is of type {array.dtype}", "real numbers", mend)
+        remedy = (
+            "multiply its real and imaginary parts separately" if array.dtype.kind == "c" else ""
+        )
+        raise InvalidVectorError(f"{name} is of type {array.dtype}", "real numbers", remedy)
     wrong_columns = array.ndim == 2 and ndims == (1, 2) and array.shape[1] != 1
     if array.ndim not in ndims or array.shape[0] != rows or wrong_columns:
         block = f"({rows}, k)" if 1 not in ndims else f"({rows},) or ({rows}, 1)"

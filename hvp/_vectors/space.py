@@ -267,5 +267,5 @@ def check_numeric(array: Any, what: str) -> None:
         given = getattr(array, "dtype", type(array).__name__)
         raise InvalidVectorError(f"{what} is of type {given}", "real numbers") from error
     if not (dtype.is_floating or dtype.is_integer or dtype.is_bool):
-        mend = "multiply its real and imaginary parts separately" if dtype.is_complex else ""
-        raise InvalidVectorError(f"{what} is of type {dtype.name}", "real numbers", mend)
+        remedy = "multiply its real and imaginary parts separately" if dtype.is_complex else ""
+        raise InvalidVectorError(f"{what} is of type {dtype.name}", "real numbers", remedy)

@@ -27,7 +27,7 @@ def test_the_loss_own_error_comes_before_the_guess(model):
     assert "raised ValueError: " in caught.value.problem
     assert "None" in caught.value.problem
     assert "float64" not in caught.value.problem
-    assert "perhaps it is because data[0] is float64" in caught.value.mend
+    assert "perhaps it is because data[0] is float64" in caught.value.remedy
     assert isinstance(caught.value.__cause__, ValueError)
 
 
@@ -35,7 +35,7 @@ def test_the_loss_own_error_comes_before_the_guess(model):
 def test_the_name_of_a_loss(call, model):
     with pytest.raises(hvp.InvalidLossError, match="name 'mse'") as caught:
         call("mse", model, (X, Y))
-    assert "from_keras(model, (x, y))" in caught.value.mend
+    assert "from_keras(model, (x, y))" in caught.value.remedy
 
 
 @pytest.mark.parametrize("name", ["class_weight", "sample_weight"])
@@ -49,7 +49,7 @@ def test_arguments_of_fit(name, model):
     for call in calls:
         with pytest.raises(hvp.HvpError, match=r"one of model\.fit") as caught:
             call(**{name: {0: 1.0, 1: 3.0}})
-        assert "(x, y, sample_weight)" in caught.value.mend
+        assert "(x, y, sample_weight)" in caught.value.remedy
 
 
 def test_the_remedy_for_class_weights():
@@ -69,7 +69,7 @@ def test_labels_of_outputs_that_are_none():
     model.compile(loss={"a": "mse", "b": "mse"})
     with pytest.raises(hvp.InvalidDataError, match=r"keys \['a', 'c'\]") as caught:
         hvp.HessianOperator.from_keras(model, (X, {"a": Y, "c": Y}))
-    assert caught.value.mend == "rename ['c'] to ['b']"
+    assert caught.value.remedy == "rename ['c'] to ['b']"
     with pytest.raises(hvp.InvalidDataError, match=r"Expected labels for \['a', 'b'\]"):
         hvp.HessianOperator.from_keras(model, (X, {"a": Y}))
     model.compile(loss={"a": "mse"})
@@ -84,7 +84,7 @@ def test_a_generator_function(model):
 
     with pytest.raises(hvp.InvalidDataError, match="Data is a function") as caught:
         hvp.HessianOperator.from_keras(model, batches)
-    assert "list(data())" in caught.value.mend
+    assert "list(data())" in caught.value.remedy
     with hvp.HessianOperator.from_keras(model, list(batches())) as H:
         assert H.stats.batches == 2
 

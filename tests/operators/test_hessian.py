@@ -85,7 +85,7 @@ def test_tensorflows_own_dense_hessian_is_this_one_where_it_is_right(name):
     with operator(problem) as H:
         error = relative_error(jacobian_of_gradient(problem), H.to_dense())
     if name in WRONG_IN_TENSORFLOW:
-        assert error > 1e-3  # once this fails, TensorFlow has mended tf.nn.moments
+        assert error > 1e-3  # once this fails, TensorFlow has fixed tf.nn.moments
     else:
         assert error <= 1e-10
 

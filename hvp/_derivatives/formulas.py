@@ -1,0 +1,153 @@
+"""Gradients of operations that a formula of differentiable operations can stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvp._derivatives.logsumexp import cumulative_logsumexp
+from hvp._derivatives.registry import (
+    TENSORFLOWS,
+    attributes,
+    gradient_of,
+    gradient_of_formula,
+    size_of,
+)
+from hvp._derivatives.zeros import xdivy, xlog1py, xlogy
+
+raw = tf.raw_ops
+
+
+@gradient_of("SoftsignGrad")
+def _softsign_grad(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
+    def formula(gradients: tf.Tensor, features: tf.Tensor) -> tf.Tensor:
+        return gradients / tf.square(1 + tf.abs(features))
+
+    return gradient_of_formula(formula, operation.inputs, upstream)
+
+
+@gradient_of("LRNGrad")
+def _lrn_grad(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
+    # It is g / s**beta - 2 alpha beta x sum(g x / s**(beta + 1)), with s = bias + alpha sum(x**2).
+    radius, bias, alpha, beta = (
+        operation.get_attr(name) for name in ("depth_radius", "bias", "alpha", "beta")
+    )
+
+    def along_channels(values: tf.Tensor) -> tf.Tensor:
+        """Sum over neighbouring channels."""
+        count = tf.shape(values)[-1]
+        apart = tf.abs(tf.range(count)[:, tf.newaxis] - tf.range(count))
+        return tf.tensordot(values, tf.cast(apart <= radius, values.dtype), 1)
+
+    def formula(g: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
+        s = bias + alpha * along_channels(tf.square(x))
+        return g * s**-beta - 2 * alpha * beta * x * along_channels(g * x * s ** (-beta - 1))
+
+    return [*gradient_of_formula(formula, operation.inputs[:2], upstream), None]
+
+
+@gradient_of("Dilation2D")
+def _dilation(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
+    image, kernel = operation.inputs
+    rows, columns, channels = (kernel.shape[axis] for axis in range(3))
+    _, *strides, _ = operation.get_attr("strides")
+    _, *rates, _ = operation.get_attr("rates")
+    extent = [(size - 1) * rate + 1 for size, rate in zip((rows, columns), rates)]
+    missing = tf.zeros([2], tf.int32)
+    if operation.get_attr("padding") == b"SAME":
+        moves = -(-size_of(image) // strides)
+        missing = tf.maximum((moves - 1) * strides + extent - size_of(image), 0)
+    before = missing // 2
+    paddings = tf.pad(tf.stack([before, missing - before], axis=1), [[1, 1], [0, 0]])
+
+    def formula(image: tf.Tensor, kernel: tf.Tensor) -> tf.Tensor:
+        wide = tf.pad(image, paddings, constant_values=image.dtype.min)
+        patches = tf.image.extract_patches(
+            tf.ensure_shape(wide, [None, None, None, channels]),
+            [1, rows, columns, 1],
+            [1, *strides, 1],
+            [1, *rates, 1],
+            "VALID",
+        )
+        shape = tf.concat([tf.shape(patches)[:3], [rows * columns, channels]], 0)
+        sums = tf.reshape(patches, shape) + tf.reshape(kernel, [rows * columns, channels])
+        return tf.reduce_max(sums, axis=3)
+
+    return gradient_of_formula(formula, operation.inputs, upstream)
+
+
+def _fake_quantization(kind: str, limits_are_inputs: bool, *others: str) -> None:
+    """Let gradients pass between the limits, and to the limits beyond them, by operations."""
+    kernel = getattr(raw, f"{kind}Gradient")
+
+    @gradient_of(kind)
+    def gradient(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
+        values, *limits = map(tf.stop_gradient, operation.inputs)
+        options = attributes(operation, "num_bits", "narrow_range", *others)
+        if not limits_are_inputs:
+            ones = tf.ones_like(values)
+            return [upstream * kernel(gradients=ones, inputs=values, **options)]
+        low, high = limits
+        options.update(min=low, max=high)
+        inside = kernel(gradients=tf.ones_like(values), inputs=values, **options)[0]
+        is_low = tf.cast(values < (low + high) / 2, values.dtype)
+        axes = list(range(values.shape.rank - low.shape.rank))
+        beyond = upstream * (1 - inside)
+        to_low = tf.reduce_sum(beyond * is_low, axes)
+        return upstream * inside, to_low, tf.reduce_sum(beyond * (1 - is_low), axes)
+
+
+_fake_quantization("FakeQuantWithMinMaxArgs", False, "min", "max")
+_fake_quantization("FakeQuantWithMinMaxVars", True)
+_fake_quantization("FakeQuantWithMinMaxVarsPerChannel", True)
+
+
+# TensorFlow's gradients by `x` are zero where `x` is, whatever `y`.
+
+
+@gradient_of("Xlogy")
+def _xlogy(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
+    return gradient_of_formula(xlogy, operation.inputs, upstream)
+
+
+@gradient_of("Xlog1py")
+def _xlog1py(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
+    return gradient_of_formula(xlog1py, operation.inputs, upstream)
+
+
+@gradient_of("Xdivy")
+def _xdivy(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
+    return gradient_of_formula(xdivy, operation.inputs, upstream)
+
+
+@gradient_of("EuclideanNorm")
+def _euclidean_norm(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
+    # TensorFlow's is `x / (norm / dy)`, with the upstream gradient `dy` in a denominator. That is
+    # right to first order. To second order it is NaN wherever `dy` is zero, whatever the norm: in
+    # every row of a matrix of norms that the loss does not use.
+    x, axes = operation.inputs
+    keeps = operation.get_attr("keep_dims")
+
+    def norm(x: tf.Tensor) -> tf.Tensor:
+        return tf.sqrt(tf.reduce_sum(x * tf.math.conj(x), axes, keepdims=keeps))
+
+    return [*gradient_of_formula(norm, [x], upstream), None]
+
+
+@gradient_of("CumulativeLogsumexp")
+def _cumulative_logsumexp(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
+    # TensorFlow's takes logarithms of the upstream gradient `dy`, in its positive and its negative
+    # part apart. To first order that is right. Its derivative by `dy` is lost, or NaN, where `dy`
+    # is zero: so are the products of a least squares fit at its solution, and every `jvp`.
+    x, axis = operation.inputs
+    known = tf.get_static_value(axis)
+    if known is None:  # which is refused if it is differentiated again
+        return TENSORFLOWS["CumulativeLogsumexp"](operation, upstream)
+    options = attributes(operation, "exclusive", "reverse")
+
+    def summed(x: tf.Tensor) -> tf.Tensor:
+        return cumulative_logsumexp(x, int(known), **options)
+
+    return [*gradient_of_formula(summed, [x], upstream), None]

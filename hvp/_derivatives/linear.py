@@ -1,0 +1,229 @@
+"""Gradients of linear operations, most of which TensorFlow has as gradients of others.
+
+TensorFlow lacks their gradients. Since they are linear in the upstream gradient, each is the
+operation again whose gradient it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+# There is no public way to record an operation with a gradient of its own that can be
+# differentiated inside functions and outside of them.
+from tensorflow.python.eager import record
+
+from hvp._derivatives.registry import attributes, dense, gradient_of, size_of
+
+raw = tf.raw_ops
+
+
+@gradient_of("ResizeBicubicGrad")
+def _resize_bicubic_grad(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
+    options = attributes(operation, "align_corners", "half_pixel_centers")
+    return raw.ResizeBicubic(images=upstream, size=size_of(operation.inputs[0]), **options), None
+
+
+@gradient_of("ResizeNearestNeighborGrad")
+def _resize_nearest_neighbor_grad(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
+    options = attributes(operation, "align_corners", "half_pixel_centers")
+    size = size_of(operation.inputs[0])
+    return raw.ResizeNearestNeighbor(images=upstream, size=size, **options), None
+
+
+@gradient_of("ScaleAndTranslateGrad")
+def _scale_and_translate_grad(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
+    grads, _, scale, translation = operation.inputs
+    options = attributes(operation, "kernel_type", "antialias")
+    again = raw.ScaleAndTranslate(
+        images=upstream, size=size_of(grads), scale=scale, translation=translation, **options
+    )
+    return again, None, None, None
+
+
+@gradient_of("ResizeBilinear")
+def _resize_bilinear(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
+    # A tape forgets the inputs of ResizeBilinearGrad, which TensorFlow takes for a constant; so it
+    # is told here what the gradient of that is.
+    options = attributes(operation, "align_corners", "half_pixel_centers")
+    image = operation.inputs[0]
+    with record.stop_recording():
+        result = raw.ResizeBilinearGrad(grads=upstream, original_image=image, **options)
+
+    def again(further: tf.Tensor) -> list[tf.Tensor]:
+        return [raw.ResizeBilinear(images=dense(further), size=size_of(upstream), **options)]
+
+    record.record_operation("ResizeBilinearGrad", [result], [upstream], again)
+    return result, None
+
+
+@gradient_of("ResizeBilinearGrad")  # in functions, where no tape looks on
+def _resize_bilinear_grad(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
+    if operation.inputs is None:  # called by itself, on a tape
+        raise LookupError("gradient registry has no entry for: ResizeBilinearGrad")
+    options = attributes(operation, "align_corners", "half_pixel_centers")
+    size = size_of(operation.inputs[0])
+    return raw.ResizeBilinear(images=upstream, size=size, **options), None
+
+
+@gradient_of("CropAndResizeGradImage")
+def _crop_and_resize_grad_image(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
+    grads, boxes, which, _ = operation.inputs
+    method = attributes(operation, "method")
+    again = raw.CropAndResize(
+        image=upstream, boxes=boxes, box_ind=which, crop_size=size_of(grads), **method
+    )
+    by_boxes = raw.CropAndResizeGradBoxes(
+        grads=grads, image=upstream, boxes=boxes, box_ind=which, method="bilinear"
+    )
+    return tf.cast(again, grads.dtype), by_boxes, None, None
+
+
+@gradient_of("MaxPoolGradWithArgmax")
+def _max_pool_grad_with_argmax(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
+    image, grad, argmax = operation.inputs
+    places = argmax
+    if not operation.get_attr("include_batch_in_index"):
+        each = tf.cast(tf.reduce_prod(tf.shape(image)[1:]), argmax.dtype)
+        first = each * tf.range(tf.shape(image)[0], dtype=argmax.dtype)
+        places += tf.reshape(first, [-1, 1, 1, 1])
+    return None, tf.gather(tf.reshape(upstream, [-1]), tf.reshape(places, tf.shape(grad))), None
+
+
+@gradient_of("FractionalAvgPoolGrad")
+def _fractional_avg_pool_grad(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
+    overlapping = operation.get_attr("overlapping")
+
+    def means(sequence: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
+        """Return the matrix that takes means along an axis, between the edges of a sequence."""
+        # TensorFlow infers one edge too few.
+        sequence = tf.compat.v1.placeholder_with_default(sequence, [None])
+        ends = sequence[1:] + (1 if overlapping else 0)
+        entries = tf.range(tf.cast(size, sequence.dtype))
+        edges = sequence[:-1, tf.newaxis], ends[:, tf.newaxis]
+        inside = tf.cast((entries >= edges[0]) & (entries < edges[1]), upstream.dtype)
+        return inside / tf.reduce_sum(inside, axis=1, keepdims=True)
+
+    _, grad, rows, columns = operation.inputs
+    shape = tf.shape(upstream)
+    across = means(rows, shape[1]), means(columns, shape[2])
+    again = tf.ensure_shape(tf.einsum("ih,jw,bhwc->bijc", *across, upstream), grad.shape)
+    return None, again, None, None
+
+
+@gradient_of("FractionalMaxPoolGrad")
+def _fractional_max_pool_grad(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
+    image, maxima, _, rows, columns = operation.inputs
+    overlap = 1 if operation.get_attr("overlapping") else 0
+
+    def windows(sequence: tf.Tensor, size: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return the places in each window along an axis, and which of them are in it."""
+        # TensorFlow infers one edge too few.
+        sequence = tf.compat.v1.placeholder_with_default(sequence, [None])
+        widths = sequence[1:] - sequence[:-1] + overlap
+        offsets = tf.range(tf.reduce_max(widths))
+        places = sequence[:-1, tf.newaxis] + offsets
+        size = tf.cast(size, sequence.dtype)
+        inside = (offsets < widths[:, tf.newaxis]) & (places < size)
+        return tf.minimum(places, size - 1), inside
+
+    shape = tf.shape(image)
+    across, is_row = windows(rows, shape[1])
+    along, is_column = windows(columns, shape[2])
+
+    def in_windows(values: tf.Tensor) -> tf.Tensor:
+        """Shape values as window, place, window, place along rows and columns."""
+        return tf.gather(tf.gather(values, across, axis=1), along, axis=3)
+
+    inside = is_row[:, :, tf.newaxis, tf.newaxis] & is_column
+    largest = tf.equal(in_windows(image), maxima[:, :, tf.newaxis, :, tf.newaxis])
+    chosen = tf.cast(largest & inside[tf.newaxis, ..., tf.newaxis], upstream.dtype)
+    sums = tf.reduce_sum(chosen * in_windows(upstream), axis=[2, 4])
+    again = sums / tf.reduce_sum(chosen, axis=[2, 4])
+    return None, None, tf.ensure_shape(again, maxima.shape), None, None
+
+
+@gradient_of("RaggedTensorToVariantGradient")
+def _ragged_tensor_to_variant_gradient(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
+    splits = operation.inputs[1]
+    again = raw.RaggedTensorToVariant(
+        rt_nested_splits=[splits], rt_dense_values=upstream, batched_input=True
+    )
+    return again, None, None
+
+
+@gradient_of("SparseSliceGrad")
+def _sparse_slice_grad(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
+    # Each entry of the slice is one of the whole, of which the indices are in order.
+    _, indices, start, of_slice = operation.inputs
+    sizes = tf.reduce_max(indices, axis=0) + 1
+    strides = tf.math.cumprod(sizes, exclusive=True, reverse=True)
+    numbers = tf.reduce_sum(indices * strides, axis=1)
+    wanted = tf.reduce_sum((of_slice + start) * strides, axis=1)
+    return tf.gather(upstream, tf.searchsorted(numbers, wanted)), None, None, None
+
+
+@gradient_of("SparseAdd")
+def _sparse_add(operation: Any, upstream_of_indices: Any, upstream: tf.Tensor, *_: Any) -> Any:
+    # By gathers, which can be differentiated, in place of an operation that cannot.
+    total = operation.outputs[0]
+    both = [operation.inputs[0], operation.inputs[3]]
+    sizes = tf.reduce_max(tf.concat([total, *both], 0), axis=0) + 1
+    strides = tf.math.cumprod(sizes, exclusive=True, reverse=True)
+    numbers = tf.reduce_sum(total * strides, axis=1)
+    # What was below the threshold is not in the sum, and gets the zero behind the rest.
+    known = tf.concat([upstream, tf.zeros([1], upstream.dtype)], 0)
+    padded = tf.concat([numbers, -tf.ones([1], numbers.dtype)], 0)
+
+    def of(indices: tf.Tensor) -> tf.Tensor:
+        wanted = tf.reduce_sum(indices * strides, axis=1)
+        places = tf.searchsorted(numbers, wanted)
+        is_there = tf.equal(tf.gather(padded, places), wanted)
+        return tf.gather(known, tf.where(is_there, places, tf.size(numbers)))
+
+    return None, of(both[0]), None, None, of(both[1]), None, None
+
+
+@gradient_of("SparseFillEmptyRowsGrad")
+def _sparse_fill_empty_rows_grad(
+    operation: Any, upstream: tf.Tensor, upstream_of_default: tf.Tensor
+) -> Sequence[Any]:
+    places, grads = operation.inputs
+    size = tf.shape(grads, places.dtype)
+    places = places[:, tf.newaxis]
+    filled = tf.scatter_nd(places, tf.ones_like(upstream), size)
+    return None, tf.scatter_nd(places, upstream, size) + (1 - filled) * upstream_of_default
+
+
+def _segments(kind: str) -> None:
+    """Put the gradients of the gradients of sums, means, ... over segments of rows in force."""
+    along = getattr(raw, f"SparseSegment{kind}WithNumSegments")
+
+    @gradient_of(f"SparseSegment{kind}Grad")
+    def gradient(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
+        grad, indices, segments, _ = operation.inputs
+        again = along(
+            data=upstream, indices=indices, segment_ids=segments, num_segments=tf.shape(grad)[0]
+        )
+        return again, None, None, None
+
+    @gradient_of(f"SparseSegment{kind}GradV2")
+    def gradient_of_some_rows(
+        operation: Any, upstream: tf.Tensor, *upstream_of_numbers: Any
+    ) -> Sequence[Any]:
+        # The result holds one row for each number among the indices, in order.
+        grad, indices, segments, _ = operation.inputs
+        numbers = operation.outputs[1]
+        again = along(
+            data=upstream,
+            indices=tf.searchsorted(numbers, indices),
+            segment_ids=segments,
+            num_segments=tf.shape(grad)[0],
+        )
+        return again, None, None, None
+
+
+for _kind in ("Sum", "Mean", "SqrtN"):
+    _segments(_kind)

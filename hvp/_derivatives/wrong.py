@@ -1,0 +1,75 @@
+"""Gradients that TensorFlow has, and that are wrong, or fail, somewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvp._derivatives.registry import TENSORFLOWS, gradient_of
+
+raw = tf.raw_ops
+
+
+@gradient_of("TanhGrad")
+def _tanh_grad(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
+    # TensorFlow's own multiplies the upstream gradient by a Python number, which rows cannot take.
+    y, dy = (tf.math.conj(tensor) for tensor in operation.inputs)
+    return -2.0 * upstream * dy * y, raw.TanhGrad(y=y, dy=upstream)
+
+
+@gradient_of("SegmentMean")
+def _segment_mean(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
+    # Of a segment without rows TensorFlow divides by zero, which shows in the second derivative.
+    data, segments = operation.inputs
+    counts = tf.math.segment_sum(tf.ones_like(segments, upstream.dtype), segments)
+    shape = tf.concat([tf.shape(counts), tf.ones([tf.rank(data) - 1], tf.int32)], 0)
+    return tf.gather(upstream / tf.reshape(tf.maximum(counts, 1), shape), segments), None
+
+
+@gradient_of("SegmentMin", "SegmentMax")
+def _segment_extreme(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
+    data, segments = operation.inputs
+    chosen = tf.equal(data, tf.gather(operation.outputs[0], segments))
+    counts = tf.math.segment_sum(tf.cast(chosen, upstream.dtype), segments)
+    shares = tf.gather(upstream / tf.maximum(counts, 1), segments)
+    return tf.where(chosen, shares, tf.zeros_like(shares)), None
+
+
+@gradient_of("UnsortedSegmentMin", "UnsortedSegmentMax")
+def _unsorted_segment_extreme(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
+    data, segments, count = operation.inputs
+    inside = segments >= 0
+    places = tf.maximum(segments, 0)
+    more = tf.ones([tf.rank(data) - tf.rank(segments)], tf.int32)
+    inside = tf.reshape(inside, tf.concat([tf.shape(segments), more], 0))
+    chosen = tf.equal(data, tf.gather(operation.outputs[0], places)) & inside
+    counts = tf.math.unsorted_segment_sum(tf.cast(chosen, upstream.dtype), segments, count)
+    shares = tf.gather(upstream / tf.maximum(counts, 1), places)
+    return tf.where(chosen, shares, tf.zeros_like(shares)), None, None
+
+
+@gradient_of("SparseSoftmax")
+def _sparse_softmax(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
+    # In TensorFlow's an operation enters that it cannot differentiate.
+    indices, _, shape = operation.inputs
+    probabilities = operation.outputs[0]
+    strides = tf.math.cumprod(shape[:-1], exclusive=True, reverse=True)
+    numbers = tf.reduce_sum(indices[:, :-1] * strides, axis=1)
+    distinct, rows = tf.unique(numbers)
+    along = tf.math.unsorted_segment_sum(upstream * probabilities, rows, tf.size(distinct))
+    return None, probabilities * (upstream - tf.gather(along, rows)), None
+
+
+@gradient_of("SoftmaxCrossEntropyWithLogits")
+def _softmax_cross_entropy(
+    operation: Any, upstream: tf.Tensor, upstream_of_gradient: Any
+) -> Sequence[Any]:
+    # The second result is the gradient by the logits, softmax(logits) - labels, of which TensorFlow
+    # leaves the derivative by the labels out.
+    tensorflows = TENSORFLOWS["SoftmaxCrossEntropyWithLogits"]
+    by_logits, by_labels = tensorflows(operation, upstream, upstream_of_gradient)
+    if upstream_of_gradient is not None:
+        by_labels -= upstream_of_gradient
+    return by_logits, by_labels
