@@ -1,7 +1,8 @@
-"""What a check of an operator found."""
+"""The report of a check: a table of findings."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -9,42 +10,52 @@ import numpy as np
 
 from hvp._errors import FailedCheckError
 
-Outcome = Literal["ok", "note", "warning", "failed"]
+Verdict = Literal["ok", "note", "warning", "failed"]
+
+# Number of names that a finding lists.
+_MAX_NAMES = 3
 
 
 class Finding(NamedTuple):
-    """One thing that was looked at: its name, the outcome, and what was seen.
+    """The finding of one step of a check.
 
-    The outcome is ``"ok"``, or ``"failed"``; ``"note"`` for what is only good to know;
-    ``"warning"`` for what may be wrong, or could not be seen. What was seen tells what to do about
-    it, too.
+    Attributes
+    ----------
+    name : str
+        What was checked.
+    outcome : {"ok", "note", "warning", "failed"}
+        ``"note"`` marks useful information, and ``"warning"`` something that may be wrong or could
+        not be checked.
+    said : str
+        The finding in words, including what to do about it.
     """
 
     name: str
-    outcome: Outcome
+    outcome: Verdict
     said: str
 
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What `hvp.check` found: prints as a table.
+    """The report of `hvp.check`, which prints as a table.
 
     Attributes
     ----------
     title : str
-        Of what.
+        The kind, size and dtype of the operator.
     findings : tuple of Finding
-        What was looked at, in order; each has `name`, `outcome` and `said`.
+        The findings, in order; each has a `name`, an `outcome` and the text `said`.
     eigenvalues : ndarray
-        Ritz values, ascending: estimates of extreme eigenvalues, from inside.
+        Ritz values in increasing order. They lie inside the spectrum and estimate its ends.
     seconds_per_product : float
-        Median over single vectors, the first product left out.
+        Median time of a product with one vector, not counting the first product.
     residual_bytes : int or None
-        Of what is kept for products.
+        Memory for the residuals that the operator keeps for products.
     peak_bytes : int or None
-        By how much products raised the process's, or device's, peak; None where it cannot be told.
+        Increase of the peak memory of the process, or of the device, during the check. None if it
+        is unknown.
     products, gradient_evaluations : int
-        What the check cost.
+        Number of products and evaluations of the gradient that the check needed.
     """
 
     title: str
@@ -58,37 +69,67 @@ class CheckReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing failed."""
+        """Whether no finding has the outcome ``"failed"``."""
         return all(finding.outcome != "failed" for finding in self.findings)
 
     def __getitem__(self, name: str) -> Finding:
-        """Return the finding of a name."""
+        """Return the finding with a name.
+
+        Parameters
+        ----------
+        name : str
+            For example ``"differences"``.
+
+        Returns
+        -------
+        Finding
+
+        Raises
+        ------
+        KeyError
+            If no finding has this name.
+        """
         for finding in self.findings:
             if finding.name == name:
                 return finding
         raise KeyError(name)
 
     def raise_if_failed(self) -> None:
-        """Raise `FailedCheckError`, which says what failed, if anything did."""
-        failed = [f"{name}: {said}" for name, outcome, said in self.findings if outcome == "failed"]
-        if failed:
+        """Raise an error if a finding has the outcome ``"failed"``.
+
+        Raises
+        ------
+        FailedCheckError
+            Its message lists the findings that failed.
+        """
+        failures = [
+            f"{name}: {said}" for name, verdict, said in self.findings if verdict == "failed"
+        ]
+        if failures:
             raise FailedCheckError(
-                f"the check of {self.title} failed ({'; '.join(failed)})",
+                f"the check of {self.title} failed ({'; '.join(failures)})",
                 "an operator whose products are those of a Hessian",
-                "print the report to see all that was looked at",
+                "print the report to see all findings",
             )
 
     def __str__(self) -> str:
-        warned = [finding.name for finding in self.findings if finding.outcome == "warning"]
-        verdict = f"nothing failed, look at {', '.join(warned)}" if warned else "all is well"
+        warnings = [finding.name for finding in self.findings if finding.outcome == "warning"]
+        summary = f"nothing failed, look at {', '.join(warnings)}" if warnings else "all is well"
         if not self.ok:
-            verdict = "FAILED"
+            summary = "FAILED"
         cost = f"{self.products} products, {self.gradient_evaluations} gradients"
         width = max(len(finding.name) for finding in self.findings)
         rows = [
             f"  {finding.outcome:<8} {finding.name:<{width}}  {finding.said}"
             for finding in self.findings
         ]
-        return "\n".join([f"{self.title}: {verdict} ({cost})", *rows])
+        return "\n".join([f"{self.title}: {summary} ({cost})", *rows])
 
     __repr__ = __str__
+
+
+def shortened(names: Iterable[object]) -> str:
+    """Return the first few names as one text, and the number of the others."""
+    texts = list(map(str, names))
+    rest = f", and {len(texts) - _MAX_NAMES} more" if len(texts) > _MAX_NAMES else ""
+    return ", ".join(texts[:_MAX_NAMES]) + rest

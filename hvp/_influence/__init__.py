@@ -1,1 +1,1 @@
-"""Layer 3: which training examples made a prediction."""
+"""Layer 3: which training examples are responsible for a prediction."""

@@ -1,1 +1,1 @@
-"""Layer 3: minimizing a loss with its Hessian."""
+"""Layer 3: minimization of a loss with its Hessian."""

@@ -1,4 +1,4 @@
-"""What a Newton step needs of a loss: value and gradient here and there, and a Hessian here."""
+"""What a Newton step needs from a loss: values, gradients and a Hessian."""
 
 from __future__ import annotations
 
@@ -21,62 +21,78 @@ class WholeModel:
     Parameters
     ----------
     points : Points
-        Of the loss, evaluated where the variables are.
+        The loss, evaluated at the current values of the variables.
+
+    Attributes
+    ----------
+    points : Points
+        The same object.
     """
 
     def __init__(self, points: Points) -> None:
         self.points = points
-        self._here: Point | None = points.at(points.position.read().numpy())
+        self._current: Point | None = points.at(points.position.read().numpy())
 
-    def here(self, iteration: int, moved: bool) -> Point:
-        """Return where the variables are, as the next step sees it."""
+    def current_point(self, iteration: int, moved: bool) -> Point:
+        """Return the loss at the current values of the variables.
+
+        Parameters
+        ----------
+        iteration : int
+            Number of the step that needs it.
+        moved : bool
+            Whether somebody else changed the variables since the last step.
+        """
         del iteration
-        here, self._here = self._here, None  # should something raise
-        if moved or here is None or not self.points.heed_changes():
-            here = self.points.visit(self.points.position.read())
-        self._here = here
-        return here
+        point, self._current = self._current, None  # stays None if an exception is raised below
+        if moved or point is None or self.points.forget_if_stale():
+            point = self.points.visit(self.points.position.read())
+        self._current = point
+        return point
 
-    def operator(self, iteration: int) -> SymmetricOperator:
-        """Return the Hessian there."""
+    def hessian(self, iteration: int) -> SymmetricOperator:
+        """Return the Hessian at the current point."""
         del iteration
-        assert self._here is not None
-        return self._here.operator
+        assert self._current is not None
+        return self._current.operator
 
-    def there(self, x: tf.Tensor) -> Point:
-        """Evaluate at a trial point; the variables are left there."""
-        return self.points.visit(x, keep=self._here)
+    def trial_point(self, x: tf.Tensor) -> Point:
+        """Evaluate the loss at a trial point, and leave the variables there."""
+        return self.points.visit(x, keep=self._current)
 
     def accept(self, point: Point) -> None:
-        """Make a trial point the one where the variables are."""
-        self._here = point
+        """Make a trial point the current point."""
+        self._current = point
 
     @property
     def products(self) -> int:
-        """How many there were."""
+        """Number of Hessian-vector products so far."""
         return self.points.products
 
     def close(self) -> None:
-        """Release what is kept."""
-        self._here = None
+        """Release the linearizations."""
+        self._current = None
         self.points.forget()
 
 
 class SampledModel(WholeModel):
-    """A Hessian over examples drawn anew for each step, and a gradient over more, or all.
+    """A Hessian over a sample that is redrawn for each step.
+
+    The loss and the gradient are over another, larger sample, or over all examples.
 
     Parameters
     ----------
     loss, variables, data
         As for `HessianOperator`; the data are arrays.
     hessian_batch_size : int
-        Examples for the Hessian.
+        Number of examples for the Hessian.
     gradient_batch_size : int or None
-        Examples for loss and gradient, the same at both ends of a step; None for all.
+        Number of examples for the loss and the gradient, with the same sample at both ends of a
+        step. None stands for all examples.
     seed : int
-        Of the draws.
+        Seed of the random draws.
     options : dict
-        Of `HessianOperator`.
+        Options of `HessianOperator`.
     """
 
     def __init__(
@@ -92,57 +108,62 @@ class SampledModel(WholeModel):
         for name in ("weight", "reduction"):
             if options.get(name) not in (None, "mean"):
                 raise HvpError(
-                    f"{name} is given, and the Hessian is of samples",
-                    "the mean over examples, each counting the same",
+                    f"{name} is given together with hessian_batch_size",
+                    "the mean over examples that all count the same",
                 )
         if gradient_batch_size is not None and gradient_batch_size < hessian_batch_size:
             raise HvpError(
                 f"gradient_batch_size is {gradient_batch_size}, and hessian_batch_size is "
                 f"{hessian_batch_size}",
-                "the gradient over no fewer examples than the Hessian",
+                "a gradient over no fewer examples than the Hessian",
             )
         self._samples = Samples(loss, data, hessian_batch_size, 2 * seed, "hessian_batch_size")
         self._gradient_samples: Samples | None = None
-        split = ("batch_size", "memory_limit")  # samples are not cut
-        single = {key: value for key, value in options.items() if key not in split}
+        # A sample is evaluated in one piece.
+        batching = ("batch_size", "memory_limit")
+        sample_options = {key: value for key, value in options.items() if key not in batching}
         if gradient_batch_size is None:
             points = Points.of(loss, variables, data, products=False, **options)
         else:
-            drawn = Samples(loss, data, gradient_batch_size, 2 * seed + 1, "gradient_batch_size")
-            self._gradient_samples = drawn
+            samples = Samples(loss, data, gradient_batch_size, 2 * seed + 1, "gradient_batch_size")
+            self._gradient_samples = samples
             points = Points.of(
-                drawn.loss, variables, products=False, inputs=drawn.variables, **single
+                samples.loss,
+                variables,
+                products=False,
+                inputs=samples.variables,
+                **sample_options,
             )
         super().__init__(points)
-        # Evaluated for each step, at the sample drawn for it.
+        # `hessian` redraws the sample and refreshes this snapshot for each step.
         snapshot = evaluate_loss(
             self._samples.loss,
             variables,
             on_stale="ignore",
             inputs=self._samples.variables,
-            **single,
+            **sample_options,
         )
         self._operator = SymmetricOperator(Core(snapshot), 0.0)
 
-    def here(self, iteration: int, moved: bool) -> Point:
-        """Return where the variables are; over the sample of this step, if there are samples."""
+    def current_point(self, iteration: int, moved: bool) -> Point:
+        """Return the loss at the current values, over the gradient sample of this step."""
         if self._gradient_samples is not None:
             self._gradient_samples.draw(iteration)
             moved = True
-        return super().here(iteration, moved)
+        return super().current_point(iteration, moved)
 
-    def operator(self, iteration: int) -> SymmetricOperator:
-        """Return the Hessian over the sample of this step."""
+    def hessian(self, iteration: int) -> SymmetricOperator:
+        """Return the Hessian over the Hessian sample of this step."""
         self._samples.draw(iteration)
         self._operator.refresh()
         return self._operator
 
     @property
     def products(self) -> int:
-        """How many there were."""
+        """Number of Hessian-vector products so far."""
         return self._operator.stats.products
 
     def close(self) -> None:
-        """Release what is kept."""
+        """Release the linearizations."""
         super().close()
         self._operator.close()

@@ -1,164 +1,103 @@
-"""Truncated Newton: a trust region around each point, conjugate gradients in a graph inside."""
+"""`NewtonCG`: a truncated Newton method with a trust region."""
 
 from __future__ import annotations
 
-import dataclasses
-import math
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
 import tensorflow as tf
 from scipy.optimize import OptimizeResult
 
-from hvp._errors import GraphModeError, HvpError, NonFiniteError
+from hvp._errors import HvpError
 from hvp._keras.compiled_loss import compiled_problem
 from hvp._minimize.models import SampledModel, WholeModel
-from hvp._minimize.non_finite import log_non_finite, non_finite_said
+from hvp._minimize.newton_arguments import check_eager, check_method, check_stopping
+from hvp._minimize.newton_iteration import NewtonIteration
+from hvp._minimize.newton_run import NewtonRun
+from hvp._minimize.newton_state import NewtonState
+from hvp._minimize.newton_step import NewtonStep
 from hvp._minimize.objective import check_options
-from hvp._minimize.points import Point, Points
-from hvp._minimize.steihaug import Outcome, SteihaugResult
-from hvp._minimize.subproblem import Subproblem, norm_of, wide
+from hvp._minimize.points import Points
+from hvp._minimize.subproblem import Subproblem
 from hvp._operators.operator import SymmetricOperator
-from hvp._runtime.arguments import check_count
 from hvp._runtime.guard import OneProcess, refuse_forks
 from hvp._runtime.progress import check_progress, progress_bar
 from hvp._runtime.strategies import outside_strategies
-from hvp._snapshots.watch import Watch
-from hvp._solve.preconditioners import PRECONDITIONERS
-from hvp._vectors.resources import Resource
 
-# A step is taken if the loss falls by this part of what the model promised; the region shrinks
-# below the second, and grows above the third (Conn, Gould and Toint 2000, chapter 6).
-_TAKEN, _POOR, _GOOD = 1e-4, 0.25, 0.75
-_SHRINK, _GROW = 0.25, 2.0
-# Damping, where there is some, follows the same ratio (Martens 2010).
-_LESS_DAMPING, _MORE_DAMPING = 2 / 3, 3 / 2
-# Eisenstat and Walker 1996, their second choice, with its safeguard.
-_FORCING, _FORCING_POWER, _SAFE = 0.9, (1 + math.sqrt(5)) / 2, 0.1
-_FIRST_FORCING = 0.5
-# Below so many roundings of the loss its difference means nothing.
-_ROUNDINGS = 100
-# So many steps in a row that fail below the rounding of the loss are the end.
-_IDLE = 3
-
-
-@dataclass(frozen=True)
-class NewtonStep:
-    """What one step of `NewtonCG` did.
-
-    Attributes
-    ----------
-    iteration : int
-        Which step it was, from 1.
-    loss : float
-        Where the variables are after it.
-    gradient_norm : float
-        The Euclidean norm of the gradient there.
-    accepted : bool
-        Whether the variables moved.
-    ratio : float
-        By how much the loss fell, in units of what the model promised; minus infinity if the loss
-        or its gradient was not finite at the trial point, NaN if there was none.
-    radius : float
-        Of the trust region for the next step.
-    damping : float
-        For the next step.
-    forcing : float
-        How small the model's gradient had to become, in units of the gradient.
-    cg_iterations : int
-        Products with the Hessian in this step.
-    outcome : str
-        Why conjugate gradients ended: ``"converged"``, ``"boundary"`` (of the trust region),
-        ``"negative curvature"`` or ``"maxiter"``.
-    from_gradients : bool
-        Whether the decrease was computed from gradients, being less than the loss's rounding.
-    """
-
-    iteration: int
-    loss: float
-    gradient_norm: float
-    accepted: bool
-    ratio: float
-    radius: float
-    damping: float
-    forcing: float
-    cg_iterations: int
-    outcome: str
-    from_gradients: bool
-
-
-class _History(list[NewtonStep]):
-    """The steps of a run; shown in one line, for a run may have a thousand."""
-
-    def __repr__(self) -> str:
-        if not self:
-            return "[no steps]"
-        taken = sum(step.accepted for step in self)
-        return (
-            f"[{len(self)} steps, {taken} taken, loss {self[0].loss:.4g} ... {self[-1].loss:.4g}]"
-        )
+__all__ = ["NewtonCG", "NewtonStep"]
 
 
 class NewtonCG(OneProcess, tf.Module):
     """A truncated Newton method whose conjugate gradients run inside a graph.
 
-    Each step minimizes the quadratic model of the loss in a trust region, approximately, by
-    Steihaug's conjugate gradients [ST]_: some tens of iterations in one call of a graph, no Python
-    for each product. Directions of negative curvature are followed to the boundary of the region.
+    Each step approximately minimizes the quadratic model of the loss in a trust region,
+
+        `m(p) = g' p + p' (H + damping I) p / 2`  subject to  `norm(p) <= radius`,
+
+    by Steihaug's conjugate gradients [ST]_. One call of a graph runs tens of iterations, without
+    Python overhead for each product. Directions of negative curvature are followed to the boundary
+    of the region.
 
     Parameters
     ----------
     loss : callable or HessianOperator
-        As for `HessianOperator`; an operator stands for its loss, variables and data.
+        As for `HessianOperator`. An operator stands for its loss, variables and data.
     variables, data
         As for `HessianOperator`.
     hessian_batch_size : int, optional
-        Take the Hessian over so many examples, drawn anew for each step, `data` being a tuple or
-        dict of arrays. By default it is over all, from the same evaluation as the gradient.
+        Number of examples for the Hessian. They are redrawn for each step, from `data`, which must
+        be a tuple or dict of arrays. By default the Hessian is over all examples, and comes from
+        the same evaluation as the gradient.
     gradient_batch_size : int, optional
-        With `hessian_batch_size`, take loss and gradient over so many examples, drawn anew for each
-        step, the same at both its ends, no fewer than for the Hessian. By default over all.
+        Number of examples for the loss and the gradient, at least `hessian_batch_size`. They are
+        redrawn for each step, and are the same at both ends of the step. The default is all
+        examples.
     radius : float, optional
-        Of the trust region at first, in the units of the variables (of the preconditioner's norm,
-        if there is one).
+        Initial radius of the trust region, in the units of the variables (with a preconditioner: in
+        its norm).
     damping : float, optional
-        Multiple of the identity that is added to the Hessian at first; if not zero, it grows and
-        shrinks with the ratio of the loss's decrease to the model's, as the region does.
+        Initial multiple of the identity that is added to the Hessian. If it is not zero, it is
+        adapted to the quality of the model, as the radius is.
     forcing : float or "eisenstat-walker", optional
-        Conjugate gradients end where the model's gradient is so many times the gradient; by default
-        after Eisenstat and Walker [EW]_: the fewer iterations the farther the minimum.
+        Conjugate gradients end when the norm of the model's gradient is at most `forcing` times
+        that of the gradient. By default it follows the rule of Eisenstat and Walker [EW]_, which
+        takes few iterations far from the minimum and many close to it.
     max_cg_iterations : int, optional
-        Of one step.
+        Maximum number of iterations of conjugate gradients in one step.
     preconditioner : {"diagonal", "nystrom"}, optional
-        The diagonal's absolute values, estimated from 16 products with random signs, or a sketch of
-        the largest eigenvalues of positive curvature from `rank` products [NY]_. Made anew when
-        conjugate gradients have used four times the products it took.
+        ``"diagonal"`` is the absolute value of the diagonal, estimated from 16 products with random
+        signs. ``"nystrom"`` is a sketch of the largest positive eigenvalues from `rank` products
+        [NY]_. Either is rebuilt when conjugate gradients have used four times the products that it
+        cost.
     rank : int, optional
-        Of the sketch.
+        Rank of the sketch.
     seed : int, optional
-        Of samples and sketches.
+        Seed of samples and sketches.
     **options
-        Of `HessianOperator`: `batch_size`, `memory_limit`, `reduction`, `regularization`, `weight`,
-        `engine`, `jit_compile`, `recompute`.
+        Options of `HessianOperator`: `batch_size`, `memory_limit`, `reduction`, `regularization`,
+        `weight`, `engine`, `jit_compile`, `recompute`.
 
     Raises
     ------
     HvpError
-        As `HessianOperator`; if an argument is not what it should be.
+        As `HessianOperator`, and if another argument is invalid.
 
     Notes
     -----
     A step costs one evaluation of loss and gradient, at the trial point, and one product for each
-    iteration of conjugate gradients. Where the model's promise is below the rounding of the loss,
-    the decrease is computed from the gradients at both ends of the step, so that the gradient
-    converges as far as its own rounding allows.
+    iteration of conjugate gradients.
 
-    A `tf.Module`: ``tf.train.Checkpoint(optimizer=newton)`` saves the variables and the method's
-    own state. A run that is ended between two steps and restored goes on with the same iterates.
-    If variables are changed between steps, the next begins where they are.
+    With `ratio = (f(x) - f(x + p)) / (m(0) - m(p))`, a step is accepted if `ratio > 1e-4`. The
+    radius becomes `min(norm(p), radius) / 4` if `ratio < 1/4`, and doubles if `ratio > 3/4` and the
+    step ends on the boundary [TR]_. The damping is multiplied by `3/2` and `2/3` in these cases,
+    regardless of the boundary [HF]_. If the predicted decrease is below the rounding error of the
+    loss, the decrease is computed from the gradients at both ends of the step, so that the gradient
+    converges to its own rounding error.
+
+    `NewtonCG` is a `tf.Module`: ``tf.train.Checkpoint(optimizer=newton)`` saves the variables and
+    the state of the method. A run that is stopped between two steps and restored continues with the
+    same iterates. If you change the variables between steps, the next step starts from the new
+    values.
 
     References
     ----------
@@ -169,6 +108,9 @@ class NewtonCG(OneProcess, tf.Module):
        SIAM Journal on Scientific Computing 17(1), 16-32, 1996. https://doi.org/10.1137/0917003
     .. [NY] Z. Frangella, J. A. Tropp, M. Udell, "Randomized Nystrom preconditioning", SIAM Journal
        on Matrix Analysis and Applications 44(2), 718-752, 2023. https://doi.org/10.1137/21M1466244
+    .. [TR] A. R. Conn, N. I. M. Gould, P. L. Toint, "Trust-Region Methods", SIAM, 2000, chapter 6.
+       https://doi.org/10.1137/1.9780898719857
+    .. [HF] J. Martens, "Deep learning via Hessian-free optimization", ICML 2010.
 
     Examples
     --------
@@ -204,13 +146,14 @@ class NewtonCG(OneProcess, tf.Module):
     ) -> None:
         refuse_forks()
         super().__init__(name="newton_cg")
-        later = sorted({"gtol", "rtol", "maxiter", "callback", "progress"} & set(options))
-        if later:
+        misplaced = sorted({"gtol", "rtol", "maxiter", "callback", "progress"} & set(options))
+        if misplaced:
             raise HvpError(
-                f"given to NewtonCG: {', '.join(later)}", "an argument of its method minimize"
+                f"given to NewtonCG: {', '.join(misplaced)}",
+                "an argument of its method minimize",
             )
         check_options(options, "NewtonCG")
-        _check_arguments(
+        check_method(
             radius=radius,
             damping=damping,
             forcing=forcing,
@@ -223,40 +166,25 @@ class NewtonCG(OneProcess, tf.Module):
             if gradient_batch_size is not None:
                 raise HvpError(
                     "gradient_batch_size is given without hessian_batch_size",
-                    "both, the gradient over no fewer examples than the Hessian",
+                    "both, with a gradient over no fewer examples than the Hessian",
                 )
             model = WholeModel(Points.of(loss, variables, data, **options))
         else:
             if isinstance(loss, SymmetricOperator):
-                raise HvpError("hessian_batch_size goes with an operator", "a loss and data")
+                raise HvpError(
+                    "hessian_batch_size is given together with an operator",
+                    "a loss, variables and data",
+                )
             model = SampledModel(
                 loss, variables, data, hessian_batch_size, gradient_batch_size, seed, options
             )
         position = model.points.position
         rank = min(rank, position.size)
-        self._model, self._position = model, position
-        self._subproblem = Subproblem(preconditioner, rank, max_cg_iterations, seed)
-        self._chosen_forcing = forcing
-        self._watch = Watch([Resource.of(variable) for variable in position.variables])
-        self._watch.set()
-        self._seconds = 0.0
-        # What a checkpoint has to hold.
-        self._trained = position.variables
-        self._radius = _number(radius)
-        self._damping = _number(damping)
-        self._forcing = _number(_FIRST_FORCING)
-        self._norm_before = _number(0.0)
-        self._iterations = tf.Variable(0, dtype=tf.int64, trainable=False)
-        self._served = tf.Variable(-1, dtype=tf.int64, trainable=False)
-        self._tensors = [
-            tf.Variable(tf.zeros(shape, position.dtype), trainable=False)
-            for shape in self._subproblem.shapes(position.size)
-        ]
-        self._state = [
-            *(self._radius, self._damping, self._forcing, self._norm_before),
-            *(self._iterations, self._served),
-        ]
-        self._beginning = tuple(variable.numpy().item() for variable in self._state)
+        subproblem = Subproblem(preconditioner, rank, max_cg_iterations, seed)
+        shapes = subproblem.shapes(position.size)
+        # The only attribute that `tf.train.Checkpoint` saves.
+        self._state = NewtonState(position.variables, radius, damping, shapes, position.dtype)
+        self._iteration = NewtonIteration(model, subproblem, self._state, forcing)
 
     @classmethod
     def from_keras(
@@ -273,15 +201,16 @@ class NewtonCG(OneProcess, tf.Module):
         Parameters
         ----------
         model : keras.Model
-            Compiled. Loss weights, several outputs and regularizers count as in `model.evaluate`.
+            A compiled model. Loss weights, multiple outputs and regularizers are handled as in
+            `model.evaluate`.
         data : tuple of arrays, or iterable of such
             `(x, y)` or `(x, y, sample_weight)`, as for `model.fit`, or batches of them.
         variables : nest, optional
-            What to minimize over; the model's trainable variables by default.
+            The variables to minimize over. The default is the model's trainable variables.
         training : bool, optional
-            Whether layers behave as in training (dropout, batch normalization).
+            Whether layers such as dropout and batch normalization run in training mode.
         **options
-            Of `NewtonCG`.
+            Options of `NewtonCG`.
 
         Returns
         -------
@@ -311,38 +240,41 @@ class NewtonCG(OneProcess, tf.Module):
 
     def __repr__(self) -> str:
         return (
-            f"NewtonCG({self._position.size} variables, {self.iterations} steps, "
+            f"NewtonCG({self._iteration.position.size} variables, {self.iterations} steps, "
             f"radius {self.radius:.3g}, damping {self.damping:.3g})"
         )
 
     @property
     def iterations(self) -> int:
-        """Steps so far."""
-        return int(self._iterations)
+        """Number of steps so far."""
+        return int(self._state.iterations)
 
     @property
     def radius(self) -> float:
-        """Of the trust region, now."""
-        return float(self._radius)
+        """Current radius of the trust region."""
+        return float(self._state.radius)
 
     @property
     def damping(self) -> float:
-        """Multiple of the identity that is added to the Hessian, now."""
-        return float(self._damping)
+        """Current multiple of the identity that is added to the Hessian."""
+        return float(self._state.damping)
 
     @property
     def gradient_evaluations(self) -> int:
-        """How often loss and gradient were evaluated; samples' Hessians apart."""
-        return self._model.points.work.evaluations
+        """Number of evaluations of loss and gradient, without those for Hessians of samples."""
+        return self._iteration.model.points.work.evaluations
 
     @property
     def products(self) -> int:
-        """How many products with the Hessian there were."""
-        return self._model.products
+        """Number of Hessian-vector products so far."""
+        return self._iteration.model.products
 
     @outside_strategies
     def step(self) -> NewtonStep:
-        """Take one step, or find that it is none and make the trust region smaller.
+        """Take one step.
+
+        If the loss does not decrease enough, the variables stay where they are, and the trust
+        region shrinks.
 
         Returns
         -------
@@ -351,18 +283,18 @@ class NewtonCG(OneProcess, tf.Module):
         Raises
         ------
         NonFiniteError
-            If the loss or its gradient is not finite where the variables are, or a product with the
-            Hessian is not.
+            If the loss, its gradient or a product with the Hessian is not finite at the current
+            values of the variables.
         StaleOperatorError
-            If a variable that the loss reads, and that is not minimized over, has changed.
+            If a variable changed that the loss reads but that is not minimized over.
 
         Notes
         -----
-        If it raises, the variables are where they were.
+        If the step raises an error, the variables are restored.
         """
-        _check_eager()
-        with self._position.restored(only_if_it_fails=True):
-            return self._step(self._here(), 0.0)
+        check_eager()
+        with self._iteration.position.restored(only_on_error=True):
+            return self._iteration.step(self._iteration.current_point(), 0.0)
 
     @outside_strategies
     def minimize(
@@ -380,28 +312,28 @@ class NewtonCG(OneProcess, tf.Module):
         Parameters
         ----------
         gtol, rtol : float, optional
-            The Euclidean norm of the gradient that is small enough: `gtol`, or `rtol` times what it
-            is at the beginning, whichever is larger.
+            The run ends when the Euclidean norm of the gradient is at most
+            `max(gtol, rtol * norm(g0))`, where `g0` is the gradient at the start.
         maxiter : int, optional
-            How many steps to take.
+            Maximum number of steps.
         leave_saddles : bool, optional
-            Whether to look for negative curvature where the gradient is small, by up to 22
-            products, and go on along it if there is some.
+            Whether to search for negative curvature when the gradient is small, with up to 22
+            products, and to follow it if there is some.
         callback : callable, optional
-            Called with each `NewtonStep`; ends the run by raising `StopIteration`.
+            Called with each `NewtonStep`. It may raise `StopIteration` to end the run.
         progress : bool or "always", optional
-            Shows the steps, the loss and the norm of its gradient, by tqdm, on a terminal; with
-            ``"always"`` anywhere.
+            Whether to show a tqdm progress bar with the loss and the gradient norm on a terminal;
+            ``"always"`` shows it on any stream.
 
         Returns
         -------
         scipy.optimize.OptimizeResult
-            `x`, `fun`, `jac`, `success`, `status`, `message`, `nit`; `history`, a list of
-            `NewtonStep`; `gradient_evaluations`, `products`, `non_finite` (at how many points the
-            loss or its gradient was not finite); `seconds` and, of them, `evaluation_seconds` and
-            `cg_seconds`. Counts are of this call. `status` is 0 where the gradient is small, 1
-            after `maxiter`, 2 where rounding allows no more, 3 where a product with the Hessian is
-            not finite, 99 after `StopIteration`.
+            `x`, `fun`, `jac`, `success`, `status`, `message` and `nit` as in scipy; `history`, a
+            list of `NewtonStep`; `gradient_evaluations`, `products` and `non_finite` (the number of
+            points at which the loss or its gradient was not finite); `seconds`, which includes
+            `evaluation_seconds` and `cg_seconds`. All counts are for this call. The `status` is 0
+            if the gradient is small, 1 after `maxiter` steps, 2 if rounding errors allow no further
+            step, 3 if a product with the Hessian is not finite, and 99 after `StopIteration`.
 
         Raises
         ------
@@ -410,283 +342,25 @@ class NewtonCG(OneProcess, tf.Module):
 
         Notes
         -----
-        The variables are at the best point so far, also after an exception or an interrupt: with
-        loss and gradient over all data each step that is taken lowers the loss.
+        With loss and gradient over all data, each accepted step lowers the loss. The variables are
+        therefore always at the best point so far, even after an error or an interrupt.
         """
-        _check_tolerances(gtol, rtol, maxiter)
+        check_stopping(gtol, rtol, maxiter)
         if not (callback is None or callable(callback)):
             raise HvpError(f"the argument callback is {callback!r}", "a function, or None")
-        _check_eager()
+        check_eager()
         check_progress(progress)
-        run = _Run(self, callback)
+        run = NewtonRun(self._iteration, callback)
         with progress_bar(progress, total=None, unit=" steps") as bar:
             return run(bar, gtol, rtol, maxiter, leave_saddles)
 
     def reset(self) -> None:
-        """Forget all steps: trust region, damping and preconditioner are as at the beginning.
+        """Reset the trust region, the damping and the preconditioner to their initial state.
 
-        The variables stay where they are, and counts of evaluations and products go on.
+        The variables keep their values. The counts of evaluations and products go on.
         """
-        for variable, value in zip(self._state, self._beginning):
-            variable.assign(value)
+        self._state.reset()
 
     def close(self) -> None:
-        """Release what is kept; the next step evaluates again."""
-        self._model.close()
-
-    def _here(self) -> Point:
-        """Return the loss where the variables are."""
-        point = self._model.here(self.iterations + 1, bool(self._watch.changed()))
-        self._watch.set()
-        if not point.finite:
-            raise NonFiniteError(
-                "the loss or its gradient is not finite where the variables are",
-                "a point where both are",
-            )
-        return point
-
-    def _step(self, here: Point, wanted: float) -> NewtonStep:
-        """Take one step from a point whose gradient is wanted as small as this."""
-        gradient, norm = here.gradient_tensor, here.gradient_norm
-        forcing = self._next_forcing(norm, wanted)
-        if norm == 0:
-            nothing = SteihaugResult(tf.zeros_like(gradient), Outcome.CONVERGED, 0, 0.0, 0.0)
-            return self._try(here, nothing, forcing)
-        start = time.perf_counter()
-        operator = self._model.operator(self.iterations + 1)
-        if self._subproblem.is_due(int(self._served)):
-            self._subproblem.make(operator, self.iterations + 1, self._tensors)
-            self._served.assign(0)
-        result = self._subproblem.solve(
-            operator,
-            gradient,
-            radius=self.radius,
-            tolerance=forcing * norm,
-            damping=self.damping,
-            tensors=self._tensors,
-        )
-        self._seconds += time.perf_counter() - start
-        self._served.assign_add(result.iterations)
-        return self._try(here, result, forcing)
-
-    def _try(self, here: Point, result: SteihaugResult, forcing: float) -> NewtonStep:
-        """Evaluate where a step leads, take it or not, and adapt the region and the damping."""
-        if result.outcome == Outcome.NOT_FINITE or not math.isfinite(result.predicted):
-            raise NonFiniteError(
-                "a product with the Hessian is not finite",
-                "a loss that is twice differentiable where the variables are, and bounded below",
-                "look for norms and square roots near zero, and for overflow",
-            )
-        ratio, there = math.nan, here
-        accepted = below = False
-        if result.predicted > 0:
-            before = self._position.read()
-            there = self._model.there(before + result.step)
-            below = self._is_below_rounding(here, there, result)
-            ratio = self._ratio(here, there, result, below)
-            accepted = ratio > _TAKEN
-            if accepted:
-                self._model.accept(there)
-                self._norm_before.assign(here.gradient_norm)
-                self._forcing.assign(forcing)
-            else:
-                self._position.write(before)
-        self._adapt(ratio, result)
-        self._iterations.assign_add(1)
-        self._watch.set()
-        now = there if accepted else here
-        return NewtonStep(
-            iteration=self.iterations,
-            loss=now.value,
-            gradient_norm=now.gradient_norm,
-            accepted=accepted,
-            ratio=ratio,
-            radius=self.radius,
-            damping=self.damping,
-            forcing=forcing,
-            cg_iterations=result.iterations,
-            outcome=str(result.outcome),
-            from_gradients=below,
-        )
-
-    def _is_below_rounding(self, here: Point, there: Point, result: SteihaugResult) -> bool:
-        """Whether a difference of losses would say nothing."""
-        if not there.finite:
-            return False
-        size = max(abs(here.value), abs(there.value))
-        return result.predicted < _ROUNDINGS * self._eps * size
-
-    def _ratio(self, here: Point, there: Point, result: SteihaugResult, below: bool) -> float:
-        """Return by how much the loss falls, in units of what the model promises."""
-        if not there.finite:
-            log_non_finite()
-            return -math.inf
-        if not below:
-            return (here.value - there.value) / result.predicted
-        both = wide(here.gradient_tensor) + wide(there.gradient_tensor)
-        fall = -float(tf.tensordot(both, wide(result.step), 1)) / 2
-        inside = result.outcome in (Outcome.CONVERGED, Outcome.MAXITER)
-        if inside and there.gradient_norm >= here.gradient_norm:
-            fall = min(fall, 0.0)  # the gradient is at its rounding too
-        return fall / result.predicted
-
-    def _adapt(self, ratio: float, result: SteihaugResult) -> None:
-        """Make the region and the damping larger or smaller."""
-        if result.norm == 0:
-            return
-        boundary = result.outcome in (Outcome.BOUNDARY, Outcome.NEGATIVE_CURVATURE)
-        if not ratio >= _POOR:
-            self._radius.assign(_SHRINK * min(result.norm, self.radius))
-        elif ratio > _GOOD and boundary:
-            self._radius.assign(_GROW * self.radius)
-        if self.damping and not ratio >= _POOR:
-            self._damping.assign(_MORE_DAMPING * self.damping)
-        elif self.damping and ratio > _GOOD:
-            self._damping.assign(_LESS_DAMPING * self.damping)
-
-    def _next_forcing(self, norm: float, wanted: float) -> float:
-        if self._chosen_forcing != "eisenstat-walker":
-            return float(self._chosen_forcing)
-        before, last = float(self._norm_before), float(self._forcing)
-        if before == 0 or norm == 0:
-            return _FIRST_FORCING
-        forcing = _FORCING * (norm / before) ** _FORCING_POWER
-        safe = _FORCING * last**_FORCING_POWER
-        forcing = max(forcing, safe) if safe > _SAFE else forcing
-        # No more than is needed to get where the run is to end.
-        return min(max(forcing, wanted / (2 * norm)), _FIRST_FORCING)
-
-    def _leave_saddle(self, here: Point) -> NewtonStep | None:
-        """Take a step along negative curvature, if some is found."""
-        operator = self._model.operator(self.iterations + 1)
-        gradient = here.gradient_tensor
-        found = self._subproblem.negative_curvature(operator, gradient, self.iterations + 1)
-        if found is None:
-            return None
-        direction, curvature, products = found
-        radius = self.radius
-        step = direction * tf.constant(radius, direction.dtype)
-        promised = -float(tf.tensordot(gradient, step, 1)) - curvature * radius**2 / 2
-        result = SteihaugResult(step, Outcome.NEGATIVE_CURVATURE, products, radius, promised)
-        return self._try(here, result, float(self._forcing))
-
-    def _is_exhausted(self) -> bool:
-        """Whether no step in the trust region would change the variables."""
-        eps = self._eps
-        return self.radius < math.sqrt(eps) and self.radius < eps * norm_of(self._position.read())
-
-    @property
-    def _eps(self) -> float:
-        return float(np.finfo(self._position.dtype).eps)
-
-
-class _Run:
-    """One call of `NewtonCG.minimize`."""
-
-    def __init__(self, newton: NewtonCG, callback: Callable[[NewtonStep], Any] | None) -> None:
-        self._newton, self._callback = newton, callback
-        self._start = time.perf_counter()
-        self._history = _History()
-        self._work = dataclasses.replace(newton._model.points.work)
-        self._products, self._cg_seconds = newton.products, newton._seconds
-
-    def __call__(
-        self, bar: Any, gtol: float, rtol: float, maxiter: int, leave_saddles: bool
-    ) -> OptimizeResult:
-        """Take steps."""
-        newton, wanted, idle = self._newton, None, 0
-        while True:
-            with newton._position.restored(only_if_it_fails=True):
-                here = newton._here()
-                norm = here.gradient_norm
-                wanted = max(gtol, rtol * norm) if wanted is None else wanted
-                small, over = norm <= wanted, len(self._history) >= maxiter
-                if small and (over or not leave_saddles):
-                    return self._told(here, 0, "The gradient is small enough.")
-                if over:
-                    return self._told(here, 1, "As many steps were taken as were allowed.")
-                if idle >= _IDLE or newton._is_exhausted():
-                    return self._told(here, 2, "Rounding of the loss allows no further step.")
-                try:
-                    step = newton._leave_saddle(here) if small else newton._step(here, wanted)
-                except NonFiniteError as error:
-                    if not self._history:
-                        raise
-                    return self._told(here, 3, str(error))
-            if step is None:
-                return self._told(here, 0, "The gradient is small enough, no curvature negative.")
-            idle = 0 if step.accepted else idle + step.from_gradients
-            self._history.append(step)
-            if not bar.disable:
-                shown = f"loss {step.loss:.6g}, gradient {step.gradient_norm:.3g}"
-                bar.set_postfix_str(shown, False)
-                bar.update()
-            if self._callback is not None:
-                try:
-                    self._callback(step)
-                except StopIteration:
-                    return self._told(newton._here(), 99, "`callback` raised `StopIteration`.")
-
-    def _told(self, here: Point, status: int, message: str) -> OptimizeResult:
-        newton, work = self._newton, self._newton._model.points.work
-        non_finite = work.non_finite - self._work.non_finite
-        return OptimizeResult(
-            x=wide(newton._position.read()).numpy(),
-            fun=here.value,
-            jac=here.gradient,
-            success=status == 0,
-            status=status,
-            message=message + non_finite_said(non_finite),
-            nit=len(self._history),
-            history=self._history,
-            gradient_evaluations=work.evaluations - self._work.evaluations,
-            products=newton.products - self._products,
-            non_finite=non_finite,
-            seconds=time.perf_counter() - self._start,
-            evaluation_seconds=work.evaluation_seconds - self._work.evaluation_seconds,
-            cg_seconds=newton._seconds - self._cg_seconds,
-        )
-
-
-def _check_eager() -> None:
-    if not tf.executing_eagerly():
-        raise GraphModeError(
-            "a step is to be taken while TensorFlow traces a graph",
-            "eager execution",
-            "call it outside the tf.function",
-        )
-
-
-def _number(value: float) -> tf.Variable:
-    return tf.Variable(value, dtype=tf.float64, trainable=False)
-
-
-def _check_arguments(**given: Any) -> None:
-    """Refuse what is not a number of the kind that is wanted."""
-    for name in ("radius", "damping", "forcing"):
-        value = given[name]
-        if name == "forcing" and value == "eisenstat-walker":
-            continue
-        least, most = (0.0, 1.0 if name == "forcing" else math.inf)
-        is_number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
-        if not (is_number and least <= value < most) or (value == 0 and name != "damping"):
-            expected = {
-                "radius": "a finite positive number",
-                "damping": "a finite number, zero or positive",
-                "forcing": "'eisenstat-walker', or a number between 0 and 1",
-            }
-            raise HvpError(f"the argument {name} is {value!r}", expected[name])
-    for name, least in (("max_cg_iterations", 1), ("rank", 1), ("seed", 0)):
-        check_count(given[name], name, least)
-    if given["preconditioner"] not in (None, *PRECONDITIONERS):
-        raise HvpError(
-            f"the argument preconditioner is {given['preconditioner']!r}",
-            "None, " + " or ".join(map(repr, PRECONDITIONERS)),
-        )
-
-
-def _check_tolerances(gtol: float, rtol: float, maxiter: int) -> None:
-    for name, value in (("gtol", gtol), ("rtol", rtol)):
-        if not (isinstance(value, (int, float, np.number)) and 0 <= value < math.inf):
-            raise HvpError(f"the argument {name} is {value!r}", "a number, zero or positive")
-    check_count(maxiter, "maxiter", least=0)
+        """Release the linearizations; the next step evaluates the loss again."""
+        self._iteration.model.close()

@@ -1,4 +1,4 @@
-"""What is said where a loss or its gradient is not finite at a trial point."""
+"""Messages about trial points at which a loss or its gradient is not finite."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ _log = logging.getLogger("hvp")
 
 
 def log_non_finite() -> None:
-    """Say in the log that a step is turned back from."""
+    """Log that the optimizer retreats from a trial point."""
     _log.info("the loss or its gradient is not finite at a trial point: the step shrinks")
 
 
-def non_finite_said(count: int) -> str:
-    """Return what to add to the message of a run that met so many; nothing for none."""
+def non_finite_message(count: int) -> str:
+    """Return the sentence that a run appends to its message after `count` such points.
+
+    The sentence is empty if there were none.
+    """
     if not count:
         return ""
     return (
-        f" At {count} trial points the loss or its gradient was not finite, and the step was made "
-        "shorter."
+        f" At {count} trial points the loss or its gradient was not finite, and the step was "
+        "shortened."
     )

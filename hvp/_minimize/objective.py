@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal
 
 import numpy as np
 from scipy.sparse.linalg import LinearOperator
 
-from hvp._minimize.points import Point, Points
+from hvp._minimize.points import Points
+from hvp._minimize.scipy_functions import ScipyFunctions
 from hvp._runtime.guard import OneProcess, refuse_forks
 from hvp._runtime.strategies import outside_strategies
-from hvp._vectors.arrays import make_array
 
-# Options of `HessianOperator` that have a meaning for a loss at many points.
+# The options of `HessianOperator` that also apply to a loss at many points.
 OPERATOR_OPTIONS = frozenset(
     "batch_size memory_limit reduction regularization weight engine jit_compile recompute".split()
 )
@@ -22,26 +21,26 @@ OPERATOR_OPTIONS = frozenset(
 class ScipyObjective(OneProcess):
     """A loss as the functions that `scipy.optimize.minimize` asks for.
 
-    Value, gradient and Hessian-vector products at one point come from one evaluation, and the last
-    two points are kept: trust-region methods try a point and go back. `minimize` does the rest too;
-    this class is for those who call scipy themselves.
+    Value, gradient and Hessian-vector products at one point come from one evaluation. The last two
+    points are cached, since trust-region methods try a point and go back. Use `minimize` unless you
+    want to call scipy yourself.
 
     Parameters
     ----------
     loss : callable or HessianOperator
-        As for `HessianOperator`; an operator stands for its loss, variables and data, and is left
-        as it is.
+        As for `HessianOperator`. An operator stands for its loss, variables and data, and is left
+        unchanged.
     variables, data, **options
-        As for `HessianOperator`: `batch_size`, `memory_limit` (of both points together),
+        As for `HessianOperator`: `batch_size`, `memory_limit` (which the two points share),
         `reduction`, `regularization`, `weight`, `engine`, `jit_compile`, `recompute`.
     on_stale : {"raise", "refresh"}, optional
-        What happens after a variable has changed that the loss reads and that is not minimized
-        over: `StaleOperatorError` once, or new evaluations.
+        What to do after a change of a variable that the loss reads but that is not minimized over:
+        raise `StaleOperatorError` once, or evaluate the loss again.
 
     Attributes
     ----------
     x0 : ndarray
-        Where the variables were at the beginning, float64, of shape `(n,)`.
+        The values of the variables at construction, in float64, of shape `(n,)`.
 
     Raises
     ------
@@ -50,14 +49,14 @@ class ScipyObjective(OneProcess):
 
     Notes
     -----
-    Vectors are float64 whatever the variables are: scipy's arithmetic is then done in float64, and
-    only the loss is evaluated in the variables' type. Each function leaves the variables as it
-    found them; `assign` writes to them. Where the loss or its gradient is not finite, the value is
-    infinite and the gradient NaN.
+    Vectors are float64 regardless of the variables' type, so that scipy computes in float64; only
+    the loss is evaluated in the variables' type. The functions do not change the variables; use
+    `assign` to write the solution to them. If the loss or its gradient is not finite, the value is
+    infinite and the gradient is NaN.
 
     Examples
     --------
-    Rosenbrock's function, by one of scipy's trust-region methods:
+    Minimize Rosenbrock's function with one of scipy's trust-region methods:
 
     >>> import scipy.optimize
     >>> import tensorflow as tf
@@ -72,7 +71,7 @@ class ScipyObjective(OneProcess):
     array([1., 1.])
     >>> objective.assign(result.x)
 
-    The products took no further evaluations:
+    The products needed no further evaluations of the gradient:
 
     >>> objective.gradient_evaluations == result.nfev, objective.products > result.nfev
     (True, True)
@@ -90,18 +89,9 @@ class ScipyObjective(OneProcess):
     ) -> None:
         refuse_forks()
         check_options(options, "ScipyObjective")
-        self._set(Points.of(loss, variables, data, on_stale=on_stale, **options))
-
-    @classmethod
-    def _of(cls, points: Points) -> ScipyObjective:
-        self = cls.__new__(cls)
-        self._set(points)
-        return self
-
-    def _set(self, points: Points) -> None:
-        self._points = points
-        self._position = points.position
-        self.x0 = self._position.read().numpy().astype(np.float64)
+        self._points = Points.of(loss, variables, data, on_stale=on_stale, **options)
+        self._functions = ScipyFunctions(self._points)
+        self.x0 = self._functions.x0
 
     def __repr__(self) -> str:
         return (
@@ -111,17 +101,17 @@ class ScipyObjective(OneProcess):
 
     @property
     def gradient_evaluations(self) -> int:
-        """How often loss and gradient were evaluated."""
+        """Number of evaluations of loss and gradient so far."""
         return self._points.work.evaluations
 
     @property
     def products(self) -> int:
-        """How many products with vectors there were."""
+        """Number of Hessian-vector products so far."""
         return self._points.products
 
     @property
     def non_finite(self) -> int:
-        """At how many of the points evaluated the loss or its gradient was not finite."""
+        """Number of evaluations in which the loss or its gradient was not finite."""
         return self._points.work.non_finite
 
     def fun(self, x: Any) -> float:
@@ -130,15 +120,14 @@ class ScipyObjective(OneProcess):
         Parameters
         ----------
         x : array_like
-            Of shape `(n,)`.
+            The point, of shape `(n,)`.
 
         Returns
         -------
         float
-            Infinite where the loss or its gradient is not finite, or `x` is not.
+            The loss. It is infinite if the loss, its gradient or `x` is not finite.
         """
-        point = self._at(x)
-        return math.inf if point is None else point.value
+        return self._functions.fun(x)
 
     def jac(self, x: Any) -> np.ndarray:
         """Return the gradient.
@@ -146,23 +135,22 @@ class ScipyObjective(OneProcess):
         Parameters
         ----------
         x : array_like
-            Of shape `(n,)`.
+            The point, of shape `(n,)`.
 
         Returns
         -------
         ndarray
-            Of shape `(n,)`, float64.
+            The gradient in float64, of shape `(n,)`.
         """
-        point = self._at(x)
-        return np.full(self.x0.shape, np.nan) if point is None else point.gradient
+        return self._functions.jac(x)
 
     def fun_and_jac(self, x: Any) -> tuple[float, np.ndarray]:
-        """Return both, for ``jac=True``.
+        """Return the loss and the gradient, for ``jac=True``.
 
         Parameters
         ----------
         x : array_like
-            Of shape `(n,)`.
+            The point, of shape `(n,)`.
 
         Returns
         -------
@@ -176,14 +164,14 @@ class ScipyObjective(OneProcess):
         Parameters
         ----------
         x, p : array_like
-            Of shape `(n,)`; finite.
+            The point and the vector, finite and of shape `(n,)`.
 
         Returns
         -------
         ndarray
-            Of shape `(n,)`, float64.
+            The product in float64, of shape `(n,)`.
         """
-        return self._points.product(self._position.checked(x), np.asarray(p))
+        return self._functions.hessp(x, p)
 
     def hess(self, x: Any) -> LinearOperator:
         """Return the Hessian at `x`, for ``Newton-CG`` and ``trust-constr``.
@@ -191,15 +179,16 @@ class ScipyObjective(OneProcess):
         Parameters
         ----------
         x : array_like
-            Of shape `(n,)`.
+            The point, of shape `(n,)`.
 
         Returns
         -------
         LinearOperator
-            float64. Answers for `x` for as long as it is used, wherever scipy has gone meanwhile;
-            if that is more than one point further, at the cost of another evaluation.
+            The Hessian in float64. It stays the Hessian at `x` after scipy moves on to other
+            points. If `x` is no longer one of the two cached points, the next product evaluates the
+            gradient again.
         """
-        return _HessianAt(self, np.array(x, np.float64))
+        return self._functions.hess(x)
 
     def hess_dense(self, x: Any) -> np.ndarray:
         """Return the Hessian at `x` as a matrix, for ``trust-exact`` and ``dogleg``.
@@ -207,25 +196,19 @@ class ScipyObjective(OneProcess):
         Parameters
         ----------
         x : array_like
-            Of shape `(n,)`.
+            The point, of shape `(n,)`.
 
         Returns
         -------
         ndarray
-            Of shape `(n, n)`, float64: `n` products.
+            The Hessian in float64, of shape `(n, n)`. It takes `n` products.
 
         Raises
         ------
         TooLargeError
             If `n` is more than 4096.
         """
-        x = self._position.checked(x)
-        with self._position.restored():
-            self._position.write(x)  # where batches may be evaluated again
-            point = self._points.at(x)
-            if not point.finite:
-                return np.full((x.size, x.size), np.nan)
-            return point.operator.to_dense().astype(np.float64)
+        return self._functions.hess_dense(x)
 
     def assign(self, x: Any) -> None:
         """Write a vector to the variables.
@@ -233,38 +216,18 @@ class ScipyObjective(OneProcess):
         Parameters
         ----------
         x : array_like
-            Of shape `(n,)`; finite.
+            The vector, finite and of shape `(n,)`.
         """
-        self._position.write(self._position.checked(x))
+        position = self._points.position
+        position.write(position.checked(x))
 
     def close(self) -> None:
-        """Release what is kept of the points."""
+        """Release the linearizations of the cached points."""
         self._points.forget()
-
-    def _at(self, x: Any) -> Point | None:
-        """Return the point at x; None if that is not finite."""
-        x = make_array(x)
-        if x.dtype.kind == "f" and not np.isfinite(x).all():
-            return None
-        return self._points.at(self._position.checked(x))
-
-
-class _HessianAt(LinearOperator):
-    """The Hessian at one point, which is remembered by where it is."""
-
-    def __init__(self, objective: ScipyObjective, x: np.ndarray) -> None:
-        super().__init__(np.dtype(np.float64), (x.size, x.size))
-        self._objective, self._x = objective, x
-
-    def _matvec(self, v: np.ndarray) -> np.ndarray:
-        return self._objective.hessp(self._x, v.reshape(-1))
-
-    def _adjoint(self) -> LinearOperator:
-        return self
 
 
 def check_options(options: dict[str, Any], name: str) -> None:
-    """Refuse keyword arguments that are none."""
+    """Raise `TypeError` for keyword arguments that do not exist."""
     unknown = sorted(set(options) - OPERATOR_OPTIONS)
     if unknown:
         raise TypeError(f"{name} got unexpected keyword arguments: {', '.join(unknown)}")

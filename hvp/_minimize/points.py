@@ -1,7 +1,7 @@
-"""A loss at the points that an optimizer visits, the last few of them kept.
+"""A loss at the points that an optimizer visits, with the last few linearizations cached.
 
-One trace serves all points. Each point that is kept has a linearization of its own, which stays
-true while the variables move on.
+One trace serves all points. Each cached point has its own linearization, which stays valid when the
+variables move on.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from hvp._vectors.variables import collect_variables
 
 @dataclass
 class Work:
-    """What was done at all points.
+    """Counts and times over all points.
 
     Attributes
     ----------
     evaluations : int
-        Evaluations of loss and gradient.
+        Number of evaluations of loss and gradient.
     non_finite : int
-        How many of them were not finite.
+        Number of evaluations in which the loss or the gradient was not finite.
     evaluation_seconds, product_seconds : float
-        How long they took, and how long products called from Python took.
+        Time spent in evaluations, and in products that were called from Python.
     """
 
     evaluations: int = 0
@@ -51,11 +51,11 @@ class Point:
     Attributes
     ----------
     x : ndarray or None
-        Where it is, in the variables' type; None before it is used.
+        The point, in the variables' type; None before the first evaluation.
     value : float
-        The loss; infinite where it, or its gradient, is not finite.
+        The loss. It is infinite if the loss or its gradient is not finite.
     operator : SymmetricOperator
-        The Hessian there.
+        The Hessian at this point.
     """
 
     def __init__(self, snapshot: Snapshot, work: Work) -> None:
@@ -65,17 +65,20 @@ class Point:
         self.x: np.ndarray | None = None
         self.value = math.inf
         self._gradient: np.ndarray | None = None
-        self._tensor: tf.Tensor | None = None
-        self._norm: float | None = None
+        self._gradient_tensor: tf.Tensor | None = None
+        self._gradient_norm: float | None = None
 
     @property
     def finite(self) -> bool:
-        """Whether loss and gradient are finite here."""
+        """Whether the loss and its gradient are finite."""
         return math.isfinite(self.value)
 
     @property
     def gradient(self) -> np.ndarray:
-        """The gradient, float64, of shape `(n,)`; NaN where it, or the loss, is not finite."""
+        """The gradient in float64, of shape `(n,)`.
+
+        It is NaN if the loss or the gradient is not finite.
+        """
         if self._gradient is None:
             if self.finite:
                 self._gradient = self.operator.gradient.astype(np.float64)
@@ -85,20 +88,23 @@ class Point:
 
     @property
     def gradient_tensor(self) -> tf.Tensor:
-        """The gradient on the device, in the operator's type."""
-        if self._tensor is None:
-            self._tensor = core_of(self.operator).gradient()
-        return self._tensor
+        """The gradient as a tensor on the device, in the operator's type."""
+        if self._gradient_tensor is None:
+            self._gradient_tensor = core_of(self.operator).gradient()
+        return self._gradient_tensor
 
     @property
     def gradient_norm(self) -> float:
-        """The gradient's Euclidean norm."""
-        if self._norm is None:
-            self._norm = float(tf.norm(tf.cast(self.gradient_tensor, tf.float64)))
-        return self._norm
+        """The Euclidean norm of the gradient."""
+        if self._gradient_norm is None:
+            self._gradient_norm = float(tf.norm(tf.cast(self.gradient_tensor, tf.float64)))
+        return self._gradient_norm
 
     def product(self, v: np.ndarray) -> np.ndarray:
-        """Multiply the Hessian here by a vector, in float64; NaN where the gradient is."""
+        """Multiply the Hessian by a vector, in float64.
+
+        The product is NaN if the gradient is not finite.
+        """
         if not self.finite:
             return np.full(v.shape, np.nan)
         start = time.perf_counter()
@@ -108,7 +114,13 @@ class Point:
             self._work.product_seconds += time.perf_counter() - start
 
     def evaluate(self, x: np.ndarray | None) -> None:
-        """Evaluate where the variables are; what was kept of the point before is released."""
+        """Evaluate the loss at the current values, and release the previous linearization.
+
+        Parameters
+        ----------
+        x : ndarray or None
+            The current values, if the point is to be found by them later.
+        """
         start = time.perf_counter()
         self._forget()
         try:
@@ -121,52 +133,52 @@ class Point:
         self._work.evaluation_seconds += time.perf_counter() - start
 
     def adopt(self, x: np.ndarray) -> None:
-        """Take over what was evaluated already."""
+        """Take over the evaluation that the snapshot already holds, which is at `x`."""
         self.x, self.value = x, self.operator.value
         self._work.evaluations += 1
 
     def release(self) -> None:
-        """Let go of what is kept."""
+        """Release the linearization."""
         self._forget()
         self.snapshot.close()
 
     def _forget(self) -> None:
         self.x, self.value = None, math.inf
-        self._gradient = self._tensor = self._norm = None
+        self._gradient = self._gradient_tensor = self._gradient_norm = None
 
 
 class Points:
-    """The loss wherever an optimizer goes.
+    """The loss as a function of the point, with a small cache.
 
     Parameters
     ----------
     snapshot : Snapshot
-        Of the loss.
-    kept : int
-        How many points to keep.
+        An evaluation of the loss.
+    capacity : int
+        Number of points in the cache.
     adopt : bool
-        Whether the evaluation, which is one of where the variables are, serves for that point;
-        if not it is left as it is.
+        Whether the cache takes over `snapshot`, which was evaluated at the current values. If not,
+        the snapshot is left unchanged.
     on_stale : {"raise", "refresh"}
-        What happens when variables that the loss reads, and that are not trained, have changed.
+        What to do after a change of a variable that the loss reads but that is not minimized over.
     position : Position, optional
-        Of the variables, if there is one already.
+        Position of the variables, if one exists already.
 
     Attributes
     ----------
     position : Position
-        Of the variables.
+        Position of the variables.
     work : Work
-        What was done so far.
+        Counts and times so far.
     origin : tf.Tensor
-        Where the variables were before all this.
+        The values of the variables before the first step.
     """
 
     def __init__(
         self,
         snapshot: Snapshot,
         *,
-        kept: int = 2,
+        capacity: int = 2,
         adopt: bool,
         on_stale: Literal["raise", "refresh"] = "raise",
         position: Position | None = None,
@@ -179,9 +191,10 @@ class Points:
         trained = {id(variable.handle) for variable in plan.nest.variables}
         self._watch = Watch([r for r in plan.facts.reads if id(r.handle) not in trained])
         self._watch.set()
-        self._counted = snapshot
-        # The least recently used first.
-        self._points = [Point(snapshot.another(), self.work) for _ in range(kept - adopt)]
+        # All snapshots of one plan share the count of eager products.
+        self._snapshot = snapshot
+        # The cache is ordered by use; the least recently used point comes first.
+        self._points = [Point(snapshot.another(), self.work) for _ in range(capacity - adopt)]
         if adopt:
             snapshot.on_stale = "ignore"
             self._points.append(Point(snapshot, self.work))
@@ -195,177 +208,184 @@ class Points:
         data: Any = None,
         x0: Any = None,
         *,
-        kept: int = 2,
+        capacity: int = 2,
         products: bool = True,
         on_stale: Literal["raise", "refresh"] = "raise",
         **options: Any,
     ) -> Points:
-        """Make them of a loss, variables and data, or of an operator that has all of these.
+        """Evaluate a loss at its starting point.
 
         Parameters
         ----------
         loss : callable or SymmetricOperator
-            If an operator, it stands for `variables`, `data` and `options` too, and is itself left
-            as it is.
+            An operator also stands for `variables`, `data` and `options`, and is left unchanged.
         variables, data, **options
-            As for `HessianOperator`; `memory_limit` is for all points together.
+            As for `HessianOperator`. The points share `memory_limit`.
         x0 : array_like, optional
-            Where to begin; where the variables are by default. They are left there.
-        kept : int
-            How many points to keep.
+            The starting point, to which the variables are set. The default is the current values.
+        capacity : int
+            Number of points in the cache.
         products : bool
-            Whether products are wanted.
+            Whether Hessian-vector products will be needed.
         on_stale : {"raise", "refresh"}
-            As above.
+            As for the constructor.
 
         Returns
         -------
         Points
-            Evaluated at the beginning.
+            The loss, evaluated at the starting point.
 
         Raises
         ------
         HvpError
-            As `HessianOperator`; the variables are then where they were.
+            As `HessianOperator`. The variables are restored.
         """
         if on_stale not in ("raise", "refresh"):
             raise HvpError(f"the argument on_stale is {on_stale!r}", "'raise' or 'refresh'")
         if isinstance(loss, SymmetricOperator):
             _check_alone(loss, {"variables": variables, "data": data, **options})
-            made = cls(core_of(loss).snapshot, kept=kept, adopt=False, on_stale=on_stale)
-            with made.position.restored(only_if_it_fails=True):
-                start = made.position.read().numpy() if x0 is None else made.position.checked(x0)
-                if not made.at(start).finite:
+            points = cls(core_of(loss).snapshot, capacity=capacity, adopt=False, on_stale=on_stale)
+            position = points.position
+            with position.restored(only_on_error=True):
+                start = position.read().numpy() if x0 is None else position.checked(x0)
+                if not points.at(start).finite:
                     raise NonFiniteError(*_NOT_FINITE)
-                made.position.write(start)
-            return made
+                position.write(start)
+            return points
         if variables is None:
             raise HvpError(
                 "no variables are given",
-                "those that the loss is a function of",
+                "the variables that the loss is a function of",
                 "for a compiled Keras model pass hvp.HessianOperator.from_keras(model, data) alone",
             )
         if options.get("memory_limit") is not None:
-            options["memory_limit"] = Share(options["memory_limit"], 1 / kept)
+            options["memory_limit"] = Share(options["memory_limit"], 1 / capacity)
         position = Position(collect_variables(variables))
         origin = position.read()
-        with position.restored(only_if_it_fails=True):
+        with position.restored(only_on_error=True):
             if x0 is not None:
                 position.write(position.checked(x0, "x0"))
             snapshot = evaluate_loss(
                 loss, variables, data, on_stale="ignore", products=products, **options
             )
-            made = cls(snapshot, kept=kept, adopt=True, on_stale=on_stale, position=position)
-            made.origin = origin
-            return made
+            points = cls(
+                snapshot, capacity=capacity, adopt=True, on_stale=on_stale, position=position
+            )
+            points.origin = origin
+            return points
 
     @property
     def products(self) -> int:
-        """How many products there were, those in graphs included."""
+        """Number of products at all points, including those inside graphs."""
         in_graphs = sum(point.snapshot.products_in_graphs for point in self._points)
-        return self._counted.products_eager + in_graphs
+        return self._snapshot.products_eager + in_graphs
 
     def at(self, x: np.ndarray) -> Point:
-        """Return a point; it is evaluated if it is not kept.
+        """Return the loss at a point, and evaluate it there unless it is cached.
 
         Parameters
         ----------
         x : ndarray
-            Of shape `(n,)`, finite. The variables are put back to where they were.
+            The point, finite and of shape `(n,)`. The variables are restored afterwards.
 
         Returns
         -------
         Point
         """
         x = x.astype(self.position.dtype, copy=False)
-        self.heed_changes()
+        self.forget_if_stale()
         for point in reversed(self._points):
             if point.x is not None and np.array_equal(point.x, x):
-                self._use(point)
+                self._mark_used(point)
                 return point
         with self.position.restored():
             return self._evaluate(self._points[0], x, x.copy())
 
     def product(self, x: np.ndarray, v: np.ndarray) -> np.ndarray:
-        """Multiply the Hessian at a point by a vector, in float64; as `at`."""
+        """Multiply the Hessian at `x` by a vector, in float64; see `at`."""
         point = self.at(x)
         if not point.snapshot.streams:
             return point.product(v)
-        with self.position.restored():  # batches are evaluated again, where the variables are
+        # Streamed batches are evaluated again for each product, at the variables' current values.
+        with self.position.restored():
             self.position.write(point.x)
             return point.product(v)
 
     def visit(self, x: tf.Tensor, keep: Point | None = None) -> Point:
-        """Evaluate at a point given as a tensor, which need not be finite.
+        """Evaluate the loss at a point that is given as a tensor and need not be finite.
 
         Parameters
         ----------
         x : tf.Tensor
-            Of shape `(n,)`. The variables are left there.
+            The point, of shape `(n,)`. The variables are left there.
         keep : Point, optional
-            The point that must be kept.
+            A point that must stay in the cache.
 
         Returns
         -------
         Point
         """
-        self.heed_changes()
+        self.forget_if_stale()
         return self._evaluate(next(p for p in self._points if p is not keep), x, None)
 
     def forget(self) -> None:
-        """Let go of all points."""
+        """Release the linearizations of all points."""
         for point in self._points:
             point.release()
 
-    def _evaluate(self, point: Point, x: Any, key: np.ndarray | None) -> Point:
-        self.position.write(x)
-        point.evaluate(key)
-        self._use(point)
-        return point
+    def forget_if_stale(self) -> bool:
+        """Release all points if they are stale, and return whether they were.
 
-    def _use(self, point: Point) -> None:
-        self._points.remove(point)
-        self._points.append(point)
-
-    def heed_changes(self) -> bool:
-        """Tell whether what is kept is still true; if not, forget it.
-
-        It is not where variables that the loss reads, and that are not minimized over, have
-        changed.
+        They are stale once a variable has changed that the loss reads but that is not minimized
+        over.
 
         Raises
         ------
         StaleOperatorError
-            In that case, unless new evaluations are asked for.
+            If they are stale and `on_stale` is ``"raise"``.
         """
         changed = self._watch.changed()
         if not changed:
-            return True
+            return False
         self.forget()
         self._watch.set()
         if self._on_stale == "raise":
             raise StaleOperatorError(
                 "variables that the loss reads, and that are not minimized over, have changed: "
                 + ", ".join(map(repr, changed)),
-                "one function from beginning to end",
-                "leave them alone meanwhile, or begin anew after each change",
+                "the same function throughout the minimization",
+                "leave these variables alone during a run, or start a new run after each change",
             )
-        return False
+        return True
+
+    def _evaluate(self, point: Point, x: Any, key: np.ndarray | None) -> Point:
+        self.position.write(x)
+        point.evaluate(key)
+        self._mark_used(point)
+        return point
+
+    def _mark_used(self, point: Point) -> None:
+        self._points.remove(point)
+        self._points.append(point)
 
 
-_NOT_FINITE = ("the loss or its gradient is not finite at the start", "a start where both are")
+_NOT_FINITE = (
+    "the loss or its gradient is not finite at the start",
+    "a starting point at which both are finite",
+)
 
 
 def _check_alone(operator: SymmetricOperator, others: dict[str, Any]) -> None:
-    given = [name for name, value in others.items() if value is not None]
-    if given:
+    """Refuse arguments beside an operator, which already has its own."""
+    names = [name for name, value in others.items() if value is not None]
+    if names:
         raise HvpError(
-            f"an operator is given, and {', '.join(given)} beside it",
-            "an operator alone, which has its loss, variables, data and options",
+            f"an operator is given, and {', '.join(names)} beside it",
+            "the operator alone, which has its own loss, variables, data and options",
         )
     if operator.damping:
         raise HvpError(
-            f"the operator has damping {operator.damping}, which its loss does not have",
+            f"the operator has damping {operator.damping}, which is not part of its loss",
             "an operator without damping",
-            "add to the loss what is to be minimized: lam / 2 times the sum of squares",
+            "add the penalty to the loss itself: lam / 2 times the sum of squares",
         )

@@ -1,4 +1,4 @@
-"""Where variables are, as one flat vector."""
+"""The values of a nest of variables as one flat vector."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Position:
     Attributes
     ----------
     size : int
-        Entries of the vector.
+        Length of the vector.
     dtype : numpy.dtype
-        In which the variables hold it: the widest of theirs, at least float32.
+        Type of the vector: the widest of the variables' types, and at least float32.
     variables : tuple of tf.Variable
         The variables.
     """
@@ -42,30 +42,31 @@ class Position:
         self.dtype = np.dtype(self._space.dtype.as_numpy_dtype)
 
     def checked(self, x: Any, name: str = "x") -> np.ndarray:
-        """Return a vector given by somebody as an array in the variables' type, or refuse it."""
+        """Check a vector that the user passed, and return it as an array of type `dtype`."""
         return check_array(x, self.size, self.dtype, ndims=(1,), name=name)
 
     def read(self) -> tf.Tensor:
-        """Return the vector."""
+        """Return the values of the variables as one vector."""
         return self._read()
 
     def write(self, x: Any) -> None:
-        """Write a vector, an array or a tensor, to the variables."""
+        """Assign a vector, which is an array or a tensor, to the variables."""
         self._write(tf.cast(x, self._space.dtype))
 
     @contextlib.contextmanager
-    def restored(self, only_if_it_fails: bool = False) -> Iterator[None]:
-        """Put the variables back afterwards, whatever happens in between."""
+    def restored(self, only_on_error: bool = False) -> Iterator[None]:
+        """Restore the variables on exit, or only if an exception is raised inside."""
         before = self.read()
         try:
             yield
         except BaseException:
             self.write(before)
             raise
-        if not only_if_it_fails:
+        if not only_on_error:
             self.write(before)
 
-    # One call each: an operation for each variable would take as long as a small evaluation.
+    # Reading and writing are compiled into one call each: with one operation per variable they
+    # would take as long as a small evaluation of the loss.
 
     @functools.cached_property
     def _read(self) -> Compiled:
@@ -85,7 +86,10 @@ class Position:
 
 
 def variables_size(loss: Any, variables: Any) -> int:
-    """Return the number of entries of variables, or of those of an operator given instead."""
+    """Return the number of entries of the variables.
+
+    An operator may be passed as the loss; its own size is returned then.
+    """
     if isinstance(loss, LinearOperator):
         return int(loss.shape[0])
     return Space.of_variables(collect_variables(variables)).size

@@ -1,4 +1,4 @@
-"""Examples drawn anew for each step, for a loss that is traced once."""
+"""A loss over a random sample of the examples, traced once for all samples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from hvp._runtime.arguments import check_count
 
 
 class Samples:
-    """A loss over some of the examples.
+    """A loss over a sample of the examples that is redrawn for each step.
+
+    The sample is held in variables, so that drawing another one does not retrace the loss.
 
     Parameters
     ----------
@@ -23,11 +25,11 @@ class Samples:
     data : tuple or dict of arrays
         All examples.
     size : int
-        How many to draw, without replacement.
+        Number of examples in a sample, which is drawn without replacement.
     seed : int
-        Of the draws.
+        Seed of the random draws.
     name : str
-        Of the argument that says how many.
+        Name of the argument that specifies the size, for error messages.
     """
 
     def __init__(
@@ -35,9 +37,9 @@ class Samples:
     ) -> None:
         if not isinstance(data, (tuple, dict)):
             raise InvalidDataError(
-                f"{name} goes with data of type {type(data).__name__}",
+                f"{name} is given together with data of type {type(data).__name__}",
                 EXPECTED,
-                "pass the arrays themselves, from which examples can be drawn",
+                "pass the arrays themselves, so that examples can be drawn from them",
             )
         check_first_axes(data if isinstance(data, dict) else dict(enumerate(data)), "data")
         self._data = tf.nest.map_structure(np.asarray, data)
@@ -51,17 +53,17 @@ class Samples:
 
     @property
     def variables(self) -> list[tf.Variable]:
-        """What holds the sample."""
+        """The variables that hold the sample."""
         return tf.nest.flatten(self._slots)
 
     def draw(self, number: int) -> None:
-        """Draw sample number so and so, the same each time."""
+        """Draw the sample with this number; the same number always gives the same sample."""
         rng = np.random.default_rng([self._seed, number])
-        # In order: memory is then read from one end to the other.
-        chosen = np.sort(rng.choice(self._count, self._size, replace=False, shuffle=False))
-        tf.nest.map_structure(lambda slot, leaf: slot.assign(leaf[chosen]), self._slots, self._data)
+        # The rows are sorted so that memory is read sequentially.
+        rows = np.sort(rng.choice(self._count, self._size, replace=False, shuffle=False))
+        tf.nest.map_structure(lambda slot, leaf: slot.assign(leaf[rows]), self._slots, self._data)
 
     def loss(self) -> Any:
-        """Return the loss over the sample drawn last."""
-        read = tf.nest.map_structure(lambda slot: slot.read_value(), self._slots)
-        return self._loss(**read) if isinstance(read, dict) else self._loss(*read)
+        """Return the loss over the current sample."""
+        sample = tf.nest.map_structure(lambda slot: slot.read_value(), self._slots)
+        return self._loss(**sample) if isinstance(sample, dict) else self._loss(*sample)

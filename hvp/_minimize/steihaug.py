@@ -1,15 +1,16 @@
 """Conjugate gradients in a trust region (Steihaug 1983), many iterations in one call of a graph.
 
-Where it differs from the usual method:
+The method differs from conjugate gradients for linear systems in three ways:
 
-1. It ends where the region does, or where curvature is not positive: there it goes along that
-   direction to the boundary.
-2. With a preconditioner the region is a ball in its norm; the norms of the iterates come from
-   recurrences, so that only its inverse is ever applied.
-3. What the quadratic model promises is known from the residual, without another product.
+1. It also ends at the boundary of the trust region, and at the first direction of nonpositive
+   curvature, which it follows to the boundary.
+2. With a preconditioner `M` the trust region is a ball in the norm of `M`. The norms of the
+   iterates come from recurrences, so that only the inverse of `M` is ever applied.
+3. The predicted decrease follows from the gradient of the model, without another product.
 
-Neither scipy's `cg`, which knows no negative curvature, nor its trust-region methods, which compute
-in NumPy, nor TensorFlow's, which needs a positive definite operator, do this.
+No existing implementation does all of this: scipy's `cg` assumes positive curvature, scipy's
+trust-region methods compute in NumPy, and TensorFlow's solver requires a positive definite
+operator.
 """
 
 from __future__ import annotations
@@ -18,21 +19,19 @@ import enum
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from hvp._graphs.compiled import Compiled
 from hvp._operators.operator import SymmetricOperator
 
-# Iterations in one call, between which Python sees interrupts; fewer where each product goes
-# through Python, and may take long.
-_CALL, _CALL_OF_PYTHON = 32, 4
-# Tensors of a state.
-_STATE = 9
+# Python can handle an interrupt only between calls of the graph. A call is therefore limited to
+# this many iterations, and to fewer if each product goes through Python and may take long.
+_ITERATIONS_PER_CALL, _ITERATIONS_PER_CALL_IN_PYTHON = 32, 4
 
 
-class Outcome(enum.IntEnum):
+class Ending(enum.IntEnum):
     """Why the iteration ended."""
 
     RUNNING = 0
@@ -48,38 +47,90 @@ class Outcome(enum.IntEnum):
 
 @dataclass(frozen=True)
 class SteihaugResult:
-    """A step.
+    """An approximate minimizer of the quadratic model.
 
     Attributes
     ----------
     step : tf.Tensor
-        Of shape `(n,)`.
-    outcome : Outcome
-        Why it ended.
+        The minimizer `p`, of shape `(n,)`.
+    ending : Ending
+        Why the iteration ended.
     iterations : int
-        Products that were needed.
+        Number of iterations, each with one product.
     norm : float
-        Of the step, in the preconditioner's norm.
+        Norm of the step, in the preconditioner's norm.
     predicted : float
-        By how much the model decreases.
+        Decrease `m(0) - m(p)` of the model.
     """
 
     step: tf.Tensor
-    outcome: Outcome
+    ending: Ending
     iterations: int
     norm: float
     predicted: float
 
 
+class _State(NamedTuple):
+    """The tensors that one iteration passes to the next.
+
+    In the notation of `Steihaug`: the `Ending`, the number of iterations, `p`, `r`, `d`, and the
+    inner products `r' inv(M) r`, `p' M p`, `p' M d` and `d' M d`.
+    """
+
+    ending: tf.Tensor
+    iterations: tf.Tensor
+    step: tf.Tensor
+    model_gradient: tf.Tensor
+    direction: tf.Tensor
+    squared: tf.Tensor
+    step_step: tf.Tensor
+    step_direction: tf.Tensor
+    direction_direction: tf.Tensor
+
+
 class Steihaug:
-    """Minimizes quadratic models of one operator, wherever that is.
+    """Minimizes quadratic models of a loss in a trust region.
+
+    The model at a point with gradient `g` and Hessian `H` is
+
+        `m(p) = g' p + p' B p / 2`, with `B = H + damping I`,
+
+    and its gradient is `r = g + B p`. From `p = 0` and `d = -inv(M) g`, with the preconditioner
+    `M`, each iteration computes
+
+        `alpha = r' inv(M) r / d' B d`
+
+        `p+ = p + alpha d`,  `r+ = r + alpha B d`
+
+        `beta = r+' inv(M) r+ / r' inv(M) r`,  `d+ = -inv(M) r+ + beta d`
+
+    until `norm(r) <= tolerance`. If `d' B d <= 0`, or if `p+` lies outside the trust region
+    `p' M p <= radius**2`, the iteration ends with `p + tau d`, where
+
+        `tau = (-p' M d + sqrt((p' M d)**2 + d' M d (radius**2 - p' M p))) / d' M d`
+
+    is the step length to the boundary [1]_. The inner products with `M` follow from recurrences:
+
+        `p+' M p+ = p' M p + alpha (2 p' M d + alpha d' M d)`
+
+        `p+' M d+ = beta (p' M d + alpha d' M d)`
+
+        `d+' M d+ = r+' inv(M) r+ + beta**2 d' M d`
+
+    The decrease of the model is `m(0) - m(p) = -p' (g + r) / 2`.
 
     Parameters
     ----------
     operator : SymmetricOperator
-        The Hessian; it may be refreshed between solutions.
+        The Hessian `H`. It may be refreshed between solves.
     precondition : callable, optional
-        Takes a vector and tensors; returns the preconditioner's inverse times the vector.
+        Takes a vector and the preconditioner's tensors, and returns `inv(M)` times the vector.
+
+    References
+    ----------
+    .. [1] T. Steihaug, "The conjugate gradient method and trust regions in large scale
+       optimization", SIAM Journal on Numerical Analysis 20(3), 626-637, 1983.
+       https://doi.org/10.1137/0720042
     """
 
     def __init__(
@@ -90,9 +141,8 @@ class Steihaug:
         self._operator = operator
         self._precondition = precondition
         stats = operator.stats
-        in_python = stats.engine == "tape" or stats.batches is not None
-        self._call = _CALL_OF_PYTHON if in_python else _CALL
-        self._in_python = in_python
+        self._in_python = stats.engine == "tape" or stats.batches is not None
+        self._per_call = _ITERATIONS_PER_CALL_IN_PYTHON if self._in_python else _ITERATIONS_PER_CALL
         self._functions: dict[bool, tuple[Compiled, Compiled]] = {}
 
     def solve(
@@ -105,131 +155,143 @@ class Steihaug:
         maxiter: int,
         tensors: Sequence[tf.Tensor] = (),
     ) -> SteihaugResult:
-        """Minimize the model, approximately.
+        """Minimize the model approximately.
 
         Parameters
         ----------
         gradient : tf.Tensor
-            Of shape `(n,)`; not zero.
+            The gradient `g`, of shape `(n,)` and not zero.
         radius : float
-            Of the region.
+            Radius of the trust region.
         tolerance : float
-            Norm of the model's gradient that is small enough.
+            The iteration has converged when the norm of the model's gradient is at most this.
         damping : float
-            Multiple of the identity to add to the operator.
+            Multiple of the identity that is added to the operator.
         maxiter : int
-            How many products may be computed.
+            Maximum number of iterations.
         tensors : sequence of tf.Tensor
-            Of the preconditioner.
+            Tensors of the preconditioner.
 
         Returns
         -------
         SteihaugResult
         """
         limits = tf.constant([radius, tolerance, damping], gradient.dtype)
-        rest, done = [limits, gradient, *tensors], min(self._call, maxiter)
-        begin, go_on = self._compiled(gradient, tensors, damping != 0)
-        told, *state = begin(tf.constant(done), *rest)
-        said = told.numpy()
-        while int(said[0]) == Outcome.RUNNING and done < maxiter:
-            done = min(done + self._call, maxiter)
-            told, *state = go_on(*state, tf.constant(done), *rest)
-            said = told.numpy()
-        outcome = Outcome(int(said[0])) or Outcome.MAXITER
-        norm, predicted = math.sqrt(max(said[2], 0.0)), float(said[3])
-        return SteihaugResult(state[2], outcome, int(said[1]), norm, predicted)
+        inputs, last = [limits, gradient, *tensors], min(self._per_call, maxiter)
+        start, resume = self._compiled(gradient, tensors, damping != 0)
+        report, *state = start(tf.constant(last), *inputs)
+        ending, iterations, norm_squared, predicted = report.numpy()
+        while int(ending) == Ending.RUNNING and last < maxiter:
+            last = min(last + self._per_call, maxiter)
+            report, *state = resume(*state, tf.constant(last), *inputs)
+            ending, iterations, norm_squared, predicted = report.numpy()
+        return SteihaugResult(
+            step=_State(*state).step,
+            ending=Ending(int(ending)) or Ending.MAXITER,
+            iterations=int(iterations),
+            norm=math.sqrt(max(norm_squared, 0.0)),
+            predicted=float(predicted),
+        )
 
     def _compiled(
         self, vector: tf.Tensor, tensors: Sequence[tf.Tensor], damped: bool
     ) -> tuple[Compiled, Compiled]:
-        """Return what begins and what goes on; by XLA where it computes the operator's products."""
-        found = self._functions.get(damped)
-        if found is None:
+        """Return the functions that start and resume the iteration.
+
+        XLA compiles them if it also compiles the operator's products.
+        """
+        functions = self._functions.get(damped)
+        if functions is None:
             if not self._in_python and self._operator.stats.jit_compile is None:
-                self._operator.product(vector)  # the first product settles it
+                self._operator.product(vector)  # the first product decides whether XLA is used
             with_xla = not self._in_python and bool(self._operator.stats.jit_compile)
+            length = len(_State._fields)
 
-            def begin(last: tf.Tensor, *rest: tf.Tensor) -> list[tf.Tensor]:
-                return self._further(self._first(rest[1], rest[2:]), last, rest, damped)
+            def start(last: tf.Tensor, *inputs: tf.Tensor) -> list[tf.Tensor]:
+                state = self._initial_state(inputs[1], inputs[2:])
+                return self._advance(state, last, inputs, damped)
 
-            def go_on(*given: tf.Tensor) -> list[tf.Tensor]:
-                state, last, rest = given[:_STATE], given[_STATE], given[_STATE + 1 :]
-                return self._further(state, last, rest, damped)
+            def resume(*arguments: tf.Tensor) -> list[tf.Tensor]:
+                state, last = _State(*arguments[:length]), arguments[length]
+                return self._advance(state, last, arguments[length + 1 :], damped)
 
             count, number = tf.TensorSpec([], tf.int32), tf.TensorSpec([], vector.dtype)
             like = tf.TensorSpec(vector.shape, vector.dtype)
             state = [count, count, like, like, like, number, number, number, number]
-            rest = [tf.TensorSpec([3], vector.dtype), like]
-            rest += [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
-            found = self._functions[damped] = (
-                Compiled(begin, [count, *rest], with_xla),
-                Compiled(go_on, [*state, count, *rest], with_xla),
+            inputs = [tf.TensorSpec([3], vector.dtype), like]
+            inputs += [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
+            functions = self._functions[damped] = (
+                Compiled(start, [count, *inputs], with_xla),
+                Compiled(resume, [*state, count, *inputs], with_xla),
             )
-        return found
+        return functions
 
     def _inverse(self, vector: tf.Tensor, tensors: Sequence[tf.Tensor]) -> tf.Tensor:
         return vector if self._precondition is None else self._precondition(vector, tensors)
 
-    def _first(self, gradient: tf.Tensor, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Return the state at the middle of the region.
-
-        Outcome, iterations, step, model's gradient, direction, and inner products: of the model's
-        gradient with itself, of step with step, step with direction, direction with direction.
-        """
+    def _initial_state(self, gradient: tf.Tensor, tensors: Sequence[tf.Tensor]) -> _State:
+        """Return the state at the center of the trust region."""
         descent = self._inverse(gradient, tensors)
         squared = _dot(gradient, descent)
         zero = tf.zeros([], gradient.dtype)
-        start = [tf.zeros_like(gradient), tf.identity(gradient), -descent]
-        return [tf.constant(0), tf.constant(0), *start, squared, zero, zero, squared]
+        return _State(
+            ending=tf.constant(0),
+            iterations=tf.constant(0),
+            step=tf.zeros_like(gradient),
+            model_gradient=tf.identity(gradient),
+            direction=-descent,
+            squared=squared,
+            step_step=zero,
+            step_direction=zero,
+            direction_direction=squared,
+        )
 
-    def _further(
-        self, state: Sequence[tf.Tensor], last: tf.Tensor, rest: Sequence[tf.Tensor], damped: bool
+    def _advance(
+        self, state: _State, last: tf.Tensor, inputs: Sequence[tf.Tensor], damped: bool
     ) -> list[tf.Tensor]:
-        """Return what Python has to know of the state after some iterations, and the state."""
-        limits, gradient, *tensors = rest
-        state = list(self._more(list(state), limits, tensors, last, damped))
-        step, both = (tf.cast(t, tf.float64) for t in (state[2], gradient + state[3]))
-        told = [state[0], state[1], state[6], -_dot(step, both) / 2]
-        return [tf.stack([tf.cast(number, tf.float64) for number in told]), *state]
+        """Iterate up to iteration `last`; return a report for Python, followed by the state.
 
-    def _more(
+        The report is one float64 vector, so that Python waits for one transfer only: the ending,
+        the number of iterations, the squared norm of the step, and the predicted decrease.
+        """
+        limits, gradient, *tensors = inputs
+        state = self._iterate(state, limits, tensors, last, damped)
+        step = tf.cast(state.step, tf.float64)
+        gradients = tf.cast(gradient + state.model_gradient, tf.float64)
+        report = [state.ending, state.iterations, state.step_step, -_dot(step, gradients) / 2]
+        return [tf.stack([tf.cast(number, tf.float64) for number in report]), *state]
+
+    def _iterate(
         self,
-        state: list[tf.Tensor],
+        state: _State,
         limits: tf.Tensor,
         tensors: list[tf.Tensor],
         last: tf.Tensor,
         damped: bool,
-    ) -> Any:
+    ) -> _State:
+        """Run the loop of the class docstring."""
         radius, tolerance, damping = tf.unstack(limits, 3)
 
-        def running(outcome: tf.Tensor, iterations: tf.Tensor, *rest: tf.Tensor) -> tf.Tensor:
-            del rest
-            return tf.equal(outcome, Outcome.RUNNING) & (iterations < last)
+        def is_running(*loop_variables: tf.Tensor) -> tf.Tensor:
+            state = _State(*loop_variables)
+            return tf.equal(state.ending, Ending.RUNNING) & (state.iterations < last)
 
-        def iterate(
-            outcome: tf.Tensor,
-            iterations: tf.Tensor,
-            step: tf.Tensor,
-            residual: tf.Tensor,
-            direction: tf.Tensor,
-            squared: tf.Tensor,
-            step_step: tf.Tensor,
-            step_direction: tf.Tensor,
-            direction_direction: tf.Tensor,
-        ) -> list[tf.Tensor]:
+        def iteration(*loop_variables: tf.Tensor) -> list[tf.Tensor]:
+            _, iterations, step, model_gradient, direction, *inner_products = loop_variables
+            squared_before, step_step, step_direction, direction_direction = inner_products
             image = self._operator.product(direction)
             if damped:
                 image += damping * direction
             curvature = _dot(direction, image)
-            length = squared / curvature
-            reached = (
+            length = squared_before / curvature
+            norm_squared = (
                 step_step + 2 * length * step_direction + tf.square(length) * direction_direction
             )
             negative = curvature <= 0
-            outside = negative | (reached >= tf.square(radius))
+            outside = negative | (norm_squared >= tf.square(radius))
             room = direction_direction * (tf.square(radius) - step_step)
             root = tf.sqrt(tf.maximum(tf.square(step_direction) + room, 0))
-            # Of two expressions for one number, the one that does not cancel.
+            # Two expressions for the same root: the one without cancellation is used.
             to_boundary = tf.where(
                 step_direction > 0,
                 (tf.square(radius) - step_step) / (step_direction + root),
@@ -237,26 +299,29 @@ class Steihaug:
             )
             length = tf.where(outside, to_boundary, length)
             step = step + length * direction
-            residual = residual + length * image
-            descent = self._inverse(residual, tensors)
-            before, squared = squared, _dot(residual, descent)
-            ratio = squared / before
+            model_gradient = model_gradient + length * image
+            descent = self._inverse(model_gradient, tensors)
+            squared = _dot(model_gradient, descent)
+            ratio = squared / squared_before
             step_step += length * (2 * step_direction + length * direction_direction)
             step_direction = ratio * (step_direction + length * direction_direction)
             direction_direction = squared + tf.square(ratio) * direction_direction
-            # With no preconditioner it is known.
-            norm = squared if self._precondition is None else _dot(residual, residual)
-            small = norm <= tf.square(tolerance)
+            # Without a preconditioner this norm is already known.
+            if self._precondition is None:
+                gradient_squared = squared
+            else:
+                gradient_squared = _dot(model_gradient, model_gradient)
+            small = gradient_squared <= tf.square(tolerance)
             finite = tf.math.is_finite(curvature) & tf.math.is_finite(squared)
-            outcome = tf.where(small, int(Outcome.CONVERGED), int(Outcome.RUNNING))
-            outcome = tf.where(outside, int(Outcome.BOUNDARY), outcome)
-            outcome = tf.where(negative, int(Outcome.NEGATIVE_CURVATURE), outcome)
-            outcome = tf.where(finite, outcome, int(Outcome.NOT_FINITE))
+            ending = tf.where(small, int(Ending.CONVERGED), int(Ending.RUNNING))
+            ending = tf.where(outside, int(Ending.BOUNDARY), ending)
+            ending = tf.where(negative, int(Ending.NEGATIVE_CURVATURE), ending)
+            ending = tf.where(finite, ending, int(Ending.NOT_FINITE))
             return [
-                outcome,
+                ending,
                 iterations + 1,
                 step,
-                residual,
+                model_gradient,
                 ratio * direction - descent,
                 squared,
                 step_step,
@@ -264,9 +329,10 @@ class Steihaug:
                 direction_direction,
             ]
 
-        return tf.while_loop(running, iterate, state, parallel_iterations=1)
+        end: Any = tf.while_loop(is_running, iteration, list(state), parallel_iterations=1)
+        return _State(*end)
 
 
 def _dot(one: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
-    # `tf.tensordot` would make a product of matrices of it, which takes several times as long.
+    # `tf.tensordot` would compute a matrix product, which takes several times as long.
     return 2 * tf.nn.l2_loss(one) if one is other else tf.reduce_sum(one * other)

@@ -1,109 +1,181 @@
-"""The model of a Newton step: solved in a trust region, searched for negative curvature."""
+"""The subproblem of a Newton step: minimizing the model, and finding negative curvature."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-from hvp._minimize.steihaug import Outcome, Steihaug, SteihaugResult
+from hvp._minimize.steihaug import Ending, Steihaug, SteihaugResult
 from hvp._operators.operator import SymmetricOperator
 from hvp._solve.preconditioners import PRECONDITIONERS
 
-# A preconditioner is made anew once it has served so many times the products it cost.
-_SERVES = 4
-# Products spent on looking for negative curvature where the gradient is small.
-_LOOK = 20
+# A preconditioner is rebuilt once the iterations that used it number this many times the products
+# that it cost.
+_LIFETIME = 4
+# Iterations spent on the search for negative curvature at a point with a small gradient.
+_SEARCH_ITERATIONS = 20
+# Radius for that search. It is so large that the last direction dominates the step.
+_SEARCH_RADIUS = 1e15
+
+
+class NegativeCurvature(NamedTuple):
+    """A direction along which the loss curves downwards and does not rise.
+
+    Attributes
+    ----------
+    direction : tf.Tensor
+        Unit vector.
+    curvature : float
+        Curvature along the direction, which is negative.
+    products : int
+        Number of products that the search took.
+    """
+
+    direction: tf.Tensor
+    curvature: float
+    products: int
+
+
+class _Solvers(NamedTuple):
+    """Solvers for one operator.
+
+    The operator itself is part of the tuple, so that no other object can take its `id`.
+    """
+
+    operator: SymmetricOperator
+    preconditioned: Steihaug
+    plain: Steihaug
 
 
 class Subproblem:
-    """Solves for steps, with a preconditioner or none.
+    """Minimizes quadratic models, with or without a preconditioner.
 
-    Not a part of `NewtonCG` itself, whose attributes go into checkpoints.
+    It is not part of `NewtonCG` itself, since the attributes of a `tf.Module` are saved in
+    checkpoints.
+
+    Parameters
+    ----------
+    kind : str or None
+        Kind of the preconditioner, a key of `PRECONDITIONERS`.
+    rank : int
+        Rank of the preconditioner.
+    maxiter : int
+        Maximum number of iterations of conjugate gradients in one step.
+    seed : int
+        Seed of preconditioners and of the search for negative curvature.
     """
 
     def __init__(self, kind: str | None, rank: int, maxiter: int, seed: int) -> None:
         self._kind = None if kind is None else PRECONDITIONERS[kind]
         self._rank, self._maxiter, self._seed = rank, maxiter, seed
-        self._solvers: dict[int, tuple[Any, Steihaug, Steihaug]] = {}
+        self._solvers: dict[int, _Solvers] = {}
 
     def shapes(self, size: int) -> list[list[int]]:
-        """Return the shapes of the preconditioner's tensors."""
+        """Return the shapes of the preconditioner's tensors for `size` variables."""
         return [] if self._kind is None else self._kind.shapes(size, self._rank)
 
-    def is_due(self, served: int) -> bool:
-        """Whether a new preconditioner is wanted, the last having served so many iterations."""
+    def needs_preconditioner(self, iterations: int) -> bool:
+        """Whether the preconditioner has to be built, or built again.
+
+        Parameters
+        ----------
+        iterations : int
+            Number of iterations that used the current one; negative if there is none.
+        """
         if self._kind is None:
             return False
-        return served < 0 or served >= _SERVES * self._kind.products(self._rank)
+        return iterations < 0 or iterations >= _LIFETIME * self._kind.products(self._rank)
 
-    def make(self, operator: SymmetricOperator, number: int, tensors: list[tf.Variable]) -> None:
-        """Make the preconditioner of an operator."""
+    def build_preconditioner(
+        self, operator: SymmetricOperator, number: int, tensors: Sequence[tf.Variable]
+    ) -> None:
+        """Build the preconditioner of an operator.
+
+        Parameters
+        ----------
+        operator : SymmetricOperator
+            The operator.
+        number : int
+            Number of the step, which is part of the seed.
+        tensors : sequence of tf.Variable
+            The variables that hold the preconditioner. They are overwritten.
+        """
         assert self._kind is not None
-        made = self._kind.make(operator, self._rank, [self._seed, number])
-        for tensor, value in zip(tensors, made):
+        values = self._kind.make(operator, self._rank, [self._seed, number])
+        for tensor, value in zip(tensors, values):
             tensor.assign(value)
 
     def solve(
-        self, operator: SymmetricOperator, gradient: tf.Tensor, tensors: Any, **limits: float
+        self,
+        operator: SymmetricOperator,
+        gradient: tf.Tensor,
+        tensors: Sequence[tf.Variable],
+        **limits: float,
     ) -> SteihaugResult:
-        """Minimize the model."""
-        read = [tensor.read_value() for tensor in tensors]
-        solver = self._solver(operator)[0]
-        return solver.solve(gradient, tensors=read, maxiter=self._maxiter, **limits)
+        """Minimize the model; `limits` are those of `Steihaug.solve`."""
+        values = [tensor.read_value() for tensor in tensors]
+        solver = self._solvers_of(operator).preconditioned
+        return solver.solve(gradient, tensors=values, maxiter=self._maxiter, **limits)
 
     def negative_curvature(
         self, operator: SymmetricOperator, gradient: tf.Tensor, number: int
-    ) -> tuple[tf.Tensor, float, int] | None:
-        """Look for a direction along which the loss curves downwards, and does not rise.
+    ) -> NegativeCurvature | None:
+        """Search for a direction of negative curvature along which the loss does not rise.
 
-        Conjugate gradients on a random right-hand side meet one if their Krylov space has one.
+        Conjugate gradients for a random right-hand side meet such a direction if their Krylov space
+        contains one.
+
+        Parameters
+        ----------
+        operator : SymmetricOperator
+            The Hessian.
+        gradient : tf.Tensor
+            The gradient, which determines the sign of the direction.
+        number : int
+            Number of the step, which is part of the seed.
 
         Returns
         -------
-        direction : tf.Tensor
-            Of norm 1.
-        curvature : float
-            Along it.
-        products : int
-            That were needed.
+        NegativeCurvature or None
+            The direction, or None if the search found none.
         """
         dtype = gradient.dtype
         start = tf.random.stateless_normal(gradient.shape, [self._seed, number], dtype=dtype)
         start /= tf.norm(start)
-        scale = norm_of(operator.product(start))
-        far = 1e15  # where the last direction outweighs those before
-        result = self._solver(operator)[1].solve(start, radius=far, tolerance=0.0, maxiter=_LOOK)
-        if result.outcome != Outcome.NEGATIVE_CURVATURE:
+        scale = euclidean_norm(operator.product(start))
+        result = self._solvers_of(operator).plain.solve(
+            start, radius=_SEARCH_RADIUS, tolerance=0.0, maxiter=_SEARCH_ITERATIONS
+        )
+        if result.ending != Ending.NEGATIVE_CURVATURE:
             return None
         direction = result.step / tf.norm(result.step)
         if tf.tensordot(gradient, direction, 1) > 0:
             direction = -direction
         image = operator.product(direction)
-        curvature = float(tf.tensordot(wide(direction), wide(image), 1))
-        # Less is rounding.
-        least = math.sqrt(float(np.finfo(dtype.as_numpy_dtype).eps)) * scale
-        return (direction, curvature, result.iterations + 2) if curvature < -least else None
+        curvature = float(tf.tensordot(to_float64(direction), to_float64(image), 1))
+        rounding = math.sqrt(float(np.finfo(dtype.as_numpy_dtype).eps)) * scale
+        if curvature >= -rounding:
+            return None
+        return NegativeCurvature(direction, curvature, result.iterations + 2)
 
-    def _solver(self, operator: SymmetricOperator) -> tuple[Steihaug, Steihaug]:
-        """Return what solves with an operator, with and without preconditioner."""
-        found = self._solvers.get(id(operator))
-        if found is None:
-            precondition = None if self._kind is None else self._kind.solve
+    def _solvers_of(self, operator: SymmetricOperator) -> _Solvers:
+        solvers = self._solvers.get(id(operator))
+        if solvers is None:
             plain = Steihaug(operator)
-            solver = plain if precondition is None else Steihaug(operator, precondition)
-            # The operator is kept, lest another one get its number.
-            found = self._solvers[id(operator)] = (operator, solver, plain)
-        return found[1:]
+            preconditioned = plain if self._kind is None else Steihaug(operator, self._kind.solve)
+            solvers = self._solvers[id(operator)] = _Solvers(operator, preconditioned, plain)
+        return solvers
 
 
-def wide(tensor: tf.Tensor) -> tf.Tensor:
+def to_float64(tensor: tf.Tensor) -> tf.Tensor:
     """Return a tensor in float64."""
     return tf.cast(tensor, tf.float64)
 
 
-def norm_of(tensor: tf.Tensor) -> float:
-    """Return the Euclidean norm, computed in float64."""
-    return float(tf.norm(wide(tensor)))
+def euclidean_norm(tensor: tf.Tensor) -> float:
+    """Return the Euclidean norm of a vector, computed in float64."""
+    return float(tf.norm(to_float64(tensor)))

@@ -1,1 +1,1 @@
-"""Layer 3: solving with an operator."""
+"""Layer 3: linear systems with an operator, preconditioners and inverses."""

@@ -1,4 +1,4 @@
-"""Many right-hand sides: solved densely, or block after block and method after method."""
+"""Many right-hand sides: solved exactly, or block after block and method after method."""
 
 from __future__ import annotations
 
@@ -10,33 +10,35 @@ import numpy as np
 
 from hvp._runtime.checkpoint import Checkpoint
 from hvp._runtime.progress import progress_bar
+from hvp._solve.block_progress import BlockProgress
 from hvp._solve.inverses import ExactInverse
-from hvp._solve.krylov import Krylov, Progress
+from hvp._solve.krylov import Krylov
 from hvp._solve.method import Method
-from hvp._solve.outcome import Outcome
+from hvp._solve.outcome import SolveOutcome
 from hvp._solve.preconditioners import NO_PRECONDITION, Precondition
-from hvp._solve.rows import Rows, norms, residuals
+from hvp._solve.rows import Rows, norms, system_residual
 
-# Columns solved together: so many at most, and with so many bytes in all vectors of the iteration.
-_WIDEST, _BYTES, _VECTORS = 128, 2**30, 10
-# By how much a method may be worse than the one before and still be believed.
-_WORSE = 1.01
+# Upper bounds on the columns of a block and on the memory of its vectors, and the number of vectors
+# that an iteration needs for each column.
+_MAX_COLUMNS, _MAX_BYTES, _VECTORS = 128, 2**30, 10
+# A solution replaces another one if its residual is at most this many times as large.
+_ACCEPTABLE = 1.01
 
 
 @dataclass(frozen=True)
 class Equations:
-    """A system, but for its right-hand sides.
+    """A linear system without its right-hand sides.
 
     Attributes
     ----------
     rows : Rows
         The operator.
     damping : float
-        All that is added to it.
+        Multiple of the identity that is added to the undamped operator.
     tolerance : ndarray
-        Of shape `(k,)`: norms of residuals that are small enough.
+        Shape `(k,)`: a column has converged when the norm of its residual is at most this.
     maxiter : int
-        Iterations for each.
+        Upper bound on the iterations of each column.
     """
 
     rows: Rows
@@ -45,22 +47,24 @@ class Equations:
     maxiter: int
 
     def residual(self, b: np.ndarray, x: np.ndarray) -> np.ndarray:
-        """Return the residuals, by a product."""
-        return residuals(self.rows, b, x, self.damping)
+        """Return the residual of the system, by a product."""
+        return system_residual(self.rows, b, x, self.damping)
 
 
 @dataclass
 class Solution:
-    """What has come of each right-hand side; all arrays, to be saved.
+    """The solution for each right-hand side; consists of arrays only.
 
     Attributes
     ----------
-    x, directions : ndarray
-        Of shape `(k, n)`.
+    x : ndarray
+        The solutions, of shape `(k, n)`.
+    directions : ndarray
+        Directions of negative curvature, of shape `(k, n)`; zero for rows without one.
     outcome, iterations, residual_norms : ndarray
-        Of shape `(k,)`.
+        Shape `(k,)`.
     products : int
-        Of the operator with vectors.
+        Number of products of the operator with vectors.
     """
 
     x: np.ndarray
@@ -72,7 +76,7 @@ class Solution:
 
     @classmethod
     def begin(cls, b: np.ndarray) -> Solution:
-        """Return one of which nothing is known."""
+        """Return the solution zero, before anything is computed."""
         count = len(b)
         return cls(
             np.zeros_like(b),
@@ -83,39 +87,47 @@ class Solution:
         )
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return everything, to be saved."""
+        """Return everything as arrays, for a checkpoint."""
         return {name: np.asarray(value) for name, value in vars(self).items()}
 
     @classmethod
     def of_arrays(cls, arrays: dict[str, np.ndarray]) -> Solution:
-        """Return what was saved."""
-        given = dict(arrays)
-        products = int(given.pop("products"))
-        return cls(**cast(Any, given), products=products)
+        """Return the solution from the arrays of a checkpoint."""
+        fields = dict(arrays)
+        products = int(fields.pop("products"))
+        return cls(**cast(Any, fields), products=products)
 
-    def replace(self, which: np.ndarray, other: Solution) -> None:
-        """Take another solution of some right-hand sides, but for directions that were met here."""
+    def replace(self, columns: np.ndarray, other: Solution) -> None:
+        """Replace the solutions of some columns, but keep their directions."""
         for name in ("x", "outcome", "residual_norms"):
-            getattr(self, name)[which] = getattr(other, name)
-        self.iterations[which] += other.iterations
+            getattr(self, name)[columns] = getattr(other, name)
+        self.iterations[columns] += other.iterations
         self.products += other.products
 
 
 def solve_exactly(equations: Equations, b: np.ndarray) -> Solution:
-    """Solve by all eigenvalues, and correct the solution once."""
-    found = Solution.begin(b)
+    """Solve by all eigenvalues, with one step of iterative refinement.
+
+    With the exact inverse `G`: `x_1 = G b`, `x_2 = x_1 + G (b - A x_1)`.
+    """
+    solution = Solution.begin(b)
     rows = equations.rows
     inverse = ExactInverse(rows.operator, damping=equations.damping - rows.damping)
-    found.x = _rows(inverse, b)
-    found.x += _rows(inverse, equations.residual(b, found.x))
-    found.residual_norms = norms(equations.residual(b, found.x))
-    found.products = rows.size + 2 * len(b)
-    converged = found.residual_norms <= equations.tolerance
-    otherwise = Outcome.LEAST_SQUARES if inverse.rank < rows.size else Outcome.STALLED
-    found.outcome = np.where(converged, int(Outcome.CONVERGED), int(otherwise))
+    solution.x = _multiply_rows(inverse, b)
+    solution.x += _multiply_rows(inverse, equations.residual(b, solution.x))
+    solution.residual_norms = norms(equations.residual(b, solution.x))
+    solution.products = rows.size + 2 * len(b)
+    converged = solution.residual_norms <= equations.tolerance
+    singular = inverse.rank < rows.size
+    otherwise = SolveOutcome.LEAST_SQUARES if singular else SolveOutcome.STALLED
+    solution.outcome = np.where(converged, int(SolveOutcome.CONVERGED), int(otherwise))
     if inverse.eigenvalues[0] < 0 and inverse.is_nonzero[0]:
-        found.directions[:] = inverse.eigenvectors[:, 0]
-    return found
+        solution.directions[:] = inverse.eigenvectors[:, 0]
+    return solution
+
+
+def _multiply_rows(inverse: ExactInverse, b: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(inverse.matmat(b.T).T)
 
 
 def solve_iteratively(
@@ -127,41 +139,53 @@ def solve_iteratively(
     progress: Any,
     checkpoint: Checkpoint | None,
 ) -> tuple[Solution, list[str]]:
-    """Solve by Krylov methods; each later one for what the one before could not.
+    """Solve by Krylov methods.
+
+    Each further method solves the columns in which the one before met negative curvature.
 
     Parameters
     ----------
     equations : Equations
         The system.
     b : ndarray
-        Of shape `(k, n)`.
+        The right-hand sides, of shape `(k, n)`.
     x0 : ndarray or None
-        Where the first method begins.
+        The initial guess for the first method.
     methods : sequence of Method
-        In this order.
+        The methods, in order.
     precondition : Precondition
-        For those that take one.
+        The preconditioner, for the methods that accept one.
     progress : bool or "always"
-        Whether to show a bar.
+        Whether to show a progress bar.
     checkpoint : Checkpoint or None
-        Where to save, and go on from.
+        Where to save the progress, and from where to resume.
 
     Returns
     -------
     solution : Solution
-        Of all right-hand sides.
+        The solutions for all right-hand sides.
     used : list of str
         Names of the methods that were used.
     """
-    run = _Run(equations, b, x0, methods, precondition, checkpoint)
-    with progress_bar(progress, total=len(b), unit="column", done=run.start) as bar:
-        run.all(bar)
-    used = [m.name for i, m in enumerate(methods) if i == 0 or run.second]
-    return run.found, used
+    solver = _BlockwiseSolver(equations, b, x0, methods, precondition, checkpoint)
+    with progress_bar(progress, total=len(b), unit="column", done=solver.start) as bar:
+        solver.run(bar)
+    used = [m.name for i, m in enumerate(methods) if i == 0 or solver.used_second]
+    return solver.solution, used
 
 
-class _Run:
-    """One call of `solve_iteratively`."""
+class _BlockwiseSolver:
+    """Solves one block of columns after the other, and saves checkpoints.
+
+    Attributes
+    ----------
+    solution : Solution
+        The solutions so far.
+    start : int
+        The first column of the current block.
+    used_second : bool
+        Whether a method other than the first was used.
+    """
 
     def __init__(
         self,
@@ -175,114 +199,123 @@ class _Run:
         self._equations, self._b, self._x0, self._checkpoint = equations, b, x0, checkpoint
         self._methods = methods
         self._precondition = precondition
-        self.second = self._changing = False
-        self.found = Solution.begin(b)
-        # Where it stands: the first column of the block, the method, and that method's progress.
+        self.used_second = self._changing = False
+        self.solution = Solution.begin(b)
+        # The position: the first column of the block, the index of the method, and its progress.
         self.start, self._stage = 0, 0
-        self._progress: Progress | None = None
-        saved = {} if checkpoint is None else checkpoint.load()
-        if saved:
-            self._restore(saved)
+        self._progress: BlockProgress | None = None
+        saved_state = {} if checkpoint is None else checkpoint.load()
+        if saved_state:
+            self._restore(saved_state)
 
-    def all(self, bar: Any) -> None:
-        """Solve whatever is not solved yet."""
+    def run(self, bar: Any) -> None:
+        """Solve all columns that are not solved yet."""
         width = self._width()
         try:
             while self.start < len(self._b):
-                which = np.arange(self.start, min(self.start + width, len(self._b)))
-                self._block(which, bar)
+                columns = np.arange(self.start, min(self.start + width, len(self._b)))
+                self._solve_block(columns, bar)
                 self._changing = True
-                self.start, self._stage = self.start + len(which), 0
+                self.start, self._stage = self.start + len(columns), 0
                 self._changing = False
                 bar.update(self.start - bar.n)
                 self._save_if_due()
         except KeyboardInterrupt:
-            # In the middle of a change there is nothing to save: what was saved before stays.
+            # The state is inconsistent during an update: then the last checkpoint stays.
             if not (self._changing or (self._progress and self._progress.changing)):
                 self._save()
             raise
         self._save()
 
     def _width(self) -> int:
-        each = self._b.shape[1] * self._b.itemsize * _VECTORS
-        # No more than n vectors can be orthonormal.
-        width = max(1, min(_WIDEST, self._b.shape[1], _BYTES // max(1, each)))
-        return -(-len(self._b) // -(-len(self._b) // width)) if len(self._b) else 1
+        """Return the number of columns in a block, such that the blocks are of about equal size."""
+        count, size = self._b.shape
+        bytes_per_column = size * self._b.itemsize * _VECTORS
+        # At most n vectors can be orthonormal.
+        largest = max(1, min(_MAX_COLUMNS, size, _MAX_BYTES // max(1, bytes_per_column)))
+        blocks = -(-count // largest)
+        return -(-count // blocks) if count else 1
 
-    def _block(self, which: np.ndarray, bar: Any) -> None:
-        """Solve some right-hand sides together."""
+    def _solve_block(self, columns: np.ndarray, bar: Any) -> None:
+        """Solve some columns together, by one method after the other."""
         while self._stage < len(self._methods):
             if self._stage:
-                which = which[self.found.outcome[which] == Outcome.NEGATIVE_CURVATURE]
-            if len(which):
-                self._solve(which, bar)
+                negative = self.solution.outcome[columns] == SolveOutcome.NEGATIVE_CURVATURE
+                columns = columns[negative]
+            if len(columns):
+                self._solve(columns, bar)
             self._stage += 1
             self._changing = False
 
-    def _solve(self, which: np.ndarray, bar: Any) -> None:
-        """Solve by the method whose turn it is, and note what has come of it."""
+    def _solve(self, columns: np.ndarray, bar: Any) -> None:
+        """Solve some columns together by the current method."""
         equations, method = self._equations, self._methods[self._stage]
-        self.second |= self._stage > 0
-        b = self._b[which]
+        self.used_second |= self._stage > 0
+        b = self._b[columns]
         if self._progress is None:
-            first = np.zeros_like(b)
+            guess = np.zeros_like(b)
             if self._x0 is not None and not self._stage:
-                first = self._x0[which]
-            self._progress = Progress.begin(first)
+                guess = self._x0[columns]
+            self._progress = BlockProgress.begin(guess)
         progress = self._progress
         solver = Krylov(
             equations.rows, method, self._precondition if method.preconditioned else NO_PRECONDITION
         )
 
-        def report(progress: Progress) -> None:
-            bar.set_postfix_str(self._shown(progress, which))
+        def report(progress: BlockProgress) -> None:
+            iterations, largest = progress.summary()
+            target = equations.tolerance[columns].max()
+            bar.set_postfix_str(f"iteration {iterations}, residual {largest:.1e} (to {target:.1e})")
             self._save_if_due()
 
         solver.run(
             b,
             progress,
-            tolerance=equations.tolerance[which],
+            tolerance=equations.tolerance[columns],
             damping=equations.damping,
             maxiter=equations.maxiter,
             report=report,
         )
+        # From here until the method's index is advanced, an interrupt must not save anything.
         self._changing = True
         if self._x0 is None:
-            self._shorten(b, progress)
-        self._merge(which, progress)
+            self._minimize_norm(b, progress)
+        self._merge(columns, progress)
         self._progress = None
 
-    def _shown(self, progress: Progress, which: np.ndarray) -> str:
-        iterations, worst = progress.standing()
-        tolerance = self._equations.tolerance[which].max()
-        return f"iteration {iterations}, residual {worst:.1e} (to {tolerance:.1e})"
+    def _minimize_norm(self, b: np.ndarray, progress: BlockProgress) -> None:
+        """Make least-squares solutions those of smallest norm.
 
-    def _shorten(self, b: np.ndarray, progress: Progress) -> None:
-        """Take out what the operator makes zero (Liu, Milzarek and Roosta 2023)."""
-        least = progress.outcome == Outcome.LEAST_SQUARES
+        The residual `r` of a least-squares solution is in the null space of the operator. The
+        component of the solution along it is removed, `x - (r, x) / (r, r) r`, as in Y. Liu,
+        A. Milzarek and F. Roosta, "Obtaining pseudo-inverse solutions with MINRES", 2023,
+        arXiv:2309.17096.
+        """
+        least = progress.outcome == SolveOutcome.LEAST_SQUARES
         if not least.any():
             return
         residual = self._equations.residual(b, progress.x).astype(np.float64)
         squares = np.where(least, np.sum(residual**2, axis=1), 1)
-        part = np.sum(residual * progress.x, axis=1) / squares
-        x = progress.x - (np.where(least, part, 0)[:, np.newaxis] * residual).astype(b.dtype)
-        found = norms(self._equations.residual(b, x))
+        factors = np.where(least, np.sum(residual * progress.x, axis=1) / squares, 0)
+        x = progress.x - (factors[:, np.newaxis] * residual).astype(b.dtype)
+        residual_norms = norms(self._equations.residual(b, x))
         progress.products += 2 * len(b)
-        better = least & (found <= _WORSE * progress.residual_norms)
+        better = least & (residual_norms <= _ACCEPTABLE * progress.residual_norms)
         progress.x[better] = x[better]
-        progress.residual_norms[better] = found[better]
+        progress.residual_norms[better] = residual_norms[better]
 
-    def _merge(self, which: np.ndarray, progress: Progress) -> None:
-        found = self.found
-        found.products += progress.products
-        found.iterations[which] += progress.iterations
-        met = progress.directions.any(axis=1)
-        found.directions[which[met]] = progress.directions[met]
-        better = progress.residual_norms <= _WORSE * found.residual_norms[which]
-        into = which[better]
-        found.x[into] = progress.x[better]
-        found.residual_norms[into] = progress.residual_norms[better]
-        found.outcome[into] = progress.outcome[better]
+    def _merge(self, columns: np.ndarray, progress: BlockProgress) -> None:
+        """Copy the results of a method into the solution."""
+        solution = self.solution
+        solution.products += progress.products
+        solution.iterations[columns] += progress.iterations
+        has_direction = progress.directions.any(axis=1)
+        solution.directions[columns[has_direction]] = progress.directions[has_direction]
+        better = progress.residual_norms <= _ACCEPTABLE * solution.residual_norms[columns]
+        improved = columns[better]
+        solution.x[improved] = progress.x[better]
+        solution.residual_norms[improved] = progress.residual_norms[better]
+        solution.outcome[improved] = progress.outcome[better]
 
     def _save_if_due(self) -> None:
         if self._checkpoint is not None and self._checkpoint.due:
@@ -291,23 +324,23 @@ class _Run:
     def _save(self) -> None:
         if self._checkpoint is None:
             return
-        arrays = {f"found_{name}": array for name, array in self.found.arrays().items()}
-        arrays["standing"] = np.array([self.start, self._stage, self.second])
+        arrays = {f"found_{name}": array for name, array in self.solution.arrays().items()}
+        arrays["standing"] = np.array([self.start, self._stage, self.used_second])
         if self._progress is not None:
             arrays.update({f"at_{k}": array for k, array in self._progress.arrays().items()})
         self._checkpoint.save(arrays)
 
-    def _restore(self, saved: dict[str, np.ndarray]) -> None:
-        def part(prefix: str) -> dict[str, np.ndarray]:
-            return {k[len(prefix) :]: v for k, v in saved.items() if k.startswith(prefix)}
+    def _restore(self, saved_state: dict[str, np.ndarray]) -> None:
+        def without(prefix: str) -> dict[str, np.ndarray]:
+            """Return the arrays whose names have a prefix, under the names without it."""
+            return {
+                name[len(prefix) :]: array
+                for name, array in saved_state.items()
+                if name.startswith(prefix)
+            }
 
-        found = part("found_")
-        self.found = Solution.of_arrays(found)
-        self.start, self._stage, second = (int(number) for number in saved["standing"])
-        self.second = bool(second)
-        at = part("at_")
-        self._progress = Progress.of_arrays(at) if at else None
-
-
-def _rows(inverse: ExactInverse, b: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(inverse.matmat(b.T).T)
+        self.solution = Solution.of_arrays(without("found_"))
+        self.start, self._stage, used_second = (int(number) for number in saved_state["standing"])
+        self.used_second = bool(used_second)
+        progress = without("at_")
+        self._progress = BlockProgress.of_arrays(progress) if progress else None

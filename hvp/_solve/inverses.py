@@ -1,4 +1,4 @@
-"""Inverses of a symmetric operator, exact or not, as operators."""
+"""Inverses of a symmetric operator, exact and approximate, as operators."""
 
 from __future__ import annotations
 
@@ -17,23 +17,26 @@ from hvp._runtime.arguments import check_count
 from hvp._solve.rows import Rows
 from hvp._vectors.arrays import check_array
 
-# Eigenvalues that are smaller than so many roundings of the largest are taken for zero.
+# Eigenvalues below this many rounding units of the largest are taken for zero.
 _ROUNDING = 32
-# Rows in one product when the dense matrix is put together.
+# Columns in one product when the dense matrix is computed.
 _BLOCK = 64
-# The largest eigenvalue, estimated to this, is raised by that factor to be above it surely.
-_TOLERANCE, _ABOVE = 1e-2, 1.1
+# Relative tolerance of the estimate of the largest eigenvalue, and the factor that makes the
+# estimate an upper bound.
+_TOLERANCE, _SAFETY = 1e-2, 1.1
+# Iterations of the Neumann series in one call of the graph.
+_ITERATIONS = 32
 
 
 class _Inverse(LinearOperator):
-    """What they have in common: a symmetric operator that works on columns.
+    """Base class: a symmetric operator that is applied to columns.
 
     Parameters
     ----------
     rows : Rows
-        The operator that is inverted.
+        The operator to invert.
     damping : float
-        Added to the operator's own.
+        Multiple of the identity that is added to the operator's own damping.
     """
 
     def __init__(self, rows: Rows, damping: float) -> None:
@@ -57,6 +60,7 @@ class _Inverse(LinearOperator):
         return self
 
     def _multiply(self, X: np.ndarray) -> np.ndarray:
+        """Multiply columns by the damped operator."""
         product = self._rows.multiply(tf.constant(np.ascontiguousarray(X.T))).numpy().T
         return product + np.asarray(self.damping, X.dtype) * X
 
@@ -70,33 +74,44 @@ class _Inverse(LinearOperator):
 
 
 class ExactInverse(_Inverse):
-    """The inverse of an operator, by all of its eigenvalues.
+    """The inverse of an operator, from all of its eigenvalues.
 
-    Of a singular matrix the pseudo-inverse, which gives the shortest of the best solutions.
+    With the eigenvalues `e` and the eigenvectors `Q` of the damped operator, the inverse is
+    `Q @ diag(1 / e) @ Q.T`. Eigenvalues that are zero to rounding are left out, so that the inverse
+    of a singular matrix is its pseudo-inverse, which gives the least-squares solution of smallest
+    norm.
 
     Parameters
     ----------
     H : HessianOperator or scipy LinearOperator
-        Symmetric. Costs `n` products, `n**2` numbers of memory and of the order of `n**3`
-        operations, once.
+        The symmetric operator to invert.
     damping : float, optional
-        Added to the operator's own.
+        Multiple of the identity that is added to the operator's own damping.
     max_size : int, optional
-        Refuse if `n` is larger.
+        Upper bound on `n`.
 
     Attributes
     ----------
     eigenvalues : ndarray
-        Of the damped operator, of shape `(n,)`, increasing, in float64.
+        Eigenvalues of the damped operator, of shape `(n,)`, increasing, in float64.
     eigenvectors : ndarray
-        Of shape `(n, n)`, one in each column.
+        Eigenvectors as columns, of shape `(n, n)`.
     rank : int
-        How many eigenvalues are not zero to rounding.
+        Number of eigenvalues that are not zero to rounding.
+    is_nonzero : ndarray of bool
+        Whether each eigenvalue is not zero to rounding, of shape `(n,)`.
 
     Raises
     ------
     TooLargeError
         If `n` is larger than `max_size`.
+    HvpError
+        If the operator is not square and real, or the damping is invalid.
+
+    Notes
+    -----
+    The construction costs `n` products, memory for two `n` by `n` matrices in float64, and
+    `O(n**3)` operations.
 
     Examples
     --------
@@ -118,9 +133,9 @@ class ExactInverse(_Inverse):
         size = self.shape[0]
         if size > max_size:
             raise TooLargeError(
-                f"the exact inverse of a {size} x {size} matrix was asked for",
-                f"at most {max_size} x {max_size}",
-                "use conjugate gradients, or pass max_size",
+                f"the exact inverse was requested for a {size} x {size} matrix",
+                f"a matrix of at most {max_size} x {max_size}",
+                "use conjugate gradients, or pass a larger max_size",
             )
         dense = np.empty((size, size))
         for start in range(0, size, _BLOCK):
@@ -131,16 +146,17 @@ class ExactInverse(_Inverse):
         zero = np.abs(self.eigenvalues) <= _ROUNDING * np.finfo(self.dtype).eps * largest
         self.rank = int(size - zero.sum())
         self.is_nonzero = ~zero
-        self._inverted = np.where(zero, 0, 1 / np.where(zero, 1, self.eigenvalues))
+        self._reciprocals = np.where(zero, 0, 1 / np.where(zero, 1, self.eigenvalues))
 
     @property
     def diagonal(self) -> np.ndarray:
         """The diagonal of the inverse, of shape `(n,)`, in float64.
 
-        Of the Hessian of a negative log-likelihood, summed over the examples, its entries are the
-        variances of the estimates (and their roots the standard errors). Costs `n**2` operations.
+        If `H` is the Hessian of a negative log-likelihood, summed over the examples, the entries
+        are the variances of the estimates, and their square roots are the standard errors. The
+        diagonal costs `O(n**2)` operations.
         """
-        return np.einsum("ij,j,ij->i", self.eigenvectors, self._inverted, self.eigenvectors)
+        return np.einsum("ij,j,ij->i", self.eigenvectors, self._reciprocals, self.eigenvectors)
 
     def to_dense(self) -> np.ndarray:
         """Return the inverse as a matrix.
@@ -148,49 +164,56 @@ class ExactInverse(_Inverse):
         Returns
         -------
         ndarray
-            Of shape `(n, n)`, symmetric to the bit, in float64.
+            Shape `(n, n)`, exactly symmetric, in float64.
 
         Notes
         -----
-        Costs of the order of `n**3` operations, and no products.
+        This costs `O(n**3)` operations and no products.
         """
-        half = (self.eigenvectors * self._inverted) @ self.eigenvectors.T
-        return (half + half.T) / 2
+        inverse = (self.eigenvectors * self._reciprocals) @ self.eigenvectors.T
+        return (inverse + inverse.T) / 2
 
     def _apply(self, X: np.ndarray) -> np.ndarray:
-        along = self.eigenvectors.T @ X.astype(np.float64)
-        found = self.eigenvectors @ (self._inverted[:, np.newaxis] * along)
-        return found.astype(self.dtype)
+        coefficients = self._reciprocals[:, np.newaxis] * (self.eigenvectors.T @ X.astype(float))
+        return (self.eigenvectors @ coefficients).astype(self.dtype)
 
 
 class NeumannInverse(_Inverse):
-    """The inverse by a series, `sum((I - A / s)**j) / s` for `j` below the number of iterations.
+    """An approximate inverse by the Neumann series.
 
-    What LiSSA (Agarwal, Bullins and Hazan 2017 [ABH]_) samples, without the sampling, here for
-    comparison: the part of eigenvalue `e` is found to `(1 - e / s)**iterations`, so that it takes a
-    multiple of the condition number, of which conjugate gradients take the root.
+    For the damped operator `A`, a scale `s` and `m` iterations, the approximation is
+    `sum((I - A / s)**j for j in range(m)) / s`. It is computed by the iteration
+    `x_{j+1} = x_j + (b - A x_j) / s` from `x_0 = 0`.
 
     Parameters
     ----------
     H : HessianOperator or scipy LinearOperator
-        Symmetric; positive definite with the damping.
+        The symmetric operator to invert. It must be positive definite, with the damping.
     damping : float, optional
-        Added to the operator's own.
+        Multiple of the identity that is added to the operator's own damping.
     iterations : int, optional
-        Products for each vector.
+        Number of iterations, and of products with each vector.
     scale : float, optional
-        The `s` above, at least half the largest eigenvalue; by default the largest, estimated.
+        The scale `s`, which must be larger than half the largest eigenvalue. By default it is an
+        estimate of the largest eigenvalue, times 1.1.
 
     Attributes
     ----------
     scale : float
-        The `s` above.
+        The scale `s`.
 
     Raises
     ------
     HvpError
-        If the series does not converge: `scale` is too small, or the operator is not positive
-        definite.
+        If an argument is invalid. A product with the inverse raises it if the series does not
+        converge, because `scale` is too small or the operator is not positive definite.
+
+    Notes
+    -----
+    LiSSA [ABH]_ samples this series; here it is computed without sampling, for comparison. Along an
+    eigenvector of eigenvalue `e`, the relative error is `(1 - e / s)**m`. The number of iterations
+    is therefore proportional to the condition number, while that of conjugate gradients is
+    proportional to its square root.
 
     References
     ----------
@@ -219,76 +242,92 @@ class NeumannInverse(_Inverse):
         check_count(iterations, "iterations")
         super().__init__(Rows(H), damping)
         if scale is None:
-            scale = _ABOVE * abs(self._largest()) or 1.0
+            scale = _SAFETY * abs(self._largest()) or 1.0
         elif not (math.isfinite(scale) and scale > 0):
             raise HvpError(f"the argument scale is {scale}", "a positive number")
         self.scale = float(scale)
         self._iterations = iterations
         block = tf.TensorSpec([None, self.shape[0]], self._rows.dtype)
-        count, number = tf.TensorSpec([], tf.int32), tf.TensorSpec([], self._rows.dtype)
-        specs = [block, block, count, number, number]
-        self._series = self._rows.kept(
-            "neumann", lambda: Compiled(self._sum, specs, False, forgets=True)
+        integer, number = tf.TensorSpec([], tf.int32), tf.TensorSpec([], self._rows.dtype)
+        specs = [block, block, integer, number, number]
+        self._advance = self._rows.cached(
+            "neumann", lambda: Compiled(self._iterate, specs, False, forgets=True)
         )
 
     def _largest(self) -> float:
+        """Return the eigenvalue of largest absolute value, approximately."""
         size = self.shape[0]
-        if size < 3:
+        if size < 3:  # too small for ARPACK
             return float(np.linalg.norm(self._multiply(np.eye(size, dtype=self.dtype)), 2))
         return float(self._eigen(1, _TOLERANCE)[0][0])
 
-    def _sum(
+    def _iterate(
         self, b: tf.Tensor, x: tf.Tensor, count: tf.Tensor, scale: tf.Tensor, damping: tf.Tensor
     ) -> tf.Tensor:
-        def more(j: tf.Tensor, x: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return the solution after `count` more iterations, in a graph."""
+
+        def add_residual(j: tf.Tensor, x: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             return j + 1, x + (b - self._rows.multiply(x) - damping * x) / scale
 
         start = (tf.constant(0), x)
-        return tf.while_loop(lambda j, x: j < count, more, start, parallel_iterations=1)[1]
+        return tf.while_loop(lambda j, x: j < count, add_residual, start, parallel_iterations=1)[1]
 
     def _apply(self, X: np.ndarray) -> np.ndarray:
         b = tf.constant(np.ascontiguousarray(X.T))
         x = tf.zeros_like(b)
         scale, damping = (tf.constant(v, b.dtype) for v in (self.scale, self.damping))
-        last, done = math.inf, 0
+        b_norm = _or_one(tf.norm(b, axis=1))
+        last_change, done = math.inf, 0
         while done < self._iterations:
-            count = min(32, self._iterations - done)
-            further = self._series(b, x, tf.constant(count), scale, damping)
-            moved = float(tf.reduce_max(tf.norm(further - x, axis=1) / _or_one(tf.norm(b, axis=1))))
-            # Each step is the one before, times a matrix of norm less than one if it converges.
-            if not moved <= 1.01 * last + 1e-3 / self.scale:
+            count = min(_ITERATIONS, self._iterations - done)
+            next_x = self._advance(b, x, tf.constant(count), scale, damping)
+            change = float(tf.reduce_max(tf.norm(next_x - x, axis=1) / b_norm))
+            # Each change is the one before times a power of I - A / s, whose norm is less than one
+            # if the series converges.
+            if not change <= 1.01 * last_change + 1e-3 / self.scale:
                 raise HvpError(
-                    f"the Neumann series grows, by steps of {moved:.3g} after {done + count}",
+                    f"the Neumann series grows: after {done + count} iterations the relative "
+                    f"change is {change:.3g}",
                     "a positive definite operator, and a scale above half its largest eigenvalue",
                     f"raise damping (now {self.damping:g}) or scale (now {self.scale:g})",
                 )
-            x, last, done = further, moved, done + count
+            x, last_change, done = next_x, change, done + count
         return x.numpy().T
 
 
 class ArnoldiInverse(_Inverse):
-    """The inverse on the span of the eigenvectors of largest absolute value, zero elsewhere.
+    """The inverse restricted to the eigenvectors of the largest eigenvalues.
 
-    The influence functions of Schioppa et al. (2022 [SZ]_) in their symmetric case, where Arnoldi's
-    method is Lanczos'; by ARPACK, restarted until the eigenvalues have converged. Directions of
-    little curvature, which count most in an exact inverse, are left out: compare before you rely on
-    it.
+    With the `rank` eigenvalues `e` of largest absolute value, and their eigenvectors `U`, the
+    approximation is `U @ diag(1 / e) @ U.T`, which is zero on all other eigenvectors.
 
     Parameters
     ----------
     H : HessianOperator or scipy LinearOperator
-        Symmetric.
+        The symmetric operator to invert.
     rank : int
-        How many eigenvalues, less than `n`.
+        Number of eigenvalues, less than `n`.
     damping : float, optional
-        Added to the operator's own.
+        Multiple of the identity that is added to the operator's own damping.
     tol : float, optional
-        To which the eigenvalues are computed, relative to themselves.
+        Relative accuracy of the eigenvalues.
 
     Attributes
     ----------
     eigenvalues : ndarray
-        Of the damped operator, of shape `(rank,)`, by decreasing absolute value.
+        Eigenvalues of the damped operator, of shape `(rank,)`, by decreasing absolute value.
+
+    Raises
+    ------
+    HvpError
+        If an argument is invalid, or one of the eigenvalues is zero.
+
+    Notes
+    -----
+    This is the inverse in the influence functions of Schioppa et al. [SZ]_. For a symmetric
+    operator Arnoldi's method is that of Lanczos; ARPACK restarts it until the eigenvalues have
+    converged. Directions of small curvature, which matter most in an exact inverse, are left out:
+    compare with `ExactInverse` or `solve` before you rely on it.
 
     References
     ----------
@@ -320,12 +359,14 @@ class ArnoldiInverse(_Inverse):
         self.eigenvalues, self._vectors = values[order], self._vectors[:, order]
         if not np.all(self.eigenvalues):
             raise HvpError(
-                f"of {rank} eigenvalues some are zero", "a rank that leaves them out", "lower rank"
+                f"some of the {rank} largest eigenvalues are zero",
+                "a rank that leaves out the eigenvalues that are zero",
+                "lower rank",
             )
 
     def _apply(self, X: np.ndarray) -> np.ndarray:
-        along = (self._vectors.T @ X) / self.eigenvalues[:, np.newaxis]
-        return (self._vectors @ along).astype(self.dtype)
+        coefficients = (self._vectors.T @ X) / self.eigenvalues[:, np.newaxis]
+        return (self._vectors @ coefficients).astype(self.dtype)
 
 
 def _or_one(tensor: tf.Tensor) -> tf.Tensor:

@@ -1,4 +1,4 @@
-"""What a Krylov method is, to what drives it."""
+"""The interface between a Krylov method and the code that drives it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ State = Sequence[tf.Tensor]
 
 @dataclass(frozen=True)
 class System:
-    """The equations, in the graph being traced.
+    """The linear system, in the graph being traced.
 
     Attributes
     ----------
-    multiply, precondition : callable
-        Take and return rows.
+    multiply : callable
+        Multiplies rows by the damped operator.
+    precondition : callable
+        Multiplies rows by the preconditioner.
     tolerance : tf.Tensor
-        Of shape `(k,)`: norms of residuals that are small enough.
+        Shape `(k,)`: a row has converged when the norm of its residual is at most this.
     """
 
     multiply: Callable[[tf.Tensor], tf.Tensor]
@@ -29,18 +31,18 @@ class System:
 
 @dataclass(frozen=True)
 class Step:
-    """What an iteration has come to.
+    """The result of one iteration.
 
     Attributes
     ----------
     outcome : tf.Tensor
-        Of each row, an `Outcome`.
+        The `SolveOutcome` of each row.
     norm : tf.Tensor
-        Of each row's residual, as the method believes it.
+        The norm of each row's residual, according to the method's own recurrence.
     gain : tf.Tensor
-        By how much each row's quadratic model fell, if the method makes that fall.
+        The decrease of each row's quadratic model; zero if the method does not minimize it.
     state : list of tf.Tensor
-        The method's own.
+        The method's state after the iteration.
     """
 
     outcome: tf.Tensor
@@ -51,31 +53,33 @@ class Step:
 
 @dataclass(frozen=True)
 class Method:
-    """An iteration on the rows of a block, in a graph.
+    """A Krylov method that iterates on the rows of a block, in a graph.
 
     Attributes
     ----------
     name : str
-        What users call it.
-    first : callable
-        Takes residuals, of shape `(k, n)`, and the system; returns the state at zero. Its first
-        tensor is the solution so far.
+        The name by which users choose the method.
+    initial_state : callable
+        Takes the residual of the system, of shape `(k, n)`, and the system. Returns the state at
+        the solution zero. The first tensor of every state is the current solution.
     iterate : callable
-        Takes the state, which rows are still running, and the system. Other rows stay as they are.
-    shapes : callable
-        Takes `n`; returns the shapes of the state's tensors.
+        Takes the state, a mask of the rows that are still running, and the system. Leaves the other
+        rows as they are.
+    state_shapes : callable
+        Takes `n` and returns the shapes of the state's tensors.
     separable : bool
-        Whether rows know nothing of each other, so that some can be taken out.
+        Whether the rows are independent of each other, so that some can be removed.
     preconditioned : bool
-        Whether it takes a preconditioner.
+        Whether the method accepts a preconditioner.
     direction : int or None
-        Which tensor of the state holds, at the end, a direction of negative curvature.
+        Index of the state's tensor that holds, at the end, a direction of negative curvature. None
+        if the method finds no such direction.
     """
 
     name: str
-    first: Callable[[tf.Tensor, System], list[tf.Tensor]]
+    initial_state: Callable[[tf.Tensor, System], list[tf.Tensor]]
     iterate: Callable[[State, tf.Tensor, System], Step]
-    shapes: Callable[[int], list[list[int | None]]]
+    state_shapes: Callable[[int], list[list[int | None]]]
     separable: bool
     preconditioned: bool
     direction: int | None

@@ -1,12 +1,12 @@
-"""Why the solution of a linear system ended."""
+"""The reason why the solution of a linear system ended."""
 
 from __future__ import annotations
 
 import enum
 
 
-class Outcome(enum.IntEnum):
-    """Of one right-hand side."""
+class SolveOutcome(enum.IntEnum):
+    """Outcome for one right-hand side; its text is what `SolveResult.outcomes` shows."""
 
     RUNNING = 0
     CONVERGED = 1

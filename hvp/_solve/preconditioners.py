@@ -1,8 +1,8 @@
-"""Positive definite approximations of a symmetric operator that are easily inverted.
+"""Preconditioners: positive definite approximations of a symmetric operator with a cheap inverse.
 
-Each kind has what makes its tensors from products with the operator, and what applies its inverse,
-which also runs inside a graph. Neither scipy nor TensorFlow has one that is made from products
-alone.
+Each kind has a function that computes its tensors from products with the operator, and a function
+that applies its inverse, eagerly or inside a graph. Neither scipy nor TensorFlow has a
+preconditioner that needs only products.
 """
 
 from __future__ import annotations
@@ -12,26 +12,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import scipy.linalg
 import tensorflow as tf
 from scipy.sparse.linalg import LinearOperator
 
 from hvp._errors import HvpError
 from hvp._operators.operator import SymmetricOperator, check_damping
 from hvp._runtime.arguments import check_count
+from hvp._solve.nystrom import NystromSketch, nystrom_factors
 from hvp._solve.rows import Rows
 from hvp._vectors.arrays import check_array
 
-# Random signs for the diagonal, and what its entries are at least, in units of their mean.
+# Number of random sign vectors for the estimate of the diagonal, and the lower bound on the
+# entries of the estimate, relative to their mean.
 _SAMPLES = 16
-_LEAST = 1e-2
-# Eigenvalues of a sketch are rounding below so many units for each of its columns.
-_ROUNDING = 8
-# How far an indefinite operator is shifted, in units of the most negative eigenvalue of its sketch.
-_SHIFT = 4
-# An adaptive rank begins with so many columns, doubles, and ends where the last eigenvalue found is
-# so many times the damping, or the rank so large a part of `n`.
-_FIRST_RANK, _SMALL, _LARGEST_PART = 16, 10.0, 0.5
+_MIN_ENTRY = 1e-2
+# An adaptive rank begins at _FIRST_RANK and doubles until the smallest eigenvalue of the sketch is
+# at most _SMALL times the damping, or the rank reaches the part _MAX_PART of `n`.
+_FIRST_RANK, _SMALL, _MAX_PART = 16, 10.0, 0.5
 
 Tensors = Sequence[tf.Tensor]
 
@@ -43,13 +40,13 @@ class Kind:
     Attributes
     ----------
     make : callable
-        Takes an operator, the rank wanted and a seed of two integers; returns tensors.
+        Takes an operator, the rank and a seed of two integers. Returns the tensors.
     shapes : callable
-        Takes `n` and the rank; returns the tensors' shapes.
+        Takes `n` and the rank. Returns the shapes of the tensors.
     solve : callable
-        Takes a vector, or rows, and the tensors; returns the inverse times these.
+        Takes a vector or rows, and the tensors. Returns the inverse times the vector or rows.
     products : callable
-        Takes the rank; tells how many products `make` needs.
+        Takes the rank. Returns the number of products that `make` needs.
     """
 
     make: Callable[[SymmetricOperator, int, Any], list[tf.Tensor]]
@@ -58,22 +55,23 @@ class Kind:
     products: Callable[[int], int]
 
 
-# The key of a preconditioner of which only what it does is known.
+# Key of a preconditioner that is an opaque operator of scipy's.
 UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True)
 class Precondition:
-    """What a method applies, in a graph.
+    """A preconditioner as a Krylov method applies it, in a graph.
 
     Attributes
     ----------
     key : hashable
-        Of functions and shapes: those of one key share a graph, but for `UNKNOWN`.
+        Identifies the function and the shapes. Preconditioners with the same key share a graph,
+        except those with the key `UNKNOWN`.
     tensors : list of tf.Tensor
-        Given to the graph.
+        Arguments of the graph.
     apply : callable
-        Takes rows and the tensors; returns the inverse times the rows.
+        Takes rows and the tensors. Returns the inverse times the rows.
     """
 
     key: Hashable
@@ -85,7 +83,10 @@ NO_PRECONDITION = Precondition(None, [], lambda rows, tensors: rows)
 
 
 def _diagonal(rows: Rows, samples: int, seed: Any) -> np.ndarray:
-    """Estimate the diagonal (Bekas, Kokiopoulou and Saad 2007)."""
+    """Estimate the diagonal as the mean of `z * (A z)` over random sign vectors `z`.
+
+    The undamped operator is used. See `DiagonalPreconditioner` for the reference.
+    """
     bits = tf.random.stateless_uniform((samples, rows.size), seed, 0, 2, tf.int32)
     signs = tf.cast(2 * bits - 1, rows.dtype)
     return tf.reduce_mean(signs * rows.multiply(signs), axis=0).numpy()
@@ -98,93 +99,33 @@ def _make_diagonal(operator: SymmetricOperator, rank: int, seed: Any) -> list[tf
 
 
 def _bounded(estimate: np.ndarray) -> np.ndarray:
-    least = _LEAST * estimate.mean()
-    # All the same where the operator is zero.
-    return np.maximum(estimate, least) if least > 0 else np.ones_like(estimate)
-
-
-class _Sketch:
-    """The largest eigenvalues of the positive part (Frangella, Tropp and Udell 2023).
-
-    Parameters
-    ----------
-    rows : Rows
-        The operator.
-    seed : sequence of int
-        Two.
-    """
-
-    def __init__(self, rows: Rows, seed: Any) -> None:
-        self._rows, self._seed = rows, seed
-        self._basis = np.zeros((0, rows.size), rows.dtype.as_numpy_dtype)
-        self._images = self._basis.copy()
-
-    def extend(self, rank: int) -> None:
-        """Multiply as many random vectors as are wanting."""
-        have = len(self._basis)
-        seed = [int(self._seed[0]), int(self._seed[1]) + have]
-        shape = (rank - have, self._rows.size)
-        drawn = tf.random.stateless_normal(shape, seed, dtype=self._rows.dtype).numpy()
-        for _ in range(2):  # once is not enough against rounding
-            drawn -= (drawn @ self._basis.T) @ self._basis
-        drawn = np.ascontiguousarray(scipy.linalg.qr(drawn.T, mode="economic")[0].T)
-        self._basis = np.concatenate([self._basis, drawn])
-        images = self._rows.multiply(tf.constant(drawn)).numpy()
-        self._images = np.concatenate([self._images, images])
-
-    def eigen(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return eigenvalues, decreasing, and eigenvectors as columns; what is not used is zero."""
-        core = (self._basis @ self._images.T).astype(np.float64)
-        values, vectors = scipy.linalg.eigh((core + core.T) / 2)
-        eps = np.finfo(self._images.dtype).eps
-        rounding = np.abs(values).max(initial=0) * len(values) * _ROUNDING * eps
-        # Of an indefinite operator the method would find eigenvalues that are far too large: it
-        # needs a shift that makes it definite, more or less, which is taken off afterwards.
-        shift = -_SHIFT * values[0] if values[0] < -rounding else 0.0
-        images = self._images + np.asarray(shift, self._images.dtype) * self._basis
-        values = values + shift
-        used = values > rounding
-        roots = np.where(used, 1 / np.sqrt(np.where(used, values, 1)), 0)
-        factor = (vectors * roots).T.astype(images.dtype) @ images
-        squares, mixing = scipy.linalg.eigh((factor @ factor.T).astype(np.float64))
-        squares, mixing = squares[::-1], mixing[:, ::-1]
-        found = squares > 0
-        scale = np.where(found, 1 / np.sqrt(np.where(found, squares, 1)), 0)
-        left = ((mixing * scale).T.astype(factor.dtype) @ factor).T
-        eigenvalues = np.where(found, squares - shift, 0)
-        return np.maximum(eigenvalues, 0), np.ascontiguousarray(left)
+    """Bound the estimate of the diagonal away from zero; return ones if it is zero."""
+    lowest = _MIN_ENTRY * estimate.mean()
+    return np.maximum(estimate, lowest) if lowest > 0 else np.ones_like(estimate)
 
 
 def _make_nystrom(operator: SymmetricOperator, rank: int, seed: Any) -> list[tf.Tensor]:
     rows = Rows(operator)
-    sketch = _Sketch(rows, seed)
+    sketch = NystromSketch(rows, seed)
     sketch.extend(rank)
     eigenvalues, vectors = sketch.eigen()
-    factors = _factors(eigenvalues, operator.damping)
+    factors = nystrom_factors(eigenvalues, operator.damping)
     return [tf.constant(vectors), tf.constant(factors, rows.dtype)]
 
 
-def _factors(eigenvalues: np.ndarray, damping: float) -> np.ndarray:
-    """Return what is added to the identity, to make the inverse, along each eigenvector."""
-    shifted = eigenvalues + max(damping, 0.0)
-    kept = eigenvalues > 0
-    least = shifted[kept].min(initial=np.inf)
-    return np.where(kept, least / np.where(kept, shifted, 1) - 1, 0)
-
-
-def _solve_nystrom(given: tf.Tensor, tensors: Tensors) -> tf.Tensor:
+def _solve_nystrom(rows: tf.Tensor, tensors: Tensors) -> tf.Tensor:
     vectors, factors = tensors
-    if given.shape.rank == 1:
-        along = factors * tf.linalg.matvec(vectors, given, transpose_a=True)
-        return given + tf.linalg.matvec(vectors, along)
-    return given + tf.matmul((given @ vectors) * factors, vectors, transpose_b=True)
+    if rows.shape.rank == 1:
+        coefficients = factors * tf.linalg.matvec(vectors, rows, transpose_a=True)
+        return rows + tf.linalg.matvec(vectors, coefficients)
+    return rows + tf.matmul((rows @ vectors) * factors, vectors, transpose_b=True)
 
 
 PRECONDITIONERS = {
     "diagonal": Kind(
         make=_make_diagonal,
         shapes=lambda size, rank: [[size]],
-        solve=lambda vector, tensors: vector / tensors[0],
+        solve=lambda rows, tensors: rows / tensors[0],
         products=lambda rank: _SAMPLES,
     ),
     "nystrom": Kind(
@@ -197,21 +138,23 @@ PRECONDITIONERS = {
 
 
 class Preconditioner(LinearOperator):
-    """What the preconditioners have in common: scipy's `M`, and part of a graph in `hvp.solve`.
+    """Base class: an operator for scipy's `M`, and part of the graph in `hvp.solve`.
 
     Parameters
     ----------
     kind : str
-        Of `PRECONDITIONERS`.
+        A key of `PRECONDITIONERS`.
     tensors : list of tf.Tensor
-        Of that kind.
+        The tensors of that kind.
     size : int
-        Of a vector.
+        Length of a vector.
 
     Attributes
     ----------
+    precondition : Precondition
+        The preconditioner as a Krylov method applies it.
     products : int
-        Of the operator, that were needed to make it.
+        Number of products with the operator that its construction needed.
     """
 
     products = 0
@@ -238,29 +181,37 @@ class Preconditioner(LinearOperator):
 
 
 class NystromPreconditioner(Preconditioner):
-    """A preconditioner that knows an operator's largest eigenvalues.
+    """A preconditioner from approximations of an operator's largest eigenvalues.
 
-    With the eigenvalues `e` and eigenvectors `U` found, and the damping `mu`, it is the inverse of
-    `U (e + mu) U.T / (e[-1] + mu) + I - U U.T` (Frangella, Tropp and Udell 2023 [FTU]_). Worth its
-    products where a few eigenvalues are much larger than the rest, or it serves many times.
+    The eigenvalues `e`, in decreasing order, and eigenvectors `U` are those of a randomized
+    Nystrom approximation [FTU]_. With the damping `mu`, the preconditioner is the inverse of
+    `U (e + mu) U.T / (e[-1] + mu) + I - U U.T`. It is worth its products if a few eigenvalues are
+    much larger than the rest, or if you use it for many solves.
 
     Parameters
     ----------
     H : HessianOperator or scipy LinearOperator
-        What is to be solved with; symmetric. Negative eigenvalues are left as they are, and make
-        those found less exact.
+        The symmetric operator of the system. Negative eigenvalues are not preconditioned, and make
+        the others less accurate.
     rank : int, optional
-        How many eigenvalues, and products. By default grows until the last one found is less than
-        ten times the damping, or half of `n`.
+        Number of eigenvalues, and of products. By default the rank doubles, from 16, until the
+        smallest eigenvalue is at most ten times the damping, or the rank is half of `n`.
     damping : float, optional
-        Added to the operator's own, as in `solve`.
+        Multiple of the identity that is added to the operator's own damping, as in `solve`.
     seed : int, optional
-        Of the random vectors.
+        Seed of the random vectors.
 
     Attributes
     ----------
     eigenvalues : ndarray
-        Those found, without damping, of shape `(rank,)`, decreasing.
+        The approximate eigenvalues without damping, of shape `(rank,)`, decreasing.
+    products : int
+        Number of products that were computed.
+
+    Raises
+    ------
+    HvpError
+        If the rank or the damping is invalid.
 
     References
     ----------
@@ -292,39 +243,52 @@ class NystromPreconditioner(Preconditioner):
             check_count(rank, "rank")
             if rank > rows.size:
                 raise HvpError(f"the rank is {rank}", f"at most n = {rows.size}")
-        sketch = _Sketch(rows, (seed, 0))
-        largest = max(1, int(_LARGEST_PART * rows.size)) if rank is None else rank
-        size = min(_FIRST_RANK, largest) if rank is None else rank
+        sketch = NystromSketch(rows, (seed, 0))
+        max_rank = max(1, int(_MAX_PART * rows.size)) if rank is None else rank
+        size = min(_FIRST_RANK, max_rank) if rank is None else rank
         while True:
             sketch.extend(size)
             self.eigenvalues, vectors = sketch.eigen()
-            if size >= largest or self.eigenvalues[-1] <= _SMALL * total:
+            if size >= max_rank or self.eigenvalues[-1] <= _SMALL * total:
                 break
-            size = min(2 * size, largest)
+            size = min(2 * size, max_rank)
         self.products = size
-        tensors = [tf.constant(vectors), tf.constant(_factors(self.eigenvalues, total), rows.dtype)]
+        tensors = [
+            tf.constant(vectors),
+            tf.constant(nystrom_factors(self.eigenvalues, total), rows.dtype),
+        ]
         super().__init__("nystrom", tensors, rows.size)
 
 
 class DiagonalPreconditioner(Preconditioner):
     """The inverse of the absolute values of an operator's diagonal.
 
+    The diagonal of `H` is estimated by the mean of `z * (H @ z)` over vectors `z` of random signs
+    [BKS]_. Entries below a hundredth of the mean absolute value are raised to that.
+
     Parameters
     ----------
     H : HessianOperator or scipy LinearOperator
-        What is to be solved with; symmetric.
+        The symmetric operator of the system.
     samples : int, optional
-        Products. The estimate's error falls as their square root (Bekas, Kokiopoulou and Saad
-        2007 [BKS]_).
+        Number of random vectors, and of products. The error of the estimate decreases with its
+        square root.
     damping : float, optional
-        Added to the operator's own, as in `solve`.
+        Multiple of the identity that is added to the operator's own damping, as in `solve`.
     seed : int, optional
-        Of the random signs.
+        Seed of the random signs.
 
     Attributes
     ----------
     diagonal : ndarray
-        The estimate, of shape `(n,)`, damping included.
+        The estimate of the damped operator's diagonal, of shape `(n,)`.
+    products : int
+        Number of products that were computed.
+
+    Raises
+    ------
+    HvpError
+        If the number of samples or the damping is invalid.
 
     References
     ----------

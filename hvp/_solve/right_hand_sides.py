@@ -1,4 +1,4 @@
-"""Right-hand sides, as they are given, and answers in the same form."""
+"""Right-hand sides in any form a user may pass, and solutions in the same form."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from hvp._vectors.arrays import check_array, make_array
 
 
 class RightHandSides:
-    """One vector, the columns of a matrix, or a nest like the variables.
+    """One vector, the columns of a matrix, or a nest with the structure of the variables.
 
     Parameters
     ----------
     rows : Rows
-        The operator they go with.
+        The operator of the system.
     b : array_like, tf.Tensor or nest
-        What was given.
+        The right-hand sides, as the user passed them.
     name : str
-        What to call it in messages.
+        The name of the argument, for error messages.
 
     Attributes
     ----------
     rows : ndarray
-        Of shape `(k, n)`: one vector in each row.
+        The right-hand sides as rows, of shape `(k, n)`.
     single : bool
-        Whether it was one vector or a nest.
+        Whether `b` is a single vector or a nest, rather than a matrix.
 
     Raises
     ------
     InvalidVectorError
-        If it has another shape or kind, or entries that are not finite.
+        If `b` has another shape or type, or entries that are not finite.
     """
 
     def __init__(self, rows: Rows, b: Any, name: str) -> None:
         self._operator = rows.operator
-        self._nest = rows.own and self._is_nest(b, rows.size)
+        self._nest = rows.native and self._is_nest(b, rows.size)
         self._tensor = not self._nest and tf.is_tensor(b)
         if self._nest:
             b = self._operator.flatten(b)
@@ -49,31 +49,32 @@ class RightHandSides:
         dtype = np.dtype(rows.dtype.as_numpy_dtype)
         array = make_array(b)
         if array.ndim not in (1, 2) or array.shape[0] != rows.size:
-            shown = f"has shape {array.shape}" if array.ndim else f"is {type(b).__name__}"
+            description = f"has shape {array.shape}" if array.ndim else f"is {type(b).__name__}"
             expected = f"shape ({rows.size},) or ({rows.size}, k)"
-            nest = ", or a nest like the variables" if rows.own else ""
-            raise InvalidVectorError(f"{name} {shown}", expected + nest)
+            nest = ", or a nest like the variables" if rows.native else ""
+            raise InvalidVectorError(f"{name} {description}", expected + nest)
         array = check_array(array, rows.size, dtype, ndims=(array.ndim,), name=name)
         self.single = array.ndim == 1
         self.rows = np.array(np.atleast_2d(array.T), order="C")
 
     def like(self, rows: np.ndarray) -> Any:
-        """Return rows in the form of what was given."""
+        """Return rows in the form of the right-hand sides."""
         if self._nest:
             return self._operator.unflatten(tf.constant(rows[0]))
         array = rows[0] if self.single else np.ascontiguousarray(rows.T)
         return tf.constant(array) if self._tensor else array
 
     def of_columns(self, values: np.ndarray) -> Any:
-        """Return what there is of each column: a number if there is one vector."""
+        """Return one value for each column, as a Python number if there is a single vector."""
         return values[0].item() if self.single else values
 
     def _is_nest(self, b: Any, size: int) -> bool:
         space = core_of(self._operator).space
         nested = tf.nest.is_nested(space.structure)
-        if not tf.nest.is_nested(b):  # one variable: b may be shaped like it
+        if not tf.nest.is_nested(b):  # with a single variable, b may have the variable's shape
             shape = tuple(getattr(b, "shape", ()))
             return not nested and shape == space.shapes[0] and shape[:1] != (size,)
+        # A list or tuple of n numbers is a vector, unless the variables are n scalars.
         leaves = tf.nest.flatten(b)
         numbers = isinstance(b, (list, tuple)) and all(np.ndim(leaf) == 0 for leaf in leaves)
         return not numbers or (len(leaves) != size and nested)

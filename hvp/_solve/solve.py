@@ -1,8 +1,9 @@
 """Linear systems with a symmetric operator, for one or many right-hand sides.
 
-scipy's and TensorFlow's solvers take one right-hand side at a time, and a product of a block costs
-much less than as many products; scipy's know no negative curvature, TensorFlow's take positive
-definite operators only. So the iterations are the package's own; dense matrices go to scipy.
+The solvers of scipy and TensorFlow take one right-hand side at a time, although the product of a
+block costs much less than the separate products. Those of scipy do not detect negative curvature,
+and those of TensorFlow require a positive definite operator. The iterations are therefore
+implemented here; dense matrices are solved by scipy.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from hvp._solve.conjugate_gradients import CONJUGATE_GRADIENTS
 from hvp._solve.equations import Equations, Solution, solve_exactly, solve_iteratively
 from hvp._solve.method import Method
 from hvp._solve.minres import MINRES
-from hvp._solve.outcome import Outcome
+from hvp._solve.outcome import SolveOutcome
 from hvp._solve.preconditioners import (
     NO_PRECONDITION,
     UNKNOWN,
@@ -45,41 +46,44 @@ _PRECONDITIONERS: dict[str, Any] = {
     "nystrom": NystromPreconditioner,
     "diagonal": DiagonalPreconditioner,
 }
-# With "auto", matrices up to the first size go to the dense solver, and up to the second if there
-# are so many right-hand sides that it needs hardly more products.
+# With "auto", the dense solver is used up to the size _SMALL. Up to the size _DENSE it is used if
+# there are so many right-hand sides that iterations, at least _PER_COLUMN for each, would need
+# about as many products.
 _SMALL, _DENSE, _PER_COLUMN = 128, 2048, 5
-# Iterations by default, in units of n, as in scipy.
+# The default of maxiter, in units of n, as in scipy.
 _ITERATIONS = 10
 
 
 @dataclass(frozen=True, repr=False)
 class SolveResult:
-    """Solutions, and how good they are.
+    """The result of `solve`: the solutions and their accuracy.
 
-    Where `b` was one vector or nest, arrays over columns are single numbers.
+    If `b` was a single vector or a nest, the attributes with one entry per column are numbers.
 
     Attributes
     ----------
     x : ndarray, tf.Tensor or nest
-        In the form of `b`. A column that did not converge holds the best that was found.
+        The solutions, in the form of `b`. A column that did not converge holds the best solution
+        of the iteration.
     converged : ndarray of bool, or bool
-        Whether the residual is as small as was asked for; for each column, of shape `(k,)`.
+        Whether each column has converged, of shape `(k,)`.
     iterations : ndarray of int, or int
-        Of each column.
+        Number of iterations of each column.
     residual_norms : ndarray, or float
-        Euclidean norms of `b - (H + damping I) x`, by a product at the end.
+        Euclidean norms of `b - (H + damping I) x`, computed by a product at the end.
     negative_curvature : ndarray, tf.Tensor, nest or None
-        A direction for each column along which the damped operator's curvature is not positive,
-        where one was met, and zeros elsewhere; in the form of `b`. None if none was met.
+        For each column, a direction along which the curvature of the damped operator is not
+        positive, if the method met one, and zeros otherwise; in the form of `b`. None if no column
+        met one.
     outcomes : ndarray of str, or str
-        ``"converged"``, ``"negative curvature"``, ``"least squares"`` (the operator is singular, or
-        so badly conditioned that to its method it looks so, and no solution was found; `x` is the
-        shortest of those that leave the least residual),
-        ``"stalled"`` (the residual has stopped falling) or ``"maxiter"``.
+        For each column, ``"converged"``, ``"negative curvature"``, ``"least squares"`` (the
+        operator is singular, or so ill-conditioned that it appears to be, and no solution exists;
+        `x` is the least-squares solution of smallest norm), ``"stalled"`` (the residual has stopped
+        falling) or ``"maxiter"``.
     method : str
-        What was used, in this order.
+        The methods that were used, in order.
     products : int
-        Of the operator with vectors.
+        Number of products of the operator with vectors.
     """
 
     x: Any
@@ -92,9 +96,9 @@ class SolveResult:
     products: int
 
     def __repr__(self) -> str:
-        good, total = int(np.sum(self.converged)), int(np.size(self.converged))
+        count, total = int(np.sum(self.converged)), int(np.size(self.converged))
         return (
-            f"SolveResult({good} of {total} converged by {self.method}, {self.products} products, "
+            f"SolveResult({count} of {total} converged by {self.method}, {self.products} products, "
             f"residual norms up to {np.max(self.residual_norms, initial=0):.3g})"
         )
 
@@ -118,36 +122,41 @@ def solve(
     Parameters
     ----------
     H : HessianOperator, or scipy LinearOperator or matrix
-        Real and symmetric. Of the package's own operators products are computed in blocks, inside a
+        Real and symmetric. Products with an operator of this package are computed in blocks, in a
         graph that runs some tens of iterations at a time.
     b : array_like of shape `(n,)` or `(n, k)`, tf.Tensor, or nest
-        One vector, or one in each column; or a nest like the variables.
+        A single right-hand side, or one in each column, or a nest with the structure of the
+        variables.
     method : {"auto", "cg", "block_cg", "minres", "exact"}, optional
-        ``"cg"``, conjugate gradients, for positive definite operators; columns that have converged
-        drop out. ``"block_cg"``, where every column searches the Krylov space of all: the fewest
-        products for many columns. ``"minres"`` for indefinite and singular operators. ``"exact"``,
-        by all eigenvalues, for small `n`. ``"auto"`` takes ``"exact"`` where that is cheapest,
-        else conjugate gradients, for more than one column those of the block; with columns that
-        have met negative curvature it goes on by all eigenvalues up to `n` of 2048, and by MINRES
-        above.
+        - ``"cg"`` is the method of conjugate gradients, for positive definite operators. Columns
+          that have converged are removed from the block.
+        - ``"block_cg"`` is the method of block conjugate gradients, in which every column searches
+          the Krylov space of all columns. It needs the fewest products for many columns.
+        - ``"minres"`` is for indefinite and singular operators.
+        - ``"exact"`` computes all eigenvalues, for small `n`.
+        - ``"auto"``, the default, chooses ``"exact"`` if that is cheapest, otherwise ``"cg"`` for
+          a single column or with a preconditioner and ``"block_cg"`` for more columns. The columns
+          in which these meet negative curvature are then solved by ``"exact"`` for `n` up to 2048,
+          and by ``"minres"`` for larger `n`.
     damping : float, optional
-        Added to the operator's own.
+        Multiple of the identity that is added to the operator's own damping.
     rtol, atol : float, optional
-        A column has converged when the norm of its residual is at most `rtol` times the norm of its
-        right-hand side, or `atol`.
+        A column has converged when the norm of its residual is at most
+        `max(rtol * norm(b), atol)`.
     maxiter : int, optional
-        Iterations for each column; 10 `n` by default.
+        Upper bound on the iterations of each column; `10 * n` by default.
     M : {"nystrom", "diagonal"}, preconditioner or LinearOperator, optional
-        Approximates the inverse, positive definite. By name it is made for this call. For
-        conjugate gradients of single columns, and MINRES.
+        A positive definite approximation of the inverse, for ``"cg"`` and ``"minres"``. A name
+        computes a preconditioner for this call.
     x0 : like `b`, optional
-        Where to begin; zero by default.
+        Initial guess; zero by default.
     progress : bool or "always", optional
-        Shows a bar over the columns, by tqdm, on a terminal; with ``"always"`` anywhere.
+        Whether to show a progress bar over the columns, with tqdm, if the output is a terminal.
+        With ``"always"`` the bar is shown in any case.
     checkpoint : str or Path, optional
-        A file in which columns that are finished, and the iterates of the others, are saved twice a
-        minute and when interrupted. The same call, started again, goes on from there; that of
-        another operator, right-hand side or setting is refused.
+        A file in which the solutions and iterates are saved twice a minute and when the call is
+        interrupted. The same call resumes from the file. A file from a call with another operator,
+        right-hand side or setting is refused.
 
     Returns
     -------
@@ -156,30 +165,33 @@ def solve(
     Warns
     -----
     ConvergenceWarning
-        If a column has not converged. Make it an error by
+        If a column has not converged. To make it an error, call
         ``warnings.simplefilter("error", hvp.ConvergenceWarning)``.
 
     Raises
     ------
     InvalidVectorError
-        If `b` or `x0` has another shape or kind, or entries that are not finite.
+        If `b` or `x0` has another shape or type, or entries that are not finite.
     NonFiniteError
         If a product is not finite.
     CheckpointError
-        If the checkpoint cannot be written, or is of another run.
+        If the checkpoint cannot be written, or belongs to another call.
     TooLargeError
-        If `method` is ``"exact"`` and `n` larger than 4096.
+        If `method` is ``"exact"`` and `n` is larger than 4096.
+    GraphModeError
+        If the function is called while TensorFlow traces a graph.
     HvpError
-        If another argument is not what it should be.
+        If another argument is invalid.
 
     Notes
     -----
-    What the iterations believe of their residuals is checked by a product at the end, and they
-    begin again from there where rounding has made the two differ. In exact arithmetic the solution
-    of a consistent singular system, from zero, is the shortest.
+    The residuals of the solutions are computed by a product at the end, because those of the
+    iterations differ by rounding. If a residual turns out to be too large, the iterations begin
+    again from there, as long as that helps. In exact arithmetic, and from the initial guess zero,
+    the solution of a consistent singular system is the one of smallest norm.
 
-    Columns of a block are at most 128 and take at most 1 GiB; more are solved one block after the
-    other.
+    A block has at most 128 columns and takes at most 1 GiB of memory. More columns are solved block
+    by block.
 
     Examples
     --------
@@ -193,79 +205,90 @@ def solve(
     (array([1., 1., 1.], dtype=float32), True)
     """
     rows = Rows(H)
-    if rows.own:
-        _ = H.value  # an operator that is closed or stale says so before anything is done
+    if rows.native:
+        _ = H.value  # raises if the operator is closed or stale
     _check(method, damping, rtol, atol, maxiter, M)
     check_progress(progress)
-    given = RightHandSides(rows, b, "b")
+    right_hand_sides = RightHandSides(rows, b, "b")
+    columns = right_hand_sides.rows
     start = None if x0 is None else RightHandSides(rows, x0, "x0").rows
-    if start is not None and start.shape != given.rows.shape:
+    if start is not None and start.shape != columns.shape:
         raise InvalidVectorError(
-            f"x0 has {len(start)} columns, and b has {len(given.rows)}", "as many"
+            f"x0 has {len(start)} columns, but b has {len(columns)}", "the same number of columns"
         )
     equations = Equations(
         rows,
         float(rows.damping + damping),
-        np.maximum(rtol * norms(given.rows), atol),
+        np.maximum(rtol * norms(columns), atol),
         _ITERATIONS * rows.size if maxiter is None else int(maxiter),
     )
-    if method == "auto" and M is None and len(given.rows) and _is_dense(rows.size, len(given.rows)):
+    if method == "auto" and M is None and len(columns) and _is_dense(rows.size, len(columns)):
         method = "exact"
-    precondition, made = _precondition(rows, M, damping)
-    kept = None
+    precondition, setup_products = _precondition(rows, M, damping)
+    file = None
     if checkpoint is not None:
         settings = [method, equations.damping, rtol, atol, equations.maxiter]
         fingerprint = {
             "call": "hvp.solve",
             **rows.fingerprint(),
-            "right-hand sides": digest(given.rows),
+            "right-hand sides": digest(columns),
             "start": "" if start is None else digest(start),
-            "preconditioner": _fingerprint_of(precondition, rows),
+            "preconditioner": _fingerprint(precondition, rows),
             "settings": repr(settings),
         }
-        kept = Checkpoint(checkpoint, fingerprint)
+        file = Checkpoint(checkpoint, fingerprint)
     if method == "exact":
-        saved = {} if kept is None else kept.load()
-        solution = Solution.of_arrays(saved) if saved else solve_exactly(equations, given.rows)
-        if kept is not None and not saved:
-            kept.save(solution.arrays())
-        return _result(given, solution, ["exact"])
-    methods = _methods(method, rows.size, len(given.rows), M)
+        saved_state = {} if file is None else file.load()
+        if saved_state:
+            solution = Solution.of_arrays(saved_state)
+        else:
+            solution = solve_exactly(equations, columns)
+            if file is not None:
+                file.save(solution.arrays())
+        return _result(right_hand_sides, solution, ["exact"])
+    methods = _methods(method, rows.size, len(columns), M)
     solution, used = solve_iteratively(
-        equations, given.rows, start, methods, precondition, progress, kept
+        equations, columns, start, methods, precondition, progress, file
     )
-    solution.products += made
-    negative = np.flatnonzero(solution.outcome == Outcome.NEGATIVE_CURVATURE)
+    solution.products += setup_products
+    negative = np.flatnonzero(solution.outcome == SolveOutcome.NEGATIVE_CURVATURE)
     if method == "auto" and len(methods) == 1 and len(negative):
-        some = replace(equations, tolerance=equations.tolerance[negative])
-        solution.replace(negative, solve_exactly(some, given.rows[negative]))
+        remaining = replace(equations, tolerance=equations.tolerance[negative])
+        solution.replace(negative, solve_exactly(remaining, columns[negative]))
         used.append("exact")
-    return _result(given, solution, used)
+    return _result(right_hand_sides, solution, used)
 
 
 def _check(method: Any, damping: Any, rtol: Any, atol: Any, maxiter: Any, M: Any) -> None:
     if not tf.executing_eagerly():
-        raise GraphModeError("solve is called while TensorFlow traces a graph", "eager execution")
+        raise GraphModeError("solve was called while TensorFlow traces a graph", "eager execution")
     if method not in _NAMES:
         raise HvpError(f"the method is {method!r}", " or ".join(map(repr, _NAMES)))
     check_damping(damping)
     for name, value in (("rtol", rtol), ("atol", atol)):
         real = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
         if not real or not math.isfinite(value) or value < 0:
-            raise HvpError(f"the argument {name} is {value!r}", "a number that is not negative")
+            raise HvpError(f"the argument {name} is {value!r}", "a nonnegative number")
     if maxiter is not None:
         check_count(maxiter, "maxiter")
     if M is not None and method in ("block_cg", "exact"):
-        raise HvpError(f"M is given, and the method is {method!r}", "'cg' or 'minres', with M")
+        raise HvpError(
+            f"the method is {method!r}, which takes no preconditioner M",
+            "the method 'cg' or 'minres'",
+            "choose one of these methods, or leave M out",
+        )
 
 
 def _is_dense(size: int, count: int) -> bool:
-    """Whether all eigenvalues cost no more than iterations would, about."""
+    """Whether computing all eigenvalues costs about the same as iterations, or less."""
     return size <= max(_SMALL, min(_DENSE, _PER_COLUMN * count))
 
 
 def _methods(method: str, size: int, count: int, M: Any) -> list[Method]:
-    """Return the iterations; "auto" goes on by all eigenvalues where those are cheap."""
+    """Return the Krylov methods to try, in order.
+
+    For `method="auto"` and a small size, the columns that remain are solved exactly instead.
+    """
     if method != "auto":
         return [_KRYLOV[method]]
     first = BLOCK_CONJUGATE_GRADIENTS if count > 1 and M is None else CONJUGATE_GRADIENTS
@@ -273,79 +296,83 @@ def _methods(method: str, size: int, count: int, M: Any) -> list[Method]:
 
 
 def _precondition(rows: Rows, M: Any, damping: float) -> tuple[Precondition, int]:
-    """Return what applies the preconditioner, and the products that were needed to make it."""
+    """Return the preconditioner, and the number of products that it needed."""
     if M is None:
         return NO_PRECONDITION, 0
-    made = 0
+    products = 0
     if isinstance(M, str):
         if M not in _PRECONDITIONERS:
             raise HvpError(f"M is {M!r}", " or ".join(map(repr, _PRECONDITIONERS)))
         M = _PRECONDITIONERS[M](rows.operator, damping=damping)
-        made = M.products
-    known = isinstance(M, (LinearOperator, np.ndarray)) or hasattr(M, "toarray")
-    if not known or tuple(M.shape) != (rows.size, rows.size):
-        shown = f"of shape {tuple(M.shape)}" if known else type(M).__name__
+        products = M.products
+    is_matrix = isinstance(M, (LinearOperator, np.ndarray)) or hasattr(M, "toarray")
+    if not is_matrix or tuple(M.shape) != (rows.size, rows.size):
+        description = f"of shape {tuple(M.shape)}" if is_matrix else type(M).__name__
         raise HvpError(
-            f"M is {shown}",
-            f"'nystrom', 'diagonal', or a preconditioner or LinearOperator of {rows.size} rows",
+            f"M is {description}",
+            "'nystrom', 'diagonal', or a preconditioner or LinearOperator of shape "
+            f"({rows.size}, {rows.size})",
         )
     if isinstance(M, Preconditioner) and M.dtype == rows.dtype.as_numpy_dtype:
-        return M.precondition, made
+        return M.precondition, products
     operator = aslinearoperator(M)
 
-    def in_numpy(block: np.ndarray) -> np.ndarray:
+    def apply_in_numpy(block: np.ndarray) -> np.ndarray:
         return np.ascontiguousarray(operator.matmat(block.T).T, block.dtype)
 
     def apply(block: tf.Tensor, tensors: Any) -> tf.Tensor:
         del tensors
-        return tf.ensure_shape(tf.numpy_function(in_numpy, [block], block.dtype), block.shape)
+        product = tf.numpy_function(apply_in_numpy, [block], block.dtype)
+        return tf.ensure_shape(product, block.shape)
 
-    return Precondition(UNKNOWN, [], apply), made
+    return Precondition(UNKNOWN, [], apply), products
 
 
-def _fingerprint_of(precondition: Precondition, rows: Rows) -> str:
-    """Return what tells a preconditioner from others, also in another process."""
+def _fingerprint(precondition: Precondition, rows: Rows) -> str:
+    """Return a fingerprint of a preconditioner, which is the same in every process."""
     if precondition.key is not UNKNOWN:
         return " ".join([repr(precondition.key), *map(digest, precondition.tensors)])
-    applied = precondition.apply(tf.constant(rows.probe()), precondition.tensors)
-    return f"{UNKNOWN} {digest(applied)}"
+    product = precondition.apply(tf.constant(rows.probe()), precondition.tensors)
+    return f"{UNKNOWN} {digest(product)}"
 
 
-def _result(given: RightHandSides, solution: Solution, used: list[str]) -> SolveResult:
-    converged = solution.outcome == Outcome.CONVERGED
-    outcomes = np.array([str(Outcome(number)) for number in solution.outcome], dtype=object)
-    met = bool(solution.directions.any())
+def _result(right_hand_sides: RightHandSides, solution: Solution, used: list[str]) -> SolveResult:
+    """Return the solution in the form of the right-hand sides; warn if it is incomplete."""
+    converged = solution.outcome == SolveOutcome.CONVERGED
+    outcomes = np.array([str(SolveOutcome(number)) for number in solution.outcome], dtype=object)
+    directions = solution.directions
     result = SolveResult(
-        x=given.like(solution.x),
-        converged=given.of_columns(converged),
-        iterations=given.of_columns(solution.iterations),
-        residual_norms=given.of_columns(solution.residual_norms),
-        negative_curvature=given.like(solution.directions) if met else None,
-        outcomes=outcomes[0] if given.single else outcomes,
+        x=right_hand_sides.like(solution.x),
+        converged=right_hand_sides.of_columns(converged),
+        iterations=right_hand_sides.of_columns(solution.iterations),
+        residual_norms=right_hand_sides.of_columns(solution.residual_norms),
+        negative_curvature=right_hand_sides.like(directions) if directions.any() else None,
+        outcomes=outcomes[0] if right_hand_sides.single else outcomes,
         method=", ".join(used),
         products=solution.products,
     )
     if not converged.all():
-        warnings.warn(_said(solution, outcomes), ConvergenceWarning, stacklevel=3)
+        warnings.warn(_warning(solution), ConvergenceWarning, stacklevel=3)
     return result
 
 
 _ADVICE = {
-    Outcome.NEGATIVE_CURVATURE: "the operator is not positive definite: raise damping, or use "
+    SolveOutcome.NEGATIVE_CURVATURE: "the operator is not positive definite: raise damping, or use "
     "method='minres'",
-    Outcome.LEAST_SQUARES: "the operator is singular, or nearly so, and x is of least squares: "
-    "raise damping",
-    Outcome.STALLED: "the residual has stopped falling, for rounding or an ill-conditioned "
-    "operator: raise rtol or damping, or use float64",
-    Outcome.MAXITER: "more iterations are needed: raise maxiter, or use M='nystrom'",
+    SolveOutcome.LEAST_SQUARES: "the operator is singular, or nearly so, and x is a least-squares "
+    "solution: raise damping",
+    SolveOutcome.STALLED: "the residual has stopped falling, because of rounding or an "
+    "ill-conditioned operator: raise rtol or damping, or use float64",
+    SolveOutcome.MAXITER: "more iterations are needed: raise maxiter, or use M='nystrom'",
 }
 
 
-def _said(solution: Solution, outcomes: np.ndarray) -> str:
-    wrong = solution.outcome != Outcome.CONVERGED
-    advice = [said for outcome, said in _ADVICE.items() if outcome in solution.outcome]
-    worst = solution.residual_norms[wrong].max()
+def _warning(solution: Solution) -> str:
+    """Return the text of the `ConvergenceWarning`."""
+    failed = solution.outcome != SolveOutcome.CONVERGED
+    advice = [text for outcome, text in _ADVICE.items() if outcome in solution.outcome]
+    largest = solution.residual_norms[failed].max()
     return (
-        f"hvp.solve: {int(wrong.sum())} of {len(wrong)} columns have not converged, with residual "
-        f"norms up to {worst:.3g}; {'; '.join(advice)}"
+        f"hvp.solve: {int(failed.sum())} of {len(failed)} columns have not converged, with "
+        f"residual norms up to {largest:.3g}; {'; '.join(advice)}"
     )

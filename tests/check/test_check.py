@@ -1,4 +1,4 @@
-"""A check passes what is right, and says of each wrong operator what is wrong."""
+"""Checks pass correct operators, and report what is wrong with each wrong one."""
 
 import contextlib
 import threading
@@ -28,27 +28,28 @@ NAMES = [
 
 
 def outcomes(report):
+    """Return the outcomes of a report by name."""
     return {finding.name: finding.outcome for finding in report.findings}
 
 
 @pytest.mark.parametrize("case", CASES_IN_SHORT)
-def test_what_is_right_passes(case):
+def test_correct_operators_pass(case):
     problem = CASES[case]("float64")
     with hvp.HessianOperator(problem.loss, problem.variables, problem.data, damping=0.3) as H:
         before = [v.numpy() for v in problem.tensorflow_variables()]
         report = hvp.check(H)
         assert report.ok, str(report)
         assert [finding.name for finding in report.findings] == NAMES
-        found = outcomes(report)
-        assert found["differences"] == "ok" or "kinks" in report["differences"].said
-        assert found["same each time"] == found["symmetry"] == "ok"
+        verdicts = outcomes(report)
+        assert verdicts["differences"] == "ok" or "kinks" in report["differences"].said
+        assert verdicts["same each time"] == verdicts["symmetry"] == "ok"
         assert report.products == H.stats.products <= 20
         assert report.gradient_evaluations == 8
         assert H.stats.gradient_evaluations == 1
         report.raise_if_failed()
         for variable, value in zip(problem.tensorflow_variables(), before):
             np.testing.assert_array_equal(variable, value)
-        H @ np.ones(H.shape[0])  # not out of date
+        H @ np.ones(H.shape[0])  # raises if the check has made the operator stale
 
 
 @pytest.mark.parametrize(
@@ -56,7 +57,7 @@ def test_what_is_right_passes(case):
     [{"batch_size": 4}, {"memory_limit": "1MiB"}, {"engine": "tape"}, {"reduction": "sum"}],
     ids=str,
 )
-def test_however_it_is_built(options):
+def test_all_ways_to_build_an_operator_pass(options):
     problem = mlp("float64")
     with hvp.HessianOperator(problem.loss, problem.variables, problem.data, **options) as H:
         report = hvp.check(H)
@@ -66,7 +67,7 @@ def test_however_it_is_built(options):
 
 @pytest.mark.parametrize("engine", ["graph", "tape"])
 def test_a_gradient_that_is_right_only_once_fails(engine):
-    """Its derivative is written so that the second one lacks a term."""
+    """The custom gradient stops a gradient, so that the second derivative lacks a term."""
 
     @tf.custom_gradient
     def square(x):
@@ -87,7 +88,7 @@ def test_a_gradient_that_is_right_only_once_fails(engine):
         assert "FAILED" in str(report)
 
 
-def test_a_loss_that_draws_fails_and_the_layer_is_named():
+def test_a_random_loss_fails_and_the_layer_is_named():
     w = tf.Variable(tf.ones(5), name="w")
     fixed = tf.Variable(tf.ones(5), name="fixed")
 
@@ -102,20 +103,20 @@ def test_a_loss_that_draws_fails_and_the_layer_is_named():
     H = hvp.HessianOperator(lambda: tf.reduce_sum(noise()) + tf.reduce_sum(fixed**2), [w, fixed])
     with H:
         report = hvp.check(H)
-        said = report["same each time"].said
+        text = report["same each time"].said
         assert outcomes(report)["same each time"] == "failed"
-        assert "evaluated twice" in said
-        assert "by 'w'" in said
-        assert "fixed" not in said
-        assert "RandomStandardNormal at 'noise" in said
+        assert "evaluated twice" in text
+        assert "by 'w'" in text
+        assert "fixed" not in text
+        assert "RandomStandardNormal at 'noise" in text
         assert outcomes(report)["differences"] == "warning"
 
 
-def test_numpy_numbers_that_a_trace_holds_fail():
+def test_numpy_draws_that_become_constants_fail():
     rng, w = np.random.default_rng(0), tf.Variable(tf.ones(5), name="w")
     with hvp.HessianOperator(lambda: tf.reduce_sum(rng.standard_normal(5) * w**2), w) as H:
         report = hvp.check(H)
-        assert "traced anew" in report["same each time"].said
+        assert "traced again" in report["same each time"].said
         assert not report.ok
 
 
@@ -143,8 +144,8 @@ def test_dropout_from_a_seed_is_the_same_each_time():
 
 
 @contextlib.contextmanager
-def spoiled(H, monkeypatch, *, single=None, rows=None):
-    """Let the operator's products be other ones."""
+def modified(H, monkeypatch, *, single=None, rows=None):
+    """Replace the operator's products with single vectors, or modify those with blocks."""
     held = inside.held(H)
     with monkeypatch.context() as patch:
         if single is not None:
@@ -154,32 +155,31 @@ def spoiled(H, monkeypatch, *, single=None, rows=None):
 
             patch.setattr(held, "apply_if_current", apply_flat)
         if rows is not None:
-            right = held.apply_rows
-            patch.setattr(held, "apply_rows", lambda v: rows(right(v)))
+            apply_rows = held.apply_rows
+            patch.setattr(held, "apply_rows", lambda v: rows(apply_rows(v)))
         yield
 
 
 def test_each_wrong_product_fails(monkeypatch):
     w = tf.Variable(np.linspace(1, 2, 12), name="w")
     with hvp.HessianOperator(lambda: tf.reduce_sum(w**4) / 12, w) as H:
-        right = H.to_dense()
+        dense = H.to_dense()
         skew = np.triu(np.ones((12, 12)), 1) * 1e-3
-        state = np.random.default_rng(0)
-        wrong = {
-            "symmetry": lambda v: (right + skew) @ v,
-            "linearity": lambda v: right @ v + 1e-3 * np.abs(v),
-            "products": lambda v: right @ v + 1e-3 * state.standard_normal(12),
-            "differences": lambda v: 1.001 * right @ v,
+        rng = np.random.default_rng(0)
+        products = {
+            "symmetry": lambda v: (dense + skew) @ v,
+            "linearity": lambda v: dense @ v + 1e-3 * np.abs(v),
+            "products": lambda v: dense @ v + 1e-3 * rng.standard_normal(12),
+            "differences": lambda v: 1.001 * dense @ v,
         }
-        for name, multiply in wrong.items():
-            with spoiled(H, monkeypatch, single=multiply):
+        for name, multiply in products.items():
+            with modified(H, monkeypatch, single=multiply):
                 assert outcomes(hvp.check(H))[name] == "failed", name
-        with spoiled(H, monkeypatch, rows=lambda made: 1.001 * made):
+        with modified(H, monkeypatch, rows=lambda block: 1.001 * block):
             report = hvp.check(H)
-            assert [n for n, outcome in outcomes(report).items() if outcome == "failed"] == [
-                "blocks"
-            ]
-        with spoiled(H, monkeypatch, single=lambda v: right @ v * np.nan):
+            failures = [name for name, verdict in outcomes(report).items() if verdict == "failed"]
+            assert failures == ["blocks"]
+        with modified(H, monkeypatch, single=lambda v: dense @ v * np.nan):
             report = hvp.check(H)
             assert "not finite" in report["products"].said
             assert not report.ok
@@ -195,7 +195,7 @@ def test_variables_the_loss_does_not_read_are_named():
     assert "singular" in report["curvature"].said
 
 
-def test_an_untraceable_loss_is_told():
+def test_a_loss_that_cannot_be_traced_is_reported():
     w = tf.Variable([1.0, 2.0], name="w")
     with hvp.HessianOperator(lambda: tf.reduce_sum(w**4) * float(w.numpy()[0] > 0), w) as H:
         report = hvp.check(H)
@@ -245,18 +245,18 @@ def test_curvature_and_precision():
         assert report.products == 17
 
 
-def test_variables_are_put_back_if_something_raises(monkeypatch):
-    w = tf.Variable([1.0, 2.0], dtype=tf.float64)  # float32 ones are not moved
+def test_variables_are_restored_after_an_interrupt(monkeypatch):
+    w = tf.Variable([1.0, 2.0], dtype=tf.float64)  # float32 variables are not moved
     with hvp.HessianOperator(lambda: tf.reduce_sum(w**4), w) as H:
         from hvp._snapshots.nearby import Gradients
 
-        right, calls = Gradients.again, []
+        original, calls = Gradients.again, []
 
         def again(self):
             calls.append(w.numpy())
             if len(calls) > 2:
                 raise KeyboardInterrupt
-            return right(self)
+            return original(self)
 
         monkeypatch.setattr(Gradients, "again", again)
         with pytest.raises(KeyboardInterrupt):
@@ -265,11 +265,11 @@ def test_variables_are_put_back_if_something_raises(monkeypatch):
         np.testing.assert_array_equal(w, [1.0, 2.0])
 
 
-def test_bad_arguments_are_refused_before_any_work():
+def test_invalid_arguments_are_refused_before_any_work():
     with quadratic([1.0, 2.0]) as H:
-        for wrong in (np.eye(2), H + H, None):
+        for argument in (np.eye(2), H + H, None):
             with pytest.raises(hvp.HvpError, match="heck was given"):
-                hvp.check(wrong)
+                hvp.check(argument)
         for seed in ("a", -1, 1.5, True):
             with pytest.raises(hvp.HvpError, match="seed"):
                 hvp.check(H, seed=seed)
@@ -297,7 +297,7 @@ def test_the_report_is_a_table():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_variables_of_quite_different_scales(dtype):
+def test_variables_of_very_different_scales(dtype):
     large = tf.Variable(np.array([1e6], dtype), name="large")
     small = tf.Variable(np.array([0.3, 0.5], dtype), name="small")
 
@@ -309,7 +309,7 @@ def test_variables_of_quite_different_scales(dtype):
         assert outcomes(report)["differences"] == "ok", str(report)
 
 
-def test_a_seed_that_has_moved_on_is_no_other_loss():
+def test_a_seed_that_has_advanced_does_not_change_the_loss():
     keras.utils.set_random_seed(0)
     model = keras.Sequential(
         [keras.Input((3,)), keras.layers.Dropout(0.5), keras.layers.Dense(4, activation="tanh")]
@@ -326,7 +326,7 @@ def test_a_seed_that_has_moved_on_is_no_other_loss():
             np.testing.assert_array_equal(now, then)
 
 
-def test_interrupts_while_variables_are_put_back(monkeypatch):
+def test_interrupts_while_variables_are_restored(monkeypatch):
     from hvp._runtime import interrupts
 
     w = [tf.Variable([float(i)]) for i in range(4)]
@@ -358,7 +358,7 @@ def test_two_checks_in_two_threads():
         assert [report.ok for report in reports] == [True, True]
 
 
-def test_inside_a_graph_it_is_refused():
+def test_calls_inside_a_graph_are_refused():
     with quadratic([1.0, 2.0, 5.0]) as H:
         for use in (
             lambda v: hvp.check(H),
@@ -371,7 +371,7 @@ def test_inside_a_graph_it_is_refused():
         np.testing.assert_allclose(H @ np.ones(3), [1.0, 2.0, 5.0])
 
 
-def test_what_is_refused_at_some_values_is_noted():
+def test_operations_refused_at_some_values_are_noted():
     w = tf.Variable(np.array([0.5, 2.0, -3.0]))
     with hvp.HessianOperator(lambda: tf.reduce_sum(tf.math.cumprod(w) ** 2), w) as H:
         report = hvp.check(H)
@@ -395,7 +395,7 @@ RELU = {
 
 
 @pytest.mark.parametrize("way", RELU)
-def test_kinks_do_not_spoil_the_judgement_in_float32(way):
+def test_float32_models_with_kinks_get_a_verdict(way):
     model = network("relu")
     data, options = (random(0, 100, 6), random(1, 100, 1)), dict(RELU[way])
     if options.pop("regularization", False):
@@ -413,7 +413,7 @@ def test_kinks_do_not_spoil_the_judgement_in_float32(way):
     assert report.gradient_evaluations == 8
 
 
-def test_kinks_do_not_hide_what_is_wrong():
+def test_kinks_do_not_hide_errors():
     model = network("relu")
 
     def loss(x):
@@ -437,10 +437,10 @@ def test_random_draws_are_the_same_in_float64():
     assert "in float64" in report["differences"].said
 
 
-def test_without_float64_the_recipe_is_told():
+def test_without_float64_the_warning_gives_a_recipe():
     model = network("relu")
 
-    def loss(x):  # a loop, which is not evaluated in float64
+    def loss(x):  # contains a loop, which is not evaluated in float64
         return tf.while_loop(
             lambda i, _: i < 1, lambda i, _: (i + 1, tf.reduce_mean(model(x) ** 2)), (0, 0.0)
         )[1]
@@ -451,7 +451,7 @@ def test_without_float64_the_recipe_is_told():
     assert finding.outcome == "warning"
     assert "keras.config.set_dtype_policy('float64') before" in finding.said
     policy = keras.config.dtype_policy()
-    try:  # which has been tried
+    try:  # follow the recipe
         keras.config.set_dtype_policy("float64")
         model = network("relu")
         x = x.astype("float64")

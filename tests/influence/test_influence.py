@@ -1,4 +1,4 @@
-"""Influence functions, against closed forms and against training again."""
+"""Influence functions, compared with closed forms and with retraining."""
 
 import functools
 import os
@@ -14,7 +14,8 @@ import pytest
 import tensorflow as tf
 
 import hvp
-from hvp._influence import influence as module
+from hvp._influence import damped_inverse
+from hvp._influence.example_gradients import ExampleGradients
 from hvp._runtime import checkpoint
 from tests.cases import FUZZ
 
@@ -26,7 +27,7 @@ RIDGE = 0.1
 
 
 def ridge(dtype="float64"):
-    """Linear regression at its minimum: variable, loss with and without the penalty."""
+    """Return linear regression at its minimum: variable, loss with and without penalty, data."""
     A = X.T @ X / N + RIDGE * np.eye(P)
     w = tf.Variable(np.linalg.solve(A, X.T @ Y / N).astype(dtype))
 
@@ -40,7 +41,7 @@ def ridge(dtype="float64"):
 
 
 def closed_form(w, penalized=True):
-    """Return the Hessian, and gradients of training and test examples as rows."""
+    """Return the Hessian, and the gradients of training and test examples as rows."""
     w = w.numpy().astype("float64")
     train = (X @ w - Y)[:, None] * X + (RIDGE * w if penalized else 0)
     test = (X_TEST @ w - Y_TEST)[:, None] * X_TEST
@@ -69,7 +70,7 @@ def test_linear_regression_has_the_closed_form(solver):
     np.testing.assert_allclose(influence.group(mask), train @ change, **close)
 
 
-def test_regularization_given_apart_belongs_to_no_example():
+def test_separate_regularization_belongs_to_no_example():
     w, _, bare, data = ridge()
     influence = hvp.InfluenceFunctions(
         bare, w, data, regularization=lambda: RIDGE / 2 * tf.reduce_sum(w**2)
@@ -79,8 +80,8 @@ def test_regularization_given_apart_belongs_to_no_example():
     np.testing.assert_allclose(influence.scores(TEST), expected, rtol=1e-8)
 
 
-def test_signs_and_sizes_are_those_of_training_again():
-    """Of linear regression the change is known in closed form, by the leverage."""
+def test_signs_and_sizes_match_retraining():
+    """For linear regression, retraining has a closed form."""
     w, loss, bare, data = ridge()
     influence = hvp.InfluenceFunctions(loss, w, data, test_loss=bare)
     scores = influence.scores(TEST)
@@ -88,12 +89,12 @@ def test_signs_and_sizes_are_those_of_training_again():
     for i in range(N):
         rest = np.arange(N) != i
         A = X[rest].T @ X[rest] / (N - 1) + RIDGE * np.eye(P)
-        again = np.linalg.solve(A, X[rest].T @ Y[rest] / (N - 1))
-        actual = again - w.numpy()
+        retrained = np.linalg.solve(A, X[rest].T @ Y[rest] / (N - 1))
+        actual = retrained - w.numpy()
         predicted = influence.parameter_change(i)
         assert predicted @ actual > 0.95 * np.linalg.norm(predicted) * np.linalg.norm(actual)
         assert np.linalg.norm(predicted - actual) < 0.5 * np.linalg.norm(actual)
-        after = (X_TEST @ again - Y_TEST) ** 2 / 2
+        after = (X_TEST @ retrained - Y_TEST) ** 2 / 2
         change = after - before
         large = np.abs(change) > 0.3 * np.abs(change).max()
         assert (np.sign(change) == np.sign(scores[:, i]))[large].all()
@@ -125,19 +126,19 @@ def test_logistic_regression_has_the_closed_form():
     )
 
 
-def test_arnoldi_is_the_projection_and_not_the_inverse():
+def test_arnoldi_inverts_on_a_subspace_only():
     w, loss, bare, data = ridge()
     influence = hvp.InfluenceFunctions(
         loss, w, data, test_loss=bare, solver=lambda H: hvp.ArnoldiInverse(H, rank=2, tol=1e-12)
     )
     H, train, test = closed_form(w)
     values, vectors = np.linalg.eigh(H)
-    part = vectors[:, -2:] / values[-2:] @ vectors[:, -2:].T
-    np.testing.assert_allclose(influence.scores(TEST), test @ part @ train.T / N, atol=1e-8)
+    projected = vectors[:, -2:] / values[-2:] @ vectors[:, -2:].T
+    np.testing.assert_allclose(influence.scores(TEST), test @ projected @ train.T / N, atol=1e-8)
 
 
 @pytest.mark.parametrize("kind", ["dataset", "list", "dict", "batch_size", "memory_limit", "tape"])
-def test_however_the_data_come(kind, monkeypatch):
+def test_scores_do_not_depend_on_batching(kind):
     w, loss, bare, data = ridge()
     whole = hvp.InfluenceFunctions(loss, w, data, test_loss=bare).scores(TEST)
     train, options = data, {}
@@ -155,8 +156,8 @@ def test_however_the_data_come(kind, monkeypatch):
         }[kind]
     influence = hvp.InfluenceFunctions(loss, w, train, test_loss=bare, **options)
     assert influence.n_train == N
-    if kind == "memory_limit":  # a quarter of it each: 31 gradients of 160 bytes
-        assert influence._gradients.at_once == 5000 // (5 * 8 * 4) == 31
+    if kind == "memory_limit":  # gradients get a quarter of it: 31 examples of 160 bytes
+        assert influence._scoring.gradients.at_once == 5000 // (5 * 8 * 4) == 31
         assert influence.operator.stats.batches > 1
     np.testing.assert_allclose(influence.scores(TEST), whole, rtol=1e-8, atol=1e-12)
     np.testing.assert_allclose(
@@ -166,22 +167,22 @@ def test_however_the_data_come(kind, monkeypatch):
     )
 
 
-def small_pieces(monkeypatch):
-    """Let a few examples fill a block of solutions, and a call of gradients."""
-    monkeypatch.setattr(module, "_WIDEST", 3)
-    original = module.ExampleGradients.__init__
+def make_blocks_small(monkeypatch):
+    """Limit blocks to three right-hand sides, and calls to the gradients of four examples."""
+    monkeypatch.setattr(damped_inverse, "_MAX_WIDTH", 3)
+    original = ExampleGradients.__init__
 
     def init(self, *arguments):
         original(self, *arguments)
         self.at_once = 4
 
-    monkeypatch.setattr(module.ExampleGradients, "__init__", init)
+    monkeypatch.setattr(ExampleGradients, "__init__", init)
 
 
-def test_in_pieces_as_in_one(monkeypatch):
+def test_scores_do_not_depend_on_blocks(monkeypatch):
     w, loss, bare, data = ridge()
     whole = hvp.InfluenceFunctions(loss, w, data, test_loss=bare)
-    small_pieces(monkeypatch)
+    make_blocks_small(monkeypatch)
     pieces = hvp.InfluenceFunctions(loss, w, data, test_loss=bare)
     np.testing.assert_allclose(pieces.scores(TEST), whole.scores(TEST), rtol=1e-10)
     np.testing.assert_allclose(pieces.self_influence(), whole.self_influence(), rtol=1e-10)
@@ -204,7 +205,7 @@ def test_top():
 
 @pytest.mark.parametrize("convolutional", [False, True])
 def test_keras_models(convolutional):
-    """Per-example gradients, and a regularizer that the test loss leaves out."""
+    """The regularizer is part of the training loss, but not of the test loss."""
     keras.utils.set_random_seed(0)
     layers = [keras.layers.Dense(4, "tanh", kernel_regularizer=keras.regularizers.L2(0.01))]
     if convolutional:
@@ -236,11 +237,11 @@ def test_keras_models(convolutional):
     np.testing.assert_allclose(scores, expected, rtol=1e-3, atol=1e-5 * np.abs(expected).max())
 
 
-def test_scores_stream_to_a_file(tmp_path):
+def test_scores_are_written_to_a_file(tmp_path):
     w, loss, bare, data = ridge()
     influence = hvp.InfluenceFunctions(loss, w, data, test_loss=bare)
-    made = influence.scores(TEST, out=tmp_path / "scores.npy")
-    assert isinstance(made, np.memmap)
+    scores = influence.scores(TEST, out=tmp_path / "scores.npy")
+    assert isinstance(scores, np.memmap)
     np.testing.assert_array_equal(np.load(tmp_path / "scores.npy"), influence.scores(TEST))
     with pytest.raises(hvp.HvpError, match="cannot be written"):
         influence.scores(TEST, out=tmp_path / "nowhere" / "scores.npy")
@@ -249,12 +250,12 @@ def test_scores_stream_to_a_file(tmp_path):
 FULL = """
     import resource
     import numpy as np
-    from hvp._influence.influence import _mapped
+    from hvp._influence.score_store import mapped_array
     import hvp
 
     resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))
     try:
-        _mapped("scores.npy", (100, 100), np.dtype("float64"))
+        mapped_array("scores.npy", (100, 100), np.dtype("float64"))
     except hvp.HvpError as error:
         print(error)
 """
@@ -273,9 +274,9 @@ def python(script, tmp_path, *arguments):
     )
 
 
-def test_a_disk_without_room_is_known_at_once(tmp_path):
-    said, _ = python(FULL, tmp_path).communicate()
-    assert "room for 100 x 100 numbers" in said
+def test_a_full_disk_raises_at_the_start(tmp_path):
+    message, _ = python(FULL, tmp_path).communicate()
+    assert "room for 100 x 100 numbers" in message
 
 
 RUN = """
@@ -283,10 +284,11 @@ RUN = """
     import time
     import numpy as np
     from hvp._runtime import checkpoint
-    from hvp._influence import influence as module
+    import hvp
+    from hvp._influence import damped_inverse
     from tests.influence.test_influence import TEST, ridge
 
-    checkpoint.INTERVAL, module._WIDEST = 0.0, 2
+    checkpoint.INTERVAL, damped_inverse._MAX_WIDTH = 0.0, 2
     save = checkpoint.Checkpoint.save
 
     def slowly(self, arrays):
@@ -295,22 +297,22 @@ RUN = """
 
     checkpoint.Checkpoint.save = slowly
     w, loss, bare, data = ridge()
-    influence = module.InfluenceFunctions(loss, w, data, test_loss=bare, solver="block_cg")
-    influence._gradients.at_once = 11
+    influence = hvp.InfluenceFunctions(loss, w, data, test_loss=bare, solver="block_cg")
+    influence._scoring.gradients.at_once = 11
     before = influence.operator.stats.products
     out = sys.argv[1] or None
     scores = influence.scores(TEST, out=out, checkpoint="scores.npz")
-    np.save("found.npy", scores)
+    np.save("result.npy", scores)
     print(influence.operator.stats.products - before)
 """
 
 
 @pytest.mark.parametrize("out", ["", "scores.npy"] if FUZZ else ["scores.npy"])
-def test_a_killed_run_goes_on_and_ends_the_same(tmp_path, monkeypatch, out):
-    monkeypatch.setattr(module, "_WIDEST", 2)
+def test_a_killed_run_resumes_with_the_same_result(tmp_path, monkeypatch, out):
+    monkeypatch.setattr(damped_inverse, "_MAX_WIDTH", 2)
     w, loss, bare, data = ridge()
     influence = hvp.InfluenceFunctions(loss, w, data, test_loss=bare, solver="block_cg")
-    influence._gradients.at_once = 11
+    influence._scoring.gradients.at_once = 11
     whole = influence.scores(TEST)
     total = influence.operator.stats.products
     first = python(RUN, tmp_path, out)
@@ -320,12 +322,12 @@ def test_a_killed_run_goes_on_and_ends_the_same(tmp_path, monkeypatch, out):
     time.sleep(0.6)
     first.send_signal(signal.SIGKILL)
     first.communicate()
-    assert not (tmp_path / "found.npy").exists(), "it ended before it was killed"
+    assert not (tmp_path / "result.npy").exists(), "the run ended before it was killed"
     second = python(RUN, tmp_path, out)
-    needed = int(second.communicate()[0])
-    assert needed < total
-    np.testing.assert_array_equal(np.load(tmp_path / "found.npy"), whole)
-    left = {path.name for path in tmp_path.iterdir()} - {"run.py", "found.npy", "__pycache__"}
+    products = int(second.communicate()[0])
+    assert products < total
+    np.testing.assert_array_equal(np.load(tmp_path / "result.npy"), whole)
+    left = {path.name for path in tmp_path.iterdir()} - {"run.py", "result.npy", "__pycache__"}
     assert left == {"scores.npz"} | ({out} if out else set())
 
 
@@ -340,11 +342,11 @@ def test_the_checkpoint_of_another_run_is_refused(tmp_path, what):
         options = {"test_loss": bare, "solver": "cg", **options}
         return hvp.InfluenceFunctions(loss, w, (x, y), **options).scores(test, checkpoint=path)
 
-    given = {}
+    options = {}
     if what == "function":
-        given["solver"] = lambda H: hvp.ArnoldiInverse(H, rank=3)
-    found = scores(**given)
-    np.testing.assert_array_equal(scores(**given), found)
+        options["solver"] = lambda H: hvp.ArnoldiInverse(H, rank=3)
+    first = scores(**options)
+    np.testing.assert_array_equal(scores(**options), first)
     changed = {
         "train": {"x": x + 1e-9 * (np.arange(N) == N - 1)[:, None]},
         "test": {"test": (X_TEST, Y_TEST + 1e-9)},
@@ -368,37 +370,38 @@ def test_the_checkpoint_of_another_run_is_refused(tmp_path, what):
         hvp.InfluenceFunctions(loss, w, (x, y)).self_influence(checkpoint=path)
 
 
-def test_the_advised_memory_limit_is_enough():
+def test_the_recommended_memory_limit_is_enough():
     w, loss, _, data = ridge()
     with pytest.raises(
         hvp.TooLargeError, match=r"memory_limit is 40 bytes, of which 20 b"
     ) as error:
         hvp.InfluenceFunctions(loss, w, data, memory_limit=40)
-    advised = error.value.expected.rpartition("at least ")[2]
-    scores = hvp.InfluenceFunctions(loss, w, data, memory_limit=advised).scores(TEST)
+    limit = error.value.expected.rpartition("at least ")[2]
+    scores = hvp.InfluenceFunctions(loss, w, data, memory_limit=limit).scores(TEST)
     np.testing.assert_allclose(
         scores, hvp.InfluenceFunctions(loss, w, data).scores(TEST), rtol=1e-6, atol=1e-12
     )
 
 
-def test_a_stale_one_does_not_advise_what_it_refuses():
+def test_the_stale_error_recommends_what_is_possible():
     w, loss, _, data = ridge()
     influence = hvp.InfluenceFunctions(loss, w, data)
     before = influence.scores(TEST)
     w.assign_add(tf.ones_like(w))
     with pytest.raises(hvp.StaleOperatorError) as error:
         influence.scores(TEST)
-    assert error.value.mend == "call refresh()"
+    assert error.value.remedy == "call refresh()"
     influence.refresh()
     assert not np.allclose(influence.scores(TEST), before)
 
 
 def test_an_interrupt_saves(tmp_path, monkeypatch):
     w, loss, bare, data = ridge()
-    small_pieces(monkeypatch)
+    make_blocks_small(monkeypatch)
     influence = hvp.InfluenceFunctions(loss, w, data, test_loss=bare)
     whole, path = influence.scores(TEST), tmp_path / "scores.npz"
-    pieces, count = influence._gradients.pieces, []
+    gradients, count = influence._scoring.gradients, []
+    pieces = gradients.pieces
 
     def interrupted(data):
         for piece in pieces(data):
@@ -407,33 +410,34 @@ def test_an_interrupt_saves(tmp_path, monkeypatch):
                 raise KeyboardInterrupt
             yield piece
 
-    monkeypatch.setattr(influence._gradients, "pieces", interrupted)
+    monkeypatch.setattr(gradients, "pieces", interrupted)
     monkeypatch.setattr(checkpoint, "INTERVAL", 0.0)
     with pytest.raises(KeyboardInterrupt):
         influence.scores(TEST, checkpoint=path)
-    monkeypatch.setattr(influence._gradients, "pieces", pieces)
+    monkeypatch.setattr(gradients, "pieces", pieces)
     np.testing.assert_array_equal(influence.scores(TEST, checkpoint=path), whole)
 
 
-def test_self_influence_goes_on_too(tmp_path, monkeypatch):
+def test_self_influence_resumes(tmp_path, monkeypatch):
     w, loss, bare, data = ridge()
-    small_pieces(monkeypatch)
+    make_blocks_small(monkeypatch)
     influence = hvp.InfluenceFunctions(loss, w, data, test_loss=bare, solver="cg", rtol=1e-10)
     whole, path = influence.self_influence(), tmp_path / "own.npz"
-    solve, count = influence._solve, []
+    inverse, count = influence._scoring.inverse, []
+    apply = inverse.apply
 
-    def interrupted(rows, step):
+    def interrupted(rows, solver_checkpoint):
         count.append(len(rows))
         if len(count) == 6:
             raise KeyboardInterrupt
-        return solve(rows, step)
+        return apply(rows, solver_checkpoint)
 
-    monkeypatch.setattr(influence, "_solve", interrupted)
+    monkeypatch.setattr(inverse, "apply", interrupted)
     with pytest.raises(KeyboardInterrupt):
         influence.self_influence(checkpoint=path)
     done = sum(count[:-1])
     np.testing.assert_array_equal(influence.self_influence(checkpoint=path), whole)
-    assert sum(count) == N + 3  # the sixth block again, and no other
+    assert sum(count) == N + 3  # only the sixth block is computed again
     assert done == 15
     with pytest.raises(hvp.CheckpointError):
         influence.scores(TEST, checkpoint=path)
@@ -459,7 +463,7 @@ def test_changed_weights_are_noticed():
     assert not np.allclose(before, expected)
 
 
-def test_a_model_that_is_not_at_a_minimum_is_said():
+def test_negative_curvature_is_reported():
     w = tf.Variable(np.full(P, 2.0))
 
     def loss(x, y):
@@ -473,7 +477,7 @@ def test_a_model_that_is_not_at_a_minimum_is_said():
             influence.scores(TEST)
 
 
-def test_test_data_that_are_not_finite_are_named():
+def test_non_finite_gradients_are_reported_by_number():
     w, loss, _, data = ridge()
     influence = hvp.InfluenceFunctions(loss, w, data)
     broken = X_TEST.copy()
@@ -485,7 +489,7 @@ def test_test_data_that_are_not_finite_are_named():
     assert repr(influence).startswith("InfluenceFunctions(40 training examples, 5 variables")
 
 
-def test_losses_that_are_no_means_are_refused():
+def test_losses_that_are_not_means_are_refused():
     w, loss, _, data = ridge()
     with pytest.raises(hvp.InvalidLossError, match="take the mean, not the sum"):
         hvp.InfluenceFunctions(
@@ -532,7 +536,7 @@ def test_ragged_data_are_refused():
         )
 
 
-def test_state_of_the_model_is_left_as_it_is():
+def test_state_of_the_model_is_unchanged():
     keras.utils.set_random_seed(0)
     model = keras.Sequential(
         [keras.Input((P,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
@@ -548,38 +552,40 @@ def test_state_of_the_model_is_left_as_it_is():
 
 
 def test_sample_weights_count():
-    """Of linear regression with a bias, against NumPy."""
+    """Linear regression with a bias, compared with NumPy."""
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((P,)), keras.layers.Dense(1)])
     model.compile(loss="mse")
     x, y = X.astype("float32"), Y.astype("float32")[:, None]
     weights = np.random.default_rng(1).random(N).astype("float32")
     influence = hvp.InfluenceFunctions.from_keras(model, (x, y, weights), damping=0.1)
-    found = influence.scores((x[:4], y[:4], weights[:4]))
+    scores = influence.scores((x[:4], y[:4], weights[:4]))
     kernel, bias = (v.numpy().ravel() for v in model.trainable_variables)
     rows = np.c_[X, np.ones(N)]
     gradients = 2 * (weights * (rows @ np.r_[kernel, bias] - Y))[:, None] * rows
     H = 2 * (rows * weights[:, None]).T @ rows / N + 0.1 * np.eye(P + 1)
     expected = gradients[:4] @ np.linalg.solve(H, gradients.T) / N
-    np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
+    np.testing.assert_allclose(scores, expected, atol=1e-5 * np.abs(expected).max())
 
 
-def test_test_data_of_another_kind_are_refused():
+def test_test_data_unlike_the_training_data_are_refused():
     model = keras.Sequential([keras.Input((P,)), keras.layers.Dense(3)])
     model.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     x, labels = X.astype("float32"), np.arange(N) % 3
     influence = hvp.InfluenceFunctions.from_keras(model, (x, labels), damping=1.0)
     for wrong in ((x[:2],), (x[:2], np.eye(3)[labels[:2]])):
-        for ask in (influence.scores, functools.partial(influence.group, [0])):
-            with pytest.raises(hvp.InvalidDataError, match="beside the training data, it has"):
-                ask(wrong)
+        for call in (influence.scores, functools.partial(influence.group, [0])):
+            with pytest.raises(
+                hvp.InvalidDataError, match="compared with the training data, it has"
+            ):
+                call(wrong)
     w, loss, bare, data = ridge()
 
     def typo(x, y):
         return bare(x, z)  # noqa: F821
 
     influence = hvp.InfluenceFunctions(loss, w, data, test_loss=typo)
-    with pytest.raises(NameError):  # no matter of the data
+    with pytest.raises(NameError):  # an error in the loss itself
         influence.scores(TEST)
 
 
@@ -591,7 +597,7 @@ def test_a_solver_of_another_shape_is_refused():
             influence.scores(TEST)
 
 
-def test_a_run_that_ends_in_an_error_leaves_no_part_of_a_solution(tmp_path):
+def test_a_failed_run_leaves_no_files(tmp_path):
     w, loss, bare, data = ridge()
     options = {"test_loss": bare, "solver": "cg"}
     with pytest.raises(hvp.HvpError, match="not positive definite"):

@@ -1,4 +1,4 @@
-"""Losses to minimize, with what is known of them from elsewhere."""
+"""Losses to minimize, with independently known minima."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Minimized:
 
 
 def ridge_logistic(dtype: str = "float64", examples: int = 30) -> Minimized:
-    """Logistic regression with weight decay; the minimum by Newton's method in NumPy."""
+    """Logistic regression with weight decay. NumPy computes the minimum by Newton's method."""
     x = random(0, examples, 3, dtype="float64")
     y = (x @ [1.0, -2.0, 0.5] + random(1, examples, dtype="float64") > 0).astype("float64")
     weights = tf.Variable(random(2, 3, dtype=dtype))
@@ -35,7 +35,7 @@ def ridge_logistic(dtype: str = "float64", examples: int = 30) -> Minimized:
         entropy = tf.nn.sigmoid_cross_entropy_with_logits(y, logits)
         return tf.reduce_mean(entropy) + 0.05 * (tf.reduce_sum(weights**2) + bias**2)
 
-    # In tf.nest order of the dict below: bias first.
+    # The order is that of tf.nest for the dict below, with the bias first.
     A = np.concatenate([np.ones((examples, 1)), x], axis=1)
     w = np.zeros(4)
     for _ in range(50):
@@ -49,12 +49,12 @@ def ridge_logistic(dtype: str = "float64", examples: int = 30) -> Minimized:
 
 
 def rosenbrock_start(size: int) -> np.ndarray:
-    """The usual hard start."""
+    """The customary hard starting point."""
     return np.where(np.arange(size) % 2 == 0, -1.2, 1.0)
 
 
 def rosenbrock(size: int, dtype: str = "float64") -> Minimized:
-    """Rosenbrock's function as scipy has it."""
+    """Rosenbrock's function as defined in scipy."""
     w = tf.Variable(rosenbrock_start(size).astype(dtype))
 
     def loss() -> Any:
@@ -64,7 +64,7 @@ def rosenbrock(size: int, dtype: str = "float64") -> Minimized:
 
 
 def extended_rosenbrock(size: int) -> Minimized:
-    """As many functions of two variables each as there are pairs."""
+    """The sum of Rosenbrock functions of two variables, one for each pair of variables."""
     w = tf.Variable(rosenbrock_start(size))
 
     def loss() -> Any:
@@ -75,7 +75,7 @@ def extended_rosenbrock(size: int) -> Minimized:
 
 
 def saddle(dtype: str = "float64", at: tuple[float, float] = (1.0, 0.0)) -> Minimized:
-    """A saddle at (0, 0), minima at (0, 1) and (0, -1); on the first axis it looks convex."""
+    """A saddle at (0, 0), and minima at (0, 1) and (0, -1); convex along the first axis."""
     w = tf.Variable(np.array(at, dtype))
 
     def loss() -> Any:

@@ -1,4 +1,4 @@
-"""`minimize`: every method, from every kind of start, and all ways it may end."""
+"""`minimize`: all methods, starting points and ways to end."""
 
 import gc
 import logging
@@ -30,25 +30,26 @@ def flat(variables):
     return np.concatenate([np.ravel(v.numpy()) for v in tf.nest.flatten(variables)])
 
 
-@pytest.mark.parametrize("given", [False, True], ids=["where they are", "x0"])
+@pytest.mark.parametrize("from_x0", [False, True], ids=["current values", "x0"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_finds_the_minimum(method, dtype, given):
+def test_every_method_finds_the_minimum(method, dtype, from_x0):
     problem = ridge_logistic(dtype)
-    x0 = np.array([0.3, -0.2, 0.1, 0.4]) if given else None
+    x0 = np.array([0.3, -0.2, 0.1, 0.4]) if from_x0 else None
     result = hvp.minimize(
         problem.loss, problem.variables, problem.data, method=method, x0=x0, tol=1e-9
     )
-    # These two end by tests of their own, of the loss's decrease.
-    own = method in ("trust-krylov", "SLSQP")
-    atol = 2e-3 if dtype == "float32" else 1e-4 if own else 1e-5
+    # These two methods have a stopping test of their own, on the decrease of the loss.
+    own_test = method in ("trust-krylov", "SLSQP")
+    atol = 2e-3 if dtype == "float32" else 1e-4 if own_test else 1e-5
     np.testing.assert_allclose(result.x, problem.solution, atol=atol)
     np.testing.assert_array_equal(flat(problem.variables), result.x.astype(dtype))
     assert result.x.dtype == np.float64
     gradient = result.grad if method == "trust-constr" else result.jac
     assert gradient.shape == (4,)
     assert np.abs(gradient).max() < 1e-3
-    assert 2 < result.gradient_evaluations <= result.nfev  # float32 rounds points to the same
+    # Not equal, since float32 rounds some points to the same one.
+    assert 2 < result.gradient_evaluations <= result.nfev
     assert (result.products > 0) == (METHODS[method].hessian != "none")
     assert result.seconds > result.evaluation_seconds > 0
 
@@ -65,7 +66,7 @@ def test_gradient_is_evaluated_once_at_each_point(method):
     result = hvp.minimize(loss, problem.variables, method=method, maxiter=25)
     visited = np.unique(np.stack(seen), axis=0)
     assert result.gradient_evaluations == len(visited)
-    assert len(seen) <= len(visited) + 1  # the trace may run it once more
+    assert len(seen) <= len(visited) + 1  # tracing may call it once more
     assert result.products > len(visited)
 
 
@@ -78,7 +79,7 @@ ITERATES = {
 
 @pytest.mark.parametrize("method", ITERATES)
 def test_iterates_are_scipys_own(method):
-    """Until rounding separates them, which on this function it does by a factor of e a step."""
+    """Compared for 30 steps: rounding separates the runs by a factor of `e` in each step."""
     ours, theirs = [], []
     x0, options = rosenbrock_start(100), {**ITERATES[method], "maxiter": 40}
     problem = rosenbrock(100)
@@ -106,14 +107,14 @@ def test_iterates_are_scipys_own(method):
     "method", [name if name == "Newton-CG" else long(name) for name in ITERATES]
 )
 def test_number_of_iterations_is_scipys_own(method):
-    """As medians over starts that differ by a rounding: one alone takes 314 or 970 steps."""
+    """Medians over starting points that differ by rounding: one run takes 314 or 970 steps."""
     rng = np.random.default_rng(0)
     problem = rosenbrock(100)
     objective = hvp.ScipyObjective(problem.loss, problem.variables)
     ours, theirs = [], []
     for _ in range(5):
         x0 = rosenbrock_start(100) * (1 + 2e-16 * rng.standard_normal(100))
-        for found, functions in (
+        for counts, functions in (
             (ours, (objective.fun, objective.jac, objective.hessp)),
             (theirs, (rosen, rosen_der, rosen_hess_prod)),
         ):
@@ -122,7 +123,7 @@ def test_number_of_iterations_is_scipys_own(method):
                 fun, x0, jac=jac, hessp=hessp, method=method, options=ITERATES[method]
             )
             assert np.linalg.norm(rosen_der(result.x)) < 1e-5
-            found.append(result.nit)
+            counts.append(result.nit)
     assert np.median(ours) == pytest.approx(np.median(theirs), rel=0.04)
 
 
@@ -167,7 +168,7 @@ def test_keras_model_and_batches():
     assert model.evaluate(x, y, batch_size=50, verbose=0) == pytest.approx(result.fun, rel=1e-5)
     with pytest.raises(hvp.StaleOperatorError):
         _ = H.value
-    # The same by the loss and the data, of which a limit lets nothing be kept.
+    # The same loss with a memory limit, under which all batches are streamed.
     for variable, value in zip(model.trainable_variables, weights):
         variable.assign(value)
 
@@ -198,7 +199,7 @@ def test_saddle_is_left(method, dtype):
     np.testing.assert_allclose(np.abs(result.x), problem.solution, atol=5e-3)
 
 
-# Finite on one side only; a first step from 3 with the curvature there goes over.
+# The loss is finite for positive `w[0]` only, and a Newton step from 3 leaves that domain.
 def logarithm(dtype="float64"):
     w = tf.Variable(np.array([3.0, 1.0], dtype))
     return (lambda: w[0] - tf.math.log(w[0]) + (w[1] - 2) ** 2), w
@@ -206,7 +207,7 @@ def logarithm(dtype="float64"):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("method", METHODS)
-def test_nan_at_a_trial_point_makes_the_step_shorter(method, dtype, caplog):
+def test_nan_at_a_trial_point_shortens_the_step(method, dtype, caplog):
     loss, w = logarithm(dtype)
     options = {"initial_trust_radius": 50.0} if method.startswith("trust-") else {}
     if method == "trust-constr":
@@ -223,7 +224,7 @@ def test_nan_at_a_trial_point_makes_the_step_shorter(method, dtype, caplog):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_ends_well_with_nothing_to_do(method):
+def test_zero_gradient_or_no_iterations(method):
     w = tf.Variable([0.0, 0.0], dtype=tf.float64)
     result = hvp.minimize(lambda: tf.reduce_sum(w**2), w, method=method)
     assert result.success
@@ -262,7 +263,8 @@ def test_callback_ends_the_run(method):
     seen = []
 
     def callback(x, *rest):
-        np.testing.assert_array_equal(problem.variables.numpy(), x)  # the variables are there
+        # The variables are at the iterate.
+        np.testing.assert_array_equal(problem.variables.numpy(), x)
         seen.append(x)
         if len(seen) == 2:
             raise StopIteration
@@ -271,12 +273,12 @@ def test_callback_ends_the_run(method):
     assert len(seen) == 2
     assert not result.success
     np.testing.assert_array_equal(problem.variables.numpy(), result.x)
-    if method != "SLSQP":  # whose iterates may be anywhere at first
+    if method != "SLSQP":  # the first iterates of SLSQP may be anywhere
         assert result.fun < rosen(rosenbrock_start(4))
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_callback_may_take_the_result(method):
+def test_callback_takes_the_intermediate_result(method):
     problem = rosenbrock(4)
     values = []
 
@@ -291,7 +293,7 @@ def test_callback_may_take_the_result(method):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_interrupt_leaves_the_best_point_and_an_error_the_first(method):
+def test_interrupt_leaves_the_best_point_and_an_error_the_start(method):
     problem = rosenbrock(4)
     losses = []
 
@@ -313,7 +315,7 @@ def test_interrupt_leaves_the_best_point_and_an_error_the_first(method):
     np.testing.assert_array_equal(problem.variables.numpy(), before)
 
 
-def test_error_in_the_loss_leaves_the_variables():
+def test_error_in_the_loss_restores_the_variables():
     w = tf.Variable([3.0, 1.0])
     calls = []
 
@@ -331,7 +333,7 @@ def test_error_in_the_loss_leaves_the_variables():
     np.testing.assert_array_equal(w.numpy(), [3.0, 1.0])
 
 
-def test_frozen_variable_changed_meanwhile_raises():
+def test_frozen_variable_that_changes_during_the_run_raises():
     w, scale = tf.Variable([3.0, 1.0]), tf.Variable(1.0, trainable=False)
     with pytest.raises(hvp.StaleOperatorError, match="minimized over"):
         hvp.minimize(
@@ -350,7 +352,7 @@ def test_start_that_is_not_finite_is_refused():
     np.testing.assert_array_equal(w.numpy(), [3.0, 1.0])
 
 
-def test_value_lost_by_a_method_that_diverges_is_told():
+def test_a_diverging_method_returns_a_finite_value():
     w = tf.Variable([0.1, 0.2], dtype=tf.float64)
     with np.errstate(all="ignore"):
         result = hvp.minimize(lambda: -tf.reduce_sum(w**2), w, method="L-BFGS-B")
@@ -358,7 +360,7 @@ def test_value_lost_by_a_method_that_diverges_is_told():
     np.testing.assert_array_equal(result.x, w.numpy())
 
 
-def test_first_order_methods_ask_for_no_second_derivative():
+def test_first_order_methods_need_no_second_derivative():
     w = tf.Variable(np.array([0.5, 2.0]))
 
     def loss():
@@ -381,7 +383,7 @@ def test_bad_arguments_are_refused_before_any_work():
     w = problem.variables
     operator = hvp.HessianOperator(problem.loss, w)
     many = tf.Variable(tf.zeros(5000))
-    for given, error, message in (
+    for arguments, error, message in (
         ({"method": "Nelder-Mead"}, hvp.HvpError, "a gradient: trust-krylov"),
         ({"method": None}, hvp.HvpError, "argument method is None"),
         ({"options": {"gtol": 1}, "gtol": 1}, hvp.HvpError, "Given twice"),
@@ -393,7 +395,7 @@ def test_bad_arguments_are_refused_before_any_work():
         ({"x0": [1.0, np.nan, 0, 0]}, hvp.InvalidVectorError, "x0 has 1 entries"),
     ):
         with pytest.raises(error, match=message):
-            hvp.minimize(loss, w, **given)
+            hvp.minimize(loss, w, **arguments)
     with pytest.raises(hvp.HvpError, match="No variables"):
         hvp.minimize(loss)
     with pytest.raises(hvp.TooLargeError, match="ogleg needs the Hessian of 5000"):
@@ -415,11 +417,11 @@ def test_progress_is_shown(capfd):
     assert "iterations" not in capfd.readouterr().err  # not a terminal
 
 
-def live():
-    """Tensors, and objects of any kind."""
+def live_objects():
+    """Return the numbers of live tensors, and of live objects of any kind."""
     gc.collect()
-    found = gc.get_objects()
-    return sum(isinstance(x, tf.__internal__.EagerTensor) for x in found), len(found)
+    objects = gc.get_objects()
+    return sum(isinstance(x, tf.__internal__.EagerTensor) for x in objects), len(objects)
 
 
 def test_memory_stays_flat_over_five_hundred_iterations():
@@ -428,7 +430,7 @@ def test_memory_stays_flat_over_five_hundred_iterations():
 
     def callback(x):
         if len(counts) in (50, 499):
-            counts.append(live())
+            counts.append(live_objects())
         else:
             counts.append(None)
 
@@ -441,11 +443,11 @@ def test_memory_stays_flat_over_five_hundred_iterations():
     assert objects_then <= objects + 100
 
 
-def test_nothing_stays_behind():
+def test_a_run_leaves_no_tensors():
     problem = rosenbrock(50)
     hvp.minimize(problem.loss, problem.variables, maxiter=3)
     problem.variables.assign(rosenbrock_start(50))
     hvp.minimize(problem.loss, problem.variables, maxiter=3)
-    before = live()[0]
+    before = live_objects()[0]
     hvp.minimize(problem.loss, problem.variables, maxiter=30)
-    assert live()[0] <= before
+    assert live_objects()[0] <= before

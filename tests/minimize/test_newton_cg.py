@@ -1,4 +1,4 @@
-"""`NewtonCG`: where it gets to, what it costs, how it goes on after a stop."""
+"""`NewtonCG`: convergence, cost, and checkpoints."""
 
 import gc
 import logging
@@ -52,11 +52,11 @@ def test_rosenbrock():
     assert result.fun == pytest.approx(rosen(result.x), abs=1e-15)
     losses = [step.loss for step in result.history]
     assert losses == sorted(losses, reverse=True)
-    # Rough far away, accurate at the end.
+    # The forcing term is large far from the minimum and small near it.
     forcings = [step.forcing for step in result.history]
     assert forcings[0] == 0.5
     assert min(forcings[-3:]) < 1e-2
-    assert result.nit < 1000  # 340 or 510, after how numbers are rounded
+    assert result.nit < 1000  # 340 or 510, depending on rounding
 
 
 def test_a_hundred_thousand_variables():
@@ -67,8 +67,8 @@ def test_a_hundred_thousand_variables():
     assert result.nit < 100
 
 
-def test_one_step_is_newtons_where_the_model_is_true():
-    """On a quadratic function, against a dense solution; the ratio is one."""
+def test_one_step_solves_a_quadratic():
+    """Compared with a dense solution; the ratio is one."""
     A = random(0, 6, 6, dtype="float64")
     A = A @ A.T + np.eye(6)
     b = random(1, 6, dtype="float64")
@@ -100,12 +100,13 @@ def test_trust_region_bounds_the_step(preconditioner):
         assert np.linalg.norm(moved) == pytest.approx(1e-3, rel=1e-6)
         assert method.radius == pytest.approx(2e-3)
     else:
-        assert 0 < np.linalg.norm(moved) < 5e-4  # its norm is larger; the identity's would not be
+        # The preconditioner's norm is larger than the Euclidean norm.
+        assert 0 < np.linalg.norm(moved) < 5e-4
 
 
 @pytest.mark.parametrize("preconditioner", ["diagonal", "nystrom"])
 def test_preconditioner_saves_iterations(preconditioner):
-    """On a few large eigenvalues, along the axes."""
+    """A few large eigenvalues, with eigenvectors along the axes."""
     scales = np.concatenate([np.geomspace(1e2, 1e6, 10), np.ones(90)])
     w = tf.Variable(np.ones(100))
     options = {"radius": 1e6, "forcing": 1e-11, "rank": 15}
@@ -116,13 +117,13 @@ def test_preconditioner_saves_iterations(preconditioner):
     plain = hvp.NewtonCG(loss, w, **options).step()
     w.assign(np.ones(100))
     options["radius"] = 1e9  # in the preconditioner's norm
-    helped = hvp.NewtonCG(loss, w, preconditioner=preconditioner, **options).step()
-    assert plain.outcome == helped.outcome == "converged"
-    assert helped.cg_iterations <= plain.cg_iterations / 2
+    preconditioned = hvp.NewtonCG(loss, w, preconditioner=preconditioner, **options).step()
+    assert plain.outcome == preconditioned.outcome == "converged"
+    assert preconditioned.cg_iterations <= plain.cg_iterations / 2
     np.testing.assert_allclose(w.numpy(), -1 / scales, atol=1e-4)
 
 
-def test_damping_is_added_and_follows_the_ratio():
+def test_damping_is_added_and_adapted():
     w = tf.Variable([1.0, 2.0], dtype=tf.float64)
     method = hvp.NewtonCG(
         lambda: tf.reduce_sum(w**2) / 2, w, damping=3.0, forcing=1e-10, radius=10.0
@@ -131,42 +132,42 @@ def test_damping_is_added_and_follows_the_ratio():
     np.testing.assert_allclose(w.numpy(), [0.75, 1.5])  # 1 - 1 / (1 + 3)
     assert step.ratio > 1
     assert method.damping == pytest.approx(2.0)
-    uneven = hvp.NewtonCG(lambda: tf.reduce_sum(tf.cos(w)), w, damping=1e-3, radius=50.0)
+    concave = hvp.NewtonCG(lambda: tf.reduce_sum(tf.cos(w)), w, damping=1e-3, radius=50.0)
     for _ in range(5):
-        if not uneven.step().accepted:
+        if not concave.step().accepted:
             break
-    assert uneven.damping != 1e-3
+    assert concave.damping != 1e-3
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("at", [(0.5, 1e-3), (0.5, 0.0), (0.0, 0.0)])
 def test_saddle_is_left(at, dtype):
-    """Also where the gradient says nothing of it, or is zero."""
+    """Even if the gradient does not point away from it, or is zero."""
     problem = saddle(dtype, at)
     result = newton(problem).minimize(gtol=1e-5)
     assert result.success
     np.testing.assert_allclose(np.abs(result.x), problem.solution, atol=1e-4)
     assert any(step.outcome == "negative curvature" for step in result.history)
-    stays = saddle(dtype, (0.0, 0.0))
-    result = newton(stays).minimize(leave_saddles=False)
+    problem = saddle(dtype, (0.0, 0.0))
+    result = newton(problem).minimize(leave_saddles=False)
     assert result.success
     np.testing.assert_array_equal(result.x, [0.0, 0.0])
 
 
-def test_minimum_has_no_negative_curvature_and_says_so():
+def test_message_at_a_minimum():
     problem = ridge_logistic()
     method = newton(problem)
     method.minimize(gtol=1e-10)
     before = method.products
     result = method.minimize(gtol=1e-10)
-    assert "no curvature negative" in result.message
+    assert "no negative curvature" in result.message
     assert result.nit == 0
     assert method.products - before <= 22
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_gradient_converges_to_its_rounding(dtype):
-    """Far below where differences of the loss, here near 1000, mean anything."""
+def test_gradient_converges_to_its_rounding_error(dtype):
+    """The loss is near 1000, so its differences are lost to rounding long before."""
     w = tf.Variable(random(0, 20, dtype=dtype))
     scales = np.geomspace(1, 100, 20).astype(dtype)
     method = hvp.NewtonCG(lambda: 1000 + tf.reduce_sum(scales * (tf.exp(w) - w)), w)
@@ -178,7 +179,7 @@ def test_gradient_converges_to_its_rounding(dtype):
     assert any(step.from_gradients and step.accepted for step in result.history)
 
 
-def test_nan_at_a_trial_point_makes_the_region_smaller(caplog):
+def test_nan_at_a_trial_point_shrinks_the_region(caplog):
     w = tf.Variable([3.0, 1.0], dtype=tf.float64)
     method = hvp.NewtonCG(
         lambda: w[0] - tf.math.log(w[0]) + (w[1] - 2) ** 2, w, radius=100.0, forcing=1e-6
@@ -199,7 +200,7 @@ def test_nan_at_a_trial_point_makes_the_region_smaller(caplog):
     assert f"At {result.non_finite} trial points" in result.message
 
 
-def test_start_or_product_that_is_not_finite_raises():
+def test_non_finite_start_or_product_raises():
     w = tf.Variable([1.0, 1.0], dtype=tf.float64)
     method = hvp.NewtonCG(lambda: tf.reduce_sum(tf.sqrt(w)), w)
     w.assign([-1.0, 1.0])
@@ -217,16 +218,16 @@ def test_losses_without_a_minimum_end():
     w = tf.Variable([1.0, -2.0], dtype=tf.float64)
     result = hvp.NewtonCG(lambda: 2 * w[0] - w[1], w).minimize(maxiter=10)
     assert result.status == 1
-    assert result.fun < -1000  # along the gradient, twice as far each time
+    assert result.fun < -1000  # each step is twice as long as the one before
     w.assign([1.0, -2.0])
     result = hvp.NewtonCG(lambda: tf.reduce_sum(tf.abs(w)), w).minimize(maxiter=200)
     assert np.isfinite(result.x).all()
     assert result.fun < 3
     w.assign([0.0, 0.0])
-    still = hvp.NewtonCG(lambda: tf.reduce_sum(w**2), w)
-    step = still.step()
+    method = hvp.NewtonCG(lambda: tf.reduce_sum(w**2), w)
+    step = method.step()
     assert (step.accepted, step.cg_iterations, step.radius) == (False, 0, 1.0)
-    result = still.minimize()
+    result = method.minimize()
     assert (result.nit, result.success) == (0, True)
     w.assign([1.0, 1.0])
     result = hvp.NewtonCG(lambda: tf.reduce_sum(w**2), w).minimize(maxiter=0)
@@ -234,8 +235,8 @@ def test_losses_without_a_minimum_end():
     np.testing.assert_array_equal(w.numpy(), [1.0, 1.0])
 
 
-def test_frozen_variable_that_changes():
-    """It ends a run once, before any work; the next is of the new function."""
+def test_a_frozen_variable_that_changes():
+    """The first run after the change raises before any work; the next minimizes the new loss."""
     w, scale = tf.Variable([3.0, 1.0]), tf.Variable(1.0, trainable=False)
     method = hvp.NewtonCG(lambda: tf.reduce_sum((scale * w - 1) ** 2), w)
     method.step()
@@ -248,7 +249,7 @@ def test_frozen_variable_that_changes():
     np.testing.assert_allclose(w.numpy(), 0.5, rtol=1e-4)
 
 
-def test_divergence_keeps_what_was_found():
+def test_divergence_returns_the_last_finite_point():
     w = tf.Variable([0.1, 0.2], dtype=tf.float32)
     result = hvp.NewtonCG(lambda: -tf.reduce_sum(w**2), w).minimize(maxiter=500)
     assert not result.success
@@ -256,7 +257,7 @@ def test_divergence_keeps_what_was_found():
     assert np.isfinite(result.fun)
 
 
-def test_xla_that_cannot_compile_the_iterations_is_done_without():
+def test_falls_back_if_xla_cannot_compile_the_iterations():
     model = keras.Sequential(
         [keras.Input((3,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)]
     )
@@ -302,31 +303,29 @@ def test_variables_changed_between_steps_are_noticed():
 
 @pytest.mark.parametrize("preconditioner", [None, "diagonal", "nystrom"])
 @pytest.mark.parametrize("sampled", [False, True], ids=["whole", "sampled"])
-def test_a_run_ended_between_steps_goes_on_with_the_same_iterates(
-    tmp_path, preconditioner, sampled
-):
+def test_a_restored_run_continues_with_the_same_iterates(tmp_path, preconditioner, sampled):
     options = {"preconditioner": preconditioner, "rank": 2, "damping": 0.1, "seed": 3}
     if sampled:
         options.update(hessian_batch_size=10, gradient_batch_size=20)
 
-    def make():
+    def build():
         problem = ridge_logistic()
         return problem, newton(problem, radius=0.1, **options)
 
-    problem, method = make()
-    wanted = []
+    problem, method = build()
+    iterates = []
     for k in range(8):
         method.step()
-        wanted.append(flat(problem.variables))
+        iterates.append(flat(problem.variables))
         if k == 3:
             path = tf.train.Checkpoint(optimizer=method).save(str(tmp_path / "run"))
-    problem, method = make()
+    problem, method = build()
     tf.train.Checkpoint(optimizer=method).restore(path).assert_consumed()
     assert method.iterations == 4
-    np.testing.assert_array_equal(flat(problem.variables), wanted[3])
+    np.testing.assert_array_equal(flat(problem.variables), iterates[3])
     for k in range(4, 8):
         method.step()
-        np.testing.assert_array_equal(flat(problem.variables), wanted[k])
+        np.testing.assert_array_equal(flat(problem.variables), iterates[k])
 
 
 @pytest.mark.parametrize("gradient_batch_size", [None, 400])
@@ -336,7 +335,8 @@ def test_samples(gradient_batch_size):
         problem, hessian_batch_size=50, gradient_batch_size=gradient_batch_size, batch_size=100
     )
     result = method.minimize(gtol=1e-6 if gradient_batch_size is None else 1e-2, maxiter=60)
-    if gradient_batch_size is None:  # the same minimum, though every Hessian is of other examples
+    if gradient_batch_size is None:
+        # The minimum is the same, although each Hessian is over another sample.
         assert result.success
         np.testing.assert_allclose(flat(problem.variables), problem.solution, atol=1e-4)
     else:
@@ -344,10 +344,10 @@ def test_samples(gradient_batch_size):
     assert result.products > 0
 
 
-def test_hessian_is_of_the_sample_and_the_gradient_of_all():
-    """Each example has a coordinate of its own: the step tells which of them were drawn."""
+def test_hessian_is_over_the_sample_and_gradient_over_all_examples():
+    """Each example has its own coordinate, so that the step reveals which ones were drawn."""
     count, size = 12, 5
-    scales = np.linspace(0.5, 1.5, count)  # less than the damping, so that steps are taken
+    scales = np.linspace(0.5, 1.5, count)  # smaller than the damping, so that steps are accepted
     x = np.diag(scales)
     w = tf.Variable(np.ones(count))
     method = hvp.NewtonCG(
@@ -361,41 +361,42 @@ def test_hessian_is_of_the_sample_and_the_gradient_of_all():
     )
     drawn = []
     for _ in range(2):
-        at, damping = w.numpy(), method.damping
-        gradient = scales**2 * at / count
+        start, damping = w.numpy(), method.damping
+        gradient = scales**2 * start / count
         assert method.step().accepted
-        curvature = -gradient / (w.numpy() - at) - damping
-        of_sample = np.isclose(curvature, scales**2 / size, rtol=1e-6)
-        np.testing.assert_allclose(curvature[~of_sample], 0.0, atol=1e-6)
-        assert of_sample.sum() == size
-        drawn.append(tuple(of_sample))
+        curvature = -gradient / (w.numpy() - start) - damping
+        in_sample = np.isclose(curvature, scales**2 / size, rtol=1e-6)
+        np.testing.assert_allclose(curvature[~in_sample], 0.0, atol=1e-6)
+        assert in_sample.sum() == size
+        drawn.append(tuple(in_sample))
     assert drawn[0] != drawn[1]
 
 
-def test_gradient_of_a_sample_is_the_same_at_both_ends():
-    """And of another sample in the next step; against losses over the rows, by NumPy."""
+def test_gradient_sample_is_the_same_at_both_ends_of_a_step():
+    """The next step has another sample. Compared with losses that NumPy computes."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal(30)
     w = tf.Variable(2.0, dtype=tf.float64)
     method = hvp.NewtonCG(
         lambda x: tf.reduce_mean((w - x) ** 2), w, (x,), hessian_batch_size=4, gradient_batch_size=8
     )
-    seen = []
+    means = []
     for _ in range(3):
-        at = float(w)
+        start = float(w)
         step = method.step()
-        # The mean of the sample, from the gradient after the step; the loss fell on that sample.
+        # The gradient after the step reveals the mean of the sample on which the loss decreased.
         mean = float(w) - np.copysign(step.gradient_norm / 2, float(w) - x.mean())
-        fall = step.ratio * ((at - mean) ** 2 - (float(w) - mean) ** 2)
+        decrease = step.ratio * ((start - mean) ** 2 - (float(w) - mean) ** 2)
         assert step.accepted
-        assert fall > 0
-        assert step.ratio == pytest.approx(1.0)  # a quadratic, its curvature the same everywhere
+        assert decrease > 0
+        # The loss is quadratic, with the same curvature for every sample.
+        assert step.ratio == pytest.approx(1.0)
         assert abs(mean - x.mean()) > 1e-3
-        seen.append(round(mean, 9))
-    assert len(set(seen)) == 3
+        means.append(round(mean, 9))
+    assert len(set(means)) == 3
 
 
-def test_a_sample_of_all_examples_is_the_whole():
+def test_a_sample_of_all_examples_is_no_sample():
     whole, sampled = ridge_logistic(), ridge_logistic()
     one, other = newton(whole), newton(sampled, hessian_batch_size=1000)
     for _ in range(5):
@@ -437,7 +438,7 @@ def test_memory_stays_flat_over_five_hundred_steps():
 
     def tensors():
         gc.collect()
-        return sum(isinstance(found, tf.__internal__.EagerTensor) for found in gc.get_objects())
+        return sum(isinstance(x, tf.__internal__.EagerTensor) for x in gc.get_objects())
 
     def objects():
         gc.collect()
@@ -477,14 +478,14 @@ def test_bad_arguments_are_refused():
     with pytest.raises(TypeError, match="lerning_rate"):
         newton(problem, lerning_rate=1)
     dataset = tf.data.Dataset.from_tensors(problem.data)
-    with pytest.raises(hvp.InvalidDataError, match="hessian_batch_size goes with"):
+    with pytest.raises(hvp.InvalidDataError, match="together with data of type"):
         hvp.NewtonCG(problem.loss, problem.variables, dataset, hessian_batch_size=5)
     H = hvp.HessianOperator(problem.loss, problem.variables, problem.data)
-    with pytest.raises(hvp.HvpError, match="goes with an operator"):
+    with pytest.raises(hvp.HvpError, match="together with an operator"):
         hvp.NewtonCG(H, hessian_batch_size=5)
     method = newton(problem)
-    wrong = ({"gtol": -1}, {"rtol": np.nan}, {"maxiter": -1}, {"progress": 3}, {"callback": 3})
-    for options in wrong:
+    invalid = ({"gtol": -1}, {"rtol": np.nan}, {"maxiter": -1}, {"progress": 3}, {"callback": 3})
+    for options in invalid:
         with pytest.raises(hvp.HvpError, match=next(iter(options))):
             method.minimize(**options)
     with pytest.raises(hvp.GraphModeError):

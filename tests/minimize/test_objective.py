@@ -1,4 +1,4 @@
-"""`ScipyObjective` in scipy's own hands."""
+"""`ScipyObjective`, called as scipy does."""
 
 import numpy as np
 import pytest
@@ -39,28 +39,28 @@ def test_functions_are_scipys(dtype):
     value, gradient = objective.fun_and_jac(x)
     assert value == objective.fun(x)
     np.testing.assert_array_equal(gradient, objective.jac(x))
-    assert objective.gradient_evaluations == 2  # at the beginning, and at x
+    assert objective.gradient_evaluations == 2  # at the start, and at x
     assert objective.products == 2 + 5
     for array in (objective.x0, gradient, objective.hessp(x, p), objective.hess_dense(x)):
         assert array.dtype == np.float64
-    np.testing.assert_array_equal(w.numpy(), rosenbrock_start(5).astype(dtype))  # left alone
+    np.testing.assert_array_equal(w.numpy(), rosenbrock_start(5).astype(dtype))  # unchanged
     objective.assign(x)
     np.testing.assert_array_equal(w.numpy(), x.astype(dtype))
 
 
-def test_two_points_are_kept_and_a_third_replaces_the_one_used_longest_ago():
+def test_two_points_are_cached_and_a_third_replaces_the_least_recently_used():
     objective, _ = objective_of()
     one, two, three = np.zeros(5), np.ones(5), np.full(5, 2.0)
     objective.fun(one), objective.fun(two), objective.fun(one)
     assert objective.gradient_evaluations == 3
-    objective.fun(three)  # in the place of two
+    objective.fun(three)  # replaces `two`
     objective.hessp(one, one + 1)
     assert objective.gradient_evaluations == 4
     objective.jac(two)
     assert objective.gradient_evaluations == 5
 
 
-def test_hessian_answers_for_its_point_wherever_scipy_has_gone():
+def test_hessian_stays_at_its_point():
     objective, _ = objective_of()
     x, p = np.full(5, 0.3), np.arange(5.0)
     hessian = objective.hess(x)
@@ -73,7 +73,7 @@ def test_hessian_answers_for_its_point_wherever_scipy_has_gone():
 
 
 @pytest.mark.parametrize("method", ["trust-krylov", "trust-ncg"])
-def test_a_method_of_scipys_takes_it(method):
+def test_scipy_accepts_the_functions(method):
     objective, w = objective_of(10)
     result = scipy.optimize.minimize(
         objective.fun_and_jac,
@@ -88,7 +88,7 @@ def test_a_method_of_scipys_takes_it(method):
     np.testing.assert_array_equal(w.numpy(), rosenbrock_start(10))
 
 
-def test_batches_that_are_not_kept():
+def test_streamed_batches():
     whole, parts = ridge_logistic(), ridge_logistic()
     one = hvp.ScipyObjective(whole.loss, whole.variables, whole.data)
     other = hvp.ScipyObjective(
@@ -104,7 +104,7 @@ def test_batches_that_are_not_kept():
 
 
 @pytest.mark.parametrize("engine", ["graph", "tape"])
-def test_recomputed_layers_answer_for_their_point(engine):
+def test_recomputed_layers_stay_at_their_point(engine):
     weights = [tf.Variable(np.eye(3) * (k + 1) / 3) for k in range(2)]
     blocks = [hvp.recompute(lambda x, w=w: tf.tanh(x @ w)) for w in weights]
     data = tf.constant(np.random.default_rng(0).standard_normal((4, 3)))
@@ -118,14 +118,14 @@ def test_recomputed_layers_answer_for_their_point(engine):
     objective = hvp.ScipyObjective(loss, weights, engine=engine)
     plain = hvp.ScipyObjective(lambda: loss(False), weights)
     x, p = objective.x0 + 0.1, np.arange(18.0)
-    wanted = plain.hessp(x, p)
+    expected = plain.hessp(x, p)
     objective.fun(x)
     objective.fun(x + 1)
-    np.testing.assert_allclose(objective.hessp(x, p), wanted, rtol=1e-10)
+    np.testing.assert_allclose(objective.hessp(x, p), expected, rtol=1e-10)
     assert objective.gradient_evaluations == 3
 
 
-def test_where_the_loss_is_not_finite():
+def test_non_finite_loss():
     w = tf.Variable([1.0, 2.0])
     objective = hvp.ScipyObjective(lambda: tf.reduce_sum(tf.math.log(w)), w)
     outside = np.array([-1.0, 1.0])
@@ -137,7 +137,7 @@ def test_where_the_loss_is_not_finite():
     assert objective.fun(np.array([1.0, 1.0])) == 0
 
 
-def test_frozen_variable_that_changes():
+def test_a_frozen_variable_that_changes():
     w, scale = tf.Variable([1.0, 2.0]), tf.Variable(1.0, trainable=False)
 
     def loss():

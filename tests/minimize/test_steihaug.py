@@ -1,4 +1,4 @@
-"""Conjugate gradients in a trust region, against dense matrices."""
+"""Conjugate gradients in a trust region, compared with dense matrices."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import scipy.linalg
 import tensorflow as tf
 
 import hvp
-from hvp._minimize.steihaug import Outcome, Steihaug
+from hvp._minimize.steihaug import Ending, Steihaug
 from hvp._solve.preconditioners import PRECONDITIONERS
 
 SIZE = 12
@@ -37,20 +37,20 @@ def model(A, g, p):
 
 @pytest.mark.parametrize("preconditioner", [None, *PRECONDITIONERS])
 @pytest.mark.parametrize("damping", [0.0, 0.5])
-def test_inside_it_solves(preconditioner, damping):
+def test_an_interior_step_solves_the_system(preconditioner, damping):
     A, g = matrix(np.geomspace(1, 1e3, SIZE)), np.arange(1.0, SIZE + 1)
     result, _ = solve(A, g, preconditioner, damping=damping)
-    wanted = np.linalg.solve(A + damping * np.eye(SIZE), -g)
-    np.testing.assert_allclose(result.step, wanted, rtol=1e-8)
-    assert result.outcome == Outcome.CONVERGED
-    assert result.predicted == pytest.approx(-model(A + damping * np.eye(SIZE), g, wanted))
+    expected = np.linalg.solve(A + damping * np.eye(SIZE), -g)
+    np.testing.assert_allclose(result.step, expected, rtol=1e-8)
+    assert result.ending == Ending.CONVERGED
+    assert result.predicted == pytest.approx(-model(A + damping * np.eye(SIZE), g, expected))
     if preconditioner is None:
-        assert result.norm == pytest.approx(np.linalg.norm(wanted))
+        assert result.norm == pytest.approx(np.linalg.norm(expected))
 
 
 @pytest.mark.parametrize("preconditioner", [None, *PRECONDITIONERS])
 @pytest.mark.parametrize("eigenvalues", ["positive", "indefinite", "negative"])
-def test_at_the_boundary(eigenvalues, preconditioner):
+def test_a_boundary_step_has_the_norm_of_the_radius(eigenvalues, preconditioner):
     spectrum = np.geomspace(1, 100, SIZE)
     spectrum[: {"positive": 0, "indefinite": 4, "negative": SIZE}[eigenvalues]] *= -1
     A, g = matrix(spectrum), np.arange(1.0, SIZE + 1)
@@ -64,29 +64,29 @@ def test_at_the_boundary(eigenvalues, preconditioner):
         norm = np.sqrt(step @ np.linalg.solve(np.stack(columns), step))
     assert norm == pytest.approx(0.05, rel=1e-6)
     assert result.norm == pytest.approx(0.05, rel=1e-6)
-    assert result.outcome in (Outcome.BOUNDARY, Outcome.NEGATIVE_CURVATURE)
+    assert result.ending in (Ending.BOUNDARY, Ending.NEGATIVE_CURVATURE)
     assert result.predicted == pytest.approx(-model(A, g, step))
-    # At least what the best step along the gradient gives, as theory asks.
+    # The decrease is at least that of the best step along the gradient (the Cauchy point).
     if preconditioner is None:
-        slope, bend = g @ g, g @ A @ g
+        slope, curvature = g @ g, g @ A @ g
         length = 0.05 / np.sqrt(slope)
-        if bend > 0:
-            length = min(length, slope / bend)
+        if curvature > 0:
+            length = min(length, slope / curvature)
         assert result.predicted >= -model(A, g, -length * g) * (1 - 1e-9)
 
 
-def test_it_stops_where_it_is_told_to():
+def test_limits_end_the_iteration():
     A, g = matrix(np.geomspace(1, 1e4, SIZE)), np.arange(1.0, SIZE + 1)
     result, _ = solve(A, g, maxiter=3)
-    assert (result.outcome, result.iterations) == (Outcome.MAXITER, 3)
+    assert (result.ending, result.iterations) == (Ending.MAXITER, 3)
     loose, _ = solve(A, g, tolerance=0.1 * np.linalg.norm(g))
-    assert loose.outcome == Outcome.CONVERGED
+    assert loose.ending == Ending.CONVERGED
     assert np.linalg.norm(A @ loose.step.numpy() + g) <= 0.1 * np.linalg.norm(g)
     tight, _ = solve(A, g)
     assert tight.iterations > loose.iterations
 
 
-def test_products_are_counted_and_the_operator_may_move():
+def test_products_are_counted_and_the_operator_may_be_refreshed():
     w = tf.Variable(np.ones(SIZE))
     H = hvp.HessianOperator(lambda: tf.reduce_sum(w**4) / 12, w)
     solver = Steihaug(H)

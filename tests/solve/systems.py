@@ -1,4 +1,4 @@
-"""Operators of known eigenvalues, and what dense float64 algebra answers."""
+"""Symmetric matrices with chosen eigenvalues, and operators with these matrices."""
 
 import numpy as np
 import tensorflow as tf
@@ -17,7 +17,7 @@ SPECTRA = {
 
 
 def matrix(eigenvalues, seed=0):
-    """Return a symmetric matrix with these eigenvalues, along random directions."""
+    """Return a symmetric matrix with these eigenvalues and random eigenvectors."""
     eigenvalues = np.asarray(eigenvalues, float)
     draws = np.random.default_rng(seed).standard_normal((len(eigenvalues), len(eigenvalues)))
     Q = np.linalg.qr(draws)[0]
@@ -26,7 +26,7 @@ def matrix(eigenvalues, seed=0):
 
 
 def operator(A, dtype="float64", **options):
-    """Return an operator whose matrix this is: the Hessian of a quadratic."""
+    """Return the Hessian of the quadratic `(w, A w) / 2`, which is `A`."""
     w = tf.Variable(np.zeros(len(A), dtype))
     constant = tf.constant(A.astype(dtype))
     return hvp.HessianOperator(
@@ -35,4 +35,5 @@ def operator(A, dtype="float64", **options):
 
 
 def columns(n, k, seed=1):
+    """Return `k` random right-hand sides."""
     return np.random.default_rng(seed).standard_normal((n, k))

@@ -1,4 +1,4 @@
-"""Nothing is lost: runs that are killed, interrupted, or out of disk space."""
+"""Checkpoints of runs that are killed, interrupted, or out of disk space."""
 
 import os
 import signal
@@ -15,13 +15,13 @@ import hvp
 from hvp._runtime import checkpoint
 from hvp._runtime.checkpoint import Checkpoint
 from hvp._runtime.digest import digest
-from hvp._solve import equations, krylov
+from hvp._solve import equations, krylov, solve
 from tests import inside
 from tests.cases import FUZZ
 from tests.solve.systems import columns, matrix, operator
 
 N = 150
-# Solves, and says how many products it needed; saves whenever it can.
+# Solves with a checkpoint at every opportunity, and prints the number of products.
 RUN = """
     import sys
     import time
@@ -32,14 +32,14 @@ RUN = """
     from tests.solve.systems import columns, matrix, operator
 
     checkpoint.INTERVAL = 0.0
-    krylov._LONGEST, equations._WIDEST = 4, 6
+    krylov._MAX_ITERATIONS, equations._MAX_COLUMNS = 4, 6
     save = checkpoint.Checkpoint.save
 
-    def slowly(self, arrays):
+    def save_slowly(self, arrays):
         save(self, arrays)
         time.sleep(0.04)
 
-    checkpoint.Checkpoint.save = slowly
+    checkpoint.Checkpoint.save = save_slowly
     path, method, out = sys.argv[1:]
     H = operator(matrix(np.geomspace(1e-3, 1, 300)))
     print("ready", flush=True)
@@ -60,59 +60,58 @@ def start(tmp_path, path, method, out):
 
 
 @pytest.mark.parametrize("method", ["block_cg", "cg", "minres"] if FUZZ else ["block_cg"])
-def test_a_killed_run_goes_on_and_ends_the_same(tmp_path, method, monkeypatch):
+def test_a_killed_run_resumes_with_the_same_result(tmp_path, method, monkeypatch):
     path = tmp_path / "solve.npz"
-    monkeypatch.setattr(equations, "_WIDEST", 6)
+    monkeypatch.setattr(equations, "_MAX_COLUMNS", 6)
     A, b = matrix(np.geomspace(1e-3, 1, 300)), columns(300, 12)
     whole = hvp.solve(operator(A), b, method=method, rtol=1e-8)
     first = start(tmp_path, path, method, tmp_path / "first.npy")
     assert first.stdout.readline() == "ready\n"
-    until = time.monotonic() + 60
-    while not path.exists() and time.monotonic() < until:
+    deadline = time.monotonic() + 60
+    while not path.exists() and time.monotonic() < deadline:
         time.sleep(0.005)
     time.sleep(0.3)
     first.send_signal(signal.SIGKILL)
     first.communicate()
-    assert not (tmp_path / "first.npy").exists(), "it ended before it was killed"
+    assert not (tmp_path / "first.npy").exists(), "the run ended before it was killed"
     second = start(tmp_path, path, method, tmp_path / "second.npy")
-    counted, computed = map(int, second.communicate()[0].split()[1:])
+    total, computed = map(int, second.communicate()[0].split()[1:])
     assert second.returncode == 0
     np.testing.assert_array_equal(np.load(tmp_path / "second.npy"), whole.x)
-    assert counted == whole.products  # what was saved included
+    assert total == whole.products  # including those before the checkpoint
     assert computed < whole.products
 
 
 @pytest.fixture
 def system(monkeypatch):
     monkeypatch.setattr(checkpoint, "INTERVAL", 0.0)
-    monkeypatch.setattr(krylov, "_LONGEST", 4)
+    monkeypatch.setattr(krylov, "_MAX_ITERATIONS", 4)
     return matrix(np.geomspace(1e-3, 1, N)), columns(N, 3)
 
 
-def interrupted(monkeypatch, H, b, path, calls=3, **options):
-    """Press Ctrl-C after some calls of the graph."""
-    further = krylov.Krylov._take_out
-    cycle = krylov.Krylov._told
-    seen = []
+def interrupt(monkeypatch, H, b, path, calls=3, **options):
+    """Solve, and press Ctrl-C after some calls of the graph."""
+    parameters = krylov.Krylov._parameters
+    count = 0
 
-    def told(self, *arguments):
-        seen.append(1)
-        if len(seen) > calls:
+    def interrupting(self, *arguments):
+        nonlocal count
+        count += 1
+        if count > calls:
             raise KeyboardInterrupt
-        return cycle(self, *arguments)
+        return parameters(self, *arguments)
 
-    monkeypatch.setattr(krylov.Krylov, "_told", told)
+    monkeypatch.setattr(krylov.Krylov, "_parameters", interrupting)
     with pytest.raises(KeyboardInterrupt):
         hvp.solve(H, b, checkpoint=path, **options)
-    monkeypatch.setattr(krylov.Krylov, "_told", cycle)
-    assert krylov.Krylov._take_out is further
+    monkeypatch.setattr(krylov.Krylov, "_parameters", parameters)
 
 
 def test_an_interrupt_saves(system, tmp_path, monkeypatch):
     A, b = system
     H, path = operator(A), tmp_path / "solve.npz"
     monkeypatch.setattr(checkpoint, "INTERVAL", 1e9)
-    interrupted(monkeypatch, H, b, path, method="cg")
+    interrupt(monkeypatch, H, b, path, method="cg")
     before = H.stats.products
     assert path.exists()
     whole = hvp.solve(operator(A), b, method="cg")
@@ -120,13 +119,13 @@ def test_an_interrupt_saves(system, tmp_path, monkeypatch):
     np.testing.assert_array_equal(result.x, whole.x)
     assert result.products == whole.products
     assert H.stats.products - before < whole.products
-    again = hvp.solve(H, b, method="cg", checkpoint=path)  # done: nothing is computed
+    again = hvp.solve(H, b, method="cg", checkpoint=path)  # finished: nothing is computed
     np.testing.assert_array_equal(again.x, whole.x)
     assert H.stats.products - before < whole.products
 
 
 @pytest.mark.parametrize("call", range(3))
-def test_an_interrupt_in_the_middle_of_a_change_saves_nothing_wrong(
+def test_an_interrupt_during_an_update_saves_nothing_inconsistent(
     system, tmp_path, monkeypatch, call
 ):
     A, b = system
@@ -134,31 +133,31 @@ def test_an_interrupt_in_the_middle_of_a_change_saves_nothing_wrong(
     whole = hvp.solve(H, b, method="cg", rtol=1e-8)
     norms, calls = krylov.norms, []
 
-    def interrupted(rows):
+    def interrupting(rows):
         calls.append(1)
         if len(calls) == call + 1:
             raise KeyboardInterrupt
         return norms(rows)
 
-    monkeypatch.setattr(krylov, "norms", interrupted)
+    monkeypatch.setattr(krylov, "norms", interrupting)
     try:
         hvp.solve(H, b, method="cg", rtol=1e-8, checkpoint=path)
     except KeyboardInterrupt:
         pass
     else:
-        assert call == 2  # there were two looks at the residuals
+        assert call == 2  # the residual of the system is computed twice
     monkeypatch.setattr(krylov, "norms", norms)
     again = hvp.solve(H, b, method="cg", rtol=1e-8, checkpoint=path)
     np.testing.assert_array_equal(again.x, whole.x)
     np.testing.assert_array_equal(again.residual_norms, whole.residual_norms)
 
 
-def test_the_second_method_goes_on_too(system, tmp_path, monkeypatch):
-    monkeypatch.setattr("hvp._solve.solve._DENSE", 0)
+def test_the_second_method_resumes_too(system, tmp_path, monkeypatch):
+    monkeypatch.setattr(solve, "_DENSE", 0)
     _, b = system
     A = matrix(np.concatenate([-np.geomspace(1e-2, 1, 20), np.linspace(0.5, 3, N - 20)]))
     H, path = operator(A), tmp_path / "solve.npz"
-    interrupted(monkeypatch, H, b, path, calls=12)
+    interrupt(monkeypatch, H, b, path, calls=12)
     result, whole = hvp.solve(H, b, checkpoint=path), hvp.solve(operator(A), b)
     assert result.method == whole.method == "block_cg, minres"
     np.testing.assert_array_equal(result.x, whole.x)
@@ -167,7 +166,7 @@ def test_the_second_method_goes_on_too(system, tmp_path, monkeypatch):
 
 
 def quadratic(scale=1.0, start=0.0, data=0.0, power=2):
-    """Return an operator of a loss with data, a constant, and an operation of one's choice."""
+    """Return the Hessian of a loss whose weights, data, constant and operation can be varied."""
     w = tf.Variable(np.full(N, 1.0 + start))
     x = np.arange(2.0 * N).reshape(2, N) / N + data
     return hvp.HessianOperator(
@@ -187,18 +186,18 @@ OTHERS = {
     "rtol": ({}, {"rtol": 1e-3}),
     "method": ({}, {"method": "minres"}),
     "preconditioner": ({}, {"M": "diagonal"}),
-    "first guess": ({}, {"x0": np.ones(N)}),
+    "initial guess": ({}, {"x0": np.ones(N)}),
     "maxiter": ({}, {"maxiter": 77}),
 }
 
 
-# What the refusal says of them.
-DIFFERS = {
+# The part of the fingerprint that the error names for each.
+DIFFERING_PARTS = {
     **dict.fromkeys(("damping", "rtol", "method", "maxiter"), "settings"),
     "a constant": "loss",
     "an operation": "loss",
     "data": "data",
-    "first guess": "start",
+    "initial guess": "start",
     "preconditioner": "preconditioner",
     "the right-hand side": "right-hand sides",
     "weights": "weights",
@@ -211,19 +210,19 @@ def test_the_checkpoint_of_another_run_is_refused(other, tmp_path):
     result = hvp.solve(quadratic(), **call, checkpoint=path)
     np.testing.assert_array_equal(
         hvp.solve(quadratic(), **call, checkpoint=path).x, result.x
-    )  # another operator, of the same
+    )  # another operator with the same weights, data and loss
     contents = path.read_bytes()
     change, options = OTHERS[other]
     H = quadratic(**change)
     before = H.stats.products
-    with pytest.raises(hvp.CheckpointError, match=f"is of other .*{DIFFERS[other]}"):
+    with pytest.raises(hvp.CheckpointError, match=rf"other\b.*\b{DIFFERING_PARTS[other]}\b"):
         hvp.solve(H, **{**call, **options}, checkpoint=path)
     assert path.read_bytes() == contents
     assert H.stats.products - before <= (16 if "M" in options else 0)
 
 
 def test_batches_have_a_fingerprint():
-    def made(x, size=4, total="mean"):
+    def hessian(x, size=4, total="mean"):
         w = tf.Variable(np.ones(3))
         return hvp.HessianOperator(
             lambda x: tf.reduce_mean(tf.linalg.matvec(x, w) ** 2),
@@ -236,12 +235,12 @@ def test_batches_have_a_fingerprint():
     x = np.arange(30.0).reshape(10, 3)
     other = x.copy()
     other[7, 1] += 1e-12
-    same = inside.fingerprint(made(x))
-    assert inside.fingerprint(made(x)) == same
-    assert inside.fingerprint(made(x).damped(1.0)) == same
-    for changed, name in ((made(other), "data"), (made(x, total="sum"), "reduction")):
-        differing = inside.fingerprint(changed)
-        assert [key for key in same if same[key] != differing[key]] == [name]
+    original = inside.fingerprint(hessian(x))
+    assert inside.fingerprint(hessian(x)) == original
+    assert inside.fingerprint(hessian(x).damped(1.0)) == original
+    for H, part in ((hessian(other), "data"), (hessian(x, total="sum"), "reduction")):
+        fingerprint = inside.fingerprint(H)
+        assert [key for key in original if original[key] != fingerprint[key]] == [part]
 
 
 def test_the_exact_method_has_a_checkpoint_too(tmp_path):
@@ -257,17 +256,17 @@ def test_the_exact_method_has_a_checkpoint_too(tmp_path):
         hvp.solve(H, b, method="exact", checkpoint=3)
 
 
-def test_files_that_are_no_checkpoints(tmp_path):
+def test_files_that_are_not_checkpoints(tmp_path):
     H, b = quadratic(), np.ones(N)
     for contents in (b"", b"something", b"PK\x03\x04broken"):
         path = tmp_path / "other.npz"
         path.write_bytes(contents)
-        with pytest.raises(hvp.CheckpointError, match="no checkpoint of hvp's") as error:
+        with pytest.raises(hvp.CheckpointError, match=r"(no|not a) checkpoint") as error:
             hvp.solve(H, b, method="cg", checkpoint=path)
         assert "pickle" not in str(error.value)
         assert path.read_bytes() == contents
     np.savez(tmp_path / "arrays.npz", x=np.ones(3))
-    with pytest.raises(hvp.CheckpointError, match="no checkpoint of hvp's"):
+    with pytest.raises(hvp.CheckpointError, match=r"(no|not a) checkpoint"):
         hvp.solve(H, b, method="cg", checkpoint=tmp_path / "arrays.npz")
     with pytest.raises(hvp.CheckpointError, match="a folder that exists"):
         hvp.solve(H, b, method="cg", checkpoint=tmp_path / "nowhere" / "file.npz")
@@ -281,37 +280,37 @@ FULL = """
     from hvp._runtime.checkpoint import Checkpoint
 
     path = sys.argv[1]
-    kept = Checkpoint(path, {"call": "this run"}, 0.0)
-    kept.save({"x": np.arange(10.0)})
+    file = Checkpoint(path, {"call": "this run"}, 0.0)
+    file.save({"x": np.arange(10.0)})
     resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        kept.save({"x": np.arange(10000.0)})
+        file.save({"x": np.arange(10000.0)})
     print(caught[0].message)
-    print(kept.load()["x"].sum())
+    print(file.load()["x"].sum())
 """
 
 
-def test_a_full_disk_leaves_what_was_saved(tmp_path):
-    """The limit on the size of files stands for a disk that is full."""
+def test_a_full_disk_leaves_the_last_checkpoint(tmp_path):
+    """A limit on the size of files simulates a full disk."""
     script, path = tmp_path / "run.py", tmp_path / "file.npz"
     script.write_text(textwrap.dedent(FULL))
     environment = {**os.environ, "PYTHONPATH": os.getcwd(), "TF_CPP_MIN_LOG_LEVEL": "3"}
-    done = subprocess.run(
+    run = subprocess.run(
         [sys.executable, str(script), str(path)],
         env=environment,
         capture_output=True,
         text=True,
         check=True,
     )
-    said, found = done.stdout.splitlines()
-    assert "could not save the checkpoint" in said
-    assert "it goes on" in said
-    assert float(found) == 45
+    message, total = run.stdout.splitlines()
+    assert "could not save the checkpoint" in message
+    assert "it goes on" in message
+    assert float(total) == 45
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file.npz", "run.py"]
 
 
-def test_digests_tell_values_shapes_and_types():
+def test_digests_depend_on_values_shapes_and_types():
     x = np.arange(6.0)
     others = [x, x.reshape(2, 3), x.astype("float32"), x[::-1]]
     assert len(set(map(digest, others))) == len(others)
@@ -328,7 +327,7 @@ PRECONDITIONED = """
     factors = np.geomspace(1, 1e3, 40)
     w = tf.Variable(np.ones(40))
     H = hvp.HessianOperator(lambda: tf.reduce_sum(factors * w**2) / 2, w)
-    _ = [object() for _ in range(int(sys.argv[2]))]  # other addresses in each process
+    _ = [object() for _ in range(int(sys.argv[2]))]  # changes the addresses of objects
     M = aslinearoperator(np.diag(1 / factors**0.5))
     before = H.stats.products
     result = hvp.solve(H, np.ones(40), method="cg", M=M, checkpoint=sys.argv[1])
@@ -336,11 +335,11 @@ PRECONDITIONED = """
 """
 
 
-def test_with_an_operator_as_preconditioner_it_resumes_in_another_process(tmp_path):
+def test_an_operator_as_preconditioner_resumes_in_another_process(tmp_path):
     script, path = tmp_path / "run.py", tmp_path / "solve.npz"
     script.write_text(textwrap.dedent(PRECONDITIONED))
     environment = {**os.environ, "PYTHONPATH": os.getcwd(), "TF_CPP_MIN_LOG_LEVEL": "3"}
-    said = [
+    outputs = [
         subprocess.run(
             [sys.executable, str(script), str(path), count],
             env=environment,
@@ -350,15 +349,15 @@ def test_with_an_operator_as_preconditioner_it_resumes_in_another_process(tmp_pa
         ).stdout.split()
         for count in ("10", "1000")
     ]
-    assert [converged for converged, _ in said] == ["True", "True"]
-    assert int(said[0][1]) > 5
-    assert int(said[1][1]) == 0
+    assert [converged for converged, _ in outputs] == ["True", "True"]
+    assert int(outputs[0][1]) > 5
+    assert int(outputs[1][1]) == 0
 
 
 def test_due_after_the_interval(tmp_path):
-    kept = Checkpoint(tmp_path / "file.npz", {"call": "this run"}, 0.05)
-    assert not kept.due
+    file = Checkpoint(tmp_path / "file.npz", {"call": "this run"}, 0.05)
+    assert not file.due
     time.sleep(0.06)
-    assert kept.due
-    kept.save({})
-    assert not kept.due
+    assert file.due
+    file.save({})
+    assert not file.due

@@ -38,8 +38,8 @@ def test_exact_adds_damping_to_the_operators_own():
         hvp.ExactInverse(operator(A), damping=np.nan)
 
 
-def test_neumann_leaves_what_the_series_leaves():
-    """Of an eigenvector exactly (1 - (1 - e / s)^count) / e."""
+def test_neumann_is_the_truncated_series():
+    """The factor along an eigenvector is exactly (1 - (1 - e / s)^m) / e."""
     values = np.linspace(0.1, 2, N)
     A = matrix(values)
     vectors = np.linalg.eigh(A)[1]
@@ -49,7 +49,7 @@ def test_neumann_leaves_what_the_series_leaves():
     np.testing.assert_allclose(inverse @ vectors, expected, atol=1e-12)
 
 
-def test_neumann_finds_its_scale_and_converges():
+def test_neumann_estimates_its_scale_and_converges():
     A = matrix(np.linspace(1, 10, N))
     inverse = hvp.NeumannInverse(operator(A), iterations=400)
     assert 10 <= inverse.scale < 12
@@ -57,13 +57,13 @@ def test_neumann_finds_its_scale_and_converges():
 
 
 @pytest.mark.parametrize("values", [np.linspace(-0.5, 2, N), -np.ones(N)])
-def test_neumann_of_an_indefinite_operator_is_refused(values):
+def test_neumann_refuses_an_indefinite_operator(values):
     inverse = hvp.NeumannInverse(operator(matrix(values)))
     with pytest.raises(hvp.HvpError, match="The Neumann series grows"):
         inverse @ columns(N, 2)
 
 
-def test_neumann_with_too_small_a_scale_is_refused():
+def test_neumann_refuses_a_scale_that_is_too_small():
     inverse = hvp.NeumannInverse(operator(matrix(np.linspace(1, 10, N))), scale=4.0)
     with pytest.raises(hvp.HvpError, match="grows"):
         inverse @ columns(N, 1)
@@ -72,7 +72,7 @@ def test_neumann_with_too_small_a_scale_is_refused():
 
 
 @pytest.mark.parametrize("rank", [5, 20])
-def test_arnoldi_is_the_inverse_on_the_largest(rank):
+def test_arnoldi_is_the_inverse_on_the_largest_eigenvectors(rank):
     values = np.concatenate([-np.linspace(5, 9, 4), np.geomspace(1e-3, 20, N - 4)])
     A = matrix(values)
     inverse = hvp.ArnoldiInverse(operator(A), rank=rank, damping=0.25, tol=1e-10)
@@ -85,40 +85,40 @@ def test_arnoldi_is_the_inverse_on_the_largest(rank):
         hvp.ArnoldiInverse(operator(A), rank=N)
 
 
-def test_nystrom_takes_the_rank_that_the_damping_asks_for():
+def test_nystrom_adapts_its_rank_to_the_damping():
     values = np.concatenate([np.geomspace(1e5, 1e2, 20), np.full(180, 1e-3)])
     H = operator(matrix(values))
     M = hvp.NystromPreconditioner(H, damping=1e-2)
     assert len(M.eigenvalues) == M.products == 32
-    np.testing.assert_allclose(M.eigenvalues[:20], values[:20], atol=180 * 1e-3)  # the rest
+    np.testing.assert_allclose(M.eigenvalues[:20], values[:20], atol=180 * 1e-3)  # sum of the rest
     assert H.stats.products == 32
-    most = hvp.NystromPreconditioner(H, damping=1e-9)
-    assert len(most.eigenvalues) == 100
+    largest = hvp.NystromPreconditioner(H, damping=1e-9)
+    assert len(largest.eigenvalues) == 100
     assert len(hvp.NystromPreconditioner(H, rank=7).eigenvalues) == 7
-    for wrong in (0, 201, 2.5):
+    for rank in (0, 201, 2.5):
         with pytest.raises(hvp.HvpError, match="rank"):
-            hvp.NystromPreconditioner(H, rank=wrong)
+            hvp.NystromPreconditioner(H, rank=rank)
 
 
-def test_nystrom_of_an_indefinite_operator_finds_no_eigenvalue_too_large():
-    """But for a shift it would find some several times the largest."""
+def test_nystrom_eigenvalues_of_an_indefinite_operator_are_not_too_large():
+    """Without the shift some would be several times the largest eigenvalue."""
     values = np.concatenate([-np.linspace(0.1, 1.5, 80), np.linspace(0.1, 5, 81)])
     H = operator(matrix(values))
     for rank in (20, 100):
-        found = hvp.NystromPreconditioner(H, rank=rank, damping=2.0).eigenvalues
+        eigenvalues = hvp.NystromPreconditioner(H, rank=rank, damping=2.0).eigenvalues
         largest = np.sort(values)[::-1][:rank]
-        assert (found <= np.maximum(largest, 0) * 1.01 + 1e-9).all()
-        assert found[0] > 1.0
-    for wrong in (np.nan, "large"):
-        for make in (hvp.NystromPreconditioner, hvp.DiagonalPreconditioner):
+        assert (eigenvalues <= np.maximum(largest, 0) * 1.01 + 1e-9).all()
+        assert eigenvalues[0] > 1.0
+    for damping in (np.nan, "large"):
+        for preconditioner in (hvp.NystromPreconditioner, hvp.DiagonalPreconditioner):
             with pytest.raises(hvp.HvpError, match="damping"):
-                make(H, damping=wrong)
+                preconditioner(H, damping=damping)
 
 
 @pytest.mark.parametrize(
     "make", [hvp.NystromPreconditioner, hvp.DiagonalPreconditioner], ids=["nystrom", "diagonal"]
 )
-def test_preconditioners_are_scipys_too(make):
+def test_preconditioners_work_in_scipy(make):
     scales = np.concatenate([np.geomspace(1e2, 1e5, 10), np.ones(N - 10)])
     H = operator(np.diag(scales))
     M = make(H)
@@ -141,8 +141,8 @@ def test_preconditioners_are_scipys_too(make):
 def test_diagonal_estimate_has_the_stated_error():
     A = matrix(np.linspace(1, 10, N))
     M = hvp.DiagonalPreconditioner(operator(A), samples=400, damping=1.0)
-    off = np.sqrt(np.sum(A**2, axis=1) - np.diag(A) ** 2)
-    error = (M.diagonal - np.diag(A) - 1) / (off / np.sqrt(400))
+    deviation = np.sqrt(np.sum(A**2, axis=1) - np.diag(A) ** 2)
+    error = (M.diagonal - np.diag(A) - 1) / (deviation / np.sqrt(400))
     assert 0.7 < np.sqrt(np.mean(error**2)) < 1.3
 
 
@@ -151,10 +151,10 @@ def test_the_exact_inverse_as_a_matrix_and_its_diagonal():
     w = tf.Variable(np.ones(3))
     H = hvp.HessianOperator(lambda: tf.reduce_sum(w * tf.linalg.matvec(A, w)) / 2, w)
     inverse = hvp.ExactInverse(H, damping=0.5)
-    want = np.linalg.inv(A + 0.5 * np.eye(3))
-    np.testing.assert_allclose(inverse.to_dense(), want, rtol=1e-12)
+    expected = np.linalg.inv(A + 0.5 * np.eye(3))
+    np.testing.assert_allclose(inverse.to_dense(), expected, rtol=1e-12)
     np.testing.assert_array_equal(inverse.to_dense(), inverse.to_dense().T)
-    np.testing.assert_allclose(inverse.diagonal, np.diag(want), rtol=1e-12)
+    np.testing.assert_allclose(inverse.diagonal, np.diag(expected), rtol=1e-12)
     singular = hvp.ExactInverse(aslinearoperator(np.diag([1.0, 0.0, 2.0])))
     np.testing.assert_allclose(singular.diagonal, [1, 0, 0.5])
 
@@ -170,13 +170,13 @@ def test_standard_errors_of_a_least_squares_fit():
         return tf.reduce_mean((tf.linalg.matvec(x, w) - y) ** 2) / (2 * variance)
 
     H = hvp.HessianOperator(negative_log_likelihood, w, (x, y), reduction="sum")
-    want = np.sqrt(variance * np.diag(np.linalg.inv(x.T @ x)))
-    np.testing.assert_allclose(np.sqrt(hvp.ExactInverse(H).diagonal), want, rtol=1e-10)
+    expected = np.sqrt(variance * np.diag(np.linalg.inv(x.T @ x)))
+    np.testing.assert_allclose(np.sqrt(hvp.ExactInverse(H).diagonal), expected, rtol=1e-10)
 
 
 def test_smallest_eigenvalues_by_the_inverse():
     w = tf.Variable(np.ones(30))
     spectrum = np.linspace(0.1, 40, 30)
     H = hvp.HessianOperator(lambda: tf.reduce_sum(spectrum * w**2) / 2, w)
-    found = eigsh(H, 3, sigma=0, OPinv=hvp.ExactInverse(H), return_eigenvectors=False)
-    np.testing.assert_allclose(np.sort(found), spectrum[:3], rtol=1e-8)
+    values = eigsh(H, 3, sigma=0, OPinv=hvp.ExactInverse(H), return_eigenvectors=False)
+    np.testing.assert_allclose(np.sort(values), spectrum[:3], rtol=1e-8)

@@ -12,6 +12,7 @@ SIZE = 40
 
 
 def inverse_of(A, name, rank, dtype="float64"):
+    """Return the preconditioner of a kind for the matrix `A`, as a dense matrix."""
     w = tf.Variable(np.zeros(len(A), dtype))
     H = hvp.HessianOperator(lambda: tf.tensordot(w, tf.linalg.matvec(A.astype(dtype), w), 1) / 2, w)
     kind = PRECONDITIONERS[name]
@@ -30,13 +31,13 @@ def matrix(eigenvalues, seed=0):
 
 def test_diagonal_of_a_diagonal_is_exact():
     d = np.linspace(-3, 5, SIZE)
-    got = inverse_of(np.diag(d), "diagonal", 0)
-    least = 1e-2 * np.abs(d).mean()
-    np.testing.assert_allclose(got, np.diag(1 / np.maximum(np.abs(d), least)), rtol=1e-10)
+    inverse = inverse_of(np.diag(d), "diagonal", 0)
+    lowest = 1e-2 * np.abs(d).mean()
+    np.testing.assert_allclose(inverse, np.diag(1 / np.maximum(np.abs(d), lowest)), rtol=1e-10)
 
 
-def test_nystrom_makes_a_matrix_of_low_rank_well_conditioned():
-    """A sketch finds the small eigenvalues too small, by a factor that its rank bounds."""
+def test_nystrom_improves_the_condition_of_a_low_rank_matrix():
+    """A sketch underestimates small eigenvalues, by a factor that its rank bounds."""
     A = matrix(np.concatenate([np.geomspace(1e6, 10, 8), np.zeros(SIZE - 8)])) + np.eye(SIZE)
     P = inverse_of(A, "nystrom", 12)
     np.testing.assert_allclose(P, P.T, atol=1e-10)
@@ -48,7 +49,7 @@ def test_nystrom_makes_a_matrix_of_low_rank_well_conditioned():
 @pytest.mark.parametrize("name", PRECONDITIONERS)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("spectrum", ["positive", "indefinite", "negative", "zero"])
-def test_inverse_is_positive_definite_whatever_the_matrix(name, dtype, spectrum):
+def test_the_inverse_is_positive_definite_for_any_matrix(name, dtype, spectrum):
     values = np.geomspace(1e-3, 1e3, SIZE)
     values[: {"positive": 0, "indefinite": 30, "negative": SIZE, "zero": 0}[spectrum]] *= -1
     A = matrix(values if spectrum != "zero" else 0 * values)

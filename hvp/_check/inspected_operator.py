@@ -1,0 +1,59 @@
+"""The operator under inspection, with timed products and random vectors."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from hvp._operators.operator import SymmetricOperator, core_of
+
+
+class InspectedOperator:
+    """An operator under inspection.
+
+    Parameters
+    ----------
+    operator : SymmetricOperator
+        The operator.
+    rng : numpy.random.Generator
+        Draws the random vectors.
+
+    Attributes
+    ----------
+    operator : SymmetricOperator
+        The operator.
+    rng : numpy.random.Generator
+        Draws the random vectors.
+    core : Core
+        The internals of the operator.
+    size : int
+        Length of a vector.
+    epsilon : float
+        Rounding unit of the operator's dtype.
+    tolerance : float
+        Bound on the differences between products that should be equal, relative to the norm of the
+        operator.
+    seconds : list of float
+        Time of each product with one vector.
+    """
+
+    def __init__(self, operator: SymmetricOperator, rng: np.random.Generator) -> None:
+        self.operator, self.rng = operator, rng
+        self.core = core_of(operator)
+        self.size = operator.shape[0]
+        self.epsilon = float(np.finfo(operator.dtype).eps)
+        self.tolerance = 3 * np.sqrt(self.epsilon)
+        self.seconds: list[float] = []
+
+    def random_unit_vector(self) -> np.ndarray:
+        """Return a random vector of norm one."""
+        v = self.rng.standard_normal(self.size)
+        return (v / np.linalg.norm(v)).astype(self.operator.dtype)
+
+    def multiply(self, v: np.ndarray) -> np.ndarray:
+        """Return the product with a vector, and record its time."""
+        start = time.perf_counter()
+        product = self.operator @ v
+        self.seconds.append(time.perf_counter() - start)
+        return product

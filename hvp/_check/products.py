@@ -1,0 +1,155 @@
+"""Steps of a check that look at products alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from hvp._check.inspected_operator import InspectedOperator
+from hvp._check.report import Finding, Verdict
+from hvp._errors import NonFiniteError
+
+# Steps of the Lanczos iteration, which needs most of the products.
+_STEPS = 10
+
+
+class ProductInspection:
+    """Looks at products: whether they are those of a symmetric matrix, and its spectrum.
+
+    Parameters
+    ----------
+    inspected : InspectedOperator
+        The operator.
+
+    Attributes
+    ----------
+    eigenvalues : ndarray
+        Ritz values in increasing order; empty if the products are not finite.
+    """
+
+    def __init__(self, inspected: InspectedOperator) -> None:
+        self._inspected = inspected
+        self.eigenvalues = np.empty(0)
+        self._norm = 0.0
+
+    def properties(self) -> Iterator[Finding]:
+        """Check that products are finite, repeatable, symmetric, linear and the same in blocks."""
+        inspected = self._inspected
+        try:
+            v, asymmetry = self._lanczos()
+            Hv, u = inspected.multiply(v), inspected.random_unit_vector()
+            Hv_again = inspected.multiply(v)
+            Hu = inspected.multiply(u)
+            combined = inspected.multiply((2.5 * v - 0.7 * u).astype(v.dtype))
+            block = inspected.operator @ np.stack([v, u], axis=1)
+        except NonFiniteError as error:
+            yield Finding("products", "failed", str(error))
+            return
+        scale = max(self._norm, float(np.linalg.norm(Hv)), float(np.linalg.norm(Hu)))
+        scale = scale or 1.0
+
+        def judged(name: str, difference: float, description: str) -> Finding:
+            verdict: Verdict = "ok" if difference <= inspected.tolerance * scale else "failed"
+            return Finding(name, verdict, f"{description} {difference / scale:.1g}")
+
+        if np.array_equal(Hv, Hv_again):
+            yield Finding("products", "ok", "finite, and the same to the bit when computed again")
+        else:
+            difference = float(np.linalg.norm(Hv - Hv_again))
+            yield judged("products", difference, "finite, but when computed again they differ by")
+        yield judged("symmetry", asymmetry, "u'Hv and v'Hu differ by")
+        difference = float(np.linalg.norm(combined - (2.5 * Hv - 0.7 * Hu)))
+        yield judged("linearity", difference, "H(au + bv) and aHu + bHv differ by")
+        difference = float(np.linalg.norm(block - np.stack([Hv, Hu], axis=1)))
+        yield judged("blocks", difference, "H @ [u, v] and [H @ u, H @ v] differ by")
+
+    def _lanczos(self) -> tuple[np.ndarray, float]:
+        """Estimate the spectrum and the asymmetry by the Lanczos iteration.
+
+        From a random vector `q_0` of norm one, with full orthogonalization::
+
+            t_ij = (q_i, H q_j)                     for i <= j
+            w = H q_j - sum_{i <= j} t_ij q_i
+            t_{j+1,j} = |w|,  q_{j+1} = w / |w|
+
+        For a symmetric `H` the matrix `T` is tridiagonal and symmetric. Here all of its entries are
+        computed, so that its asymmetry shows that of `H`. The Ritz values are the eigenvalues of
+        the symmetric part of `T`.
+
+        Returns
+        -------
+        start : ndarray
+            The vector `q_0`.
+        asymmetry : float
+            The largest entry of `T - T'`.
+
+        References
+        ----------
+        C. Lanczos, "An iteration method for the solution of the eigenvalue problem of linear
+        differential and integral operators", Journal of Research of the National Bureau of
+        Standards 45(4), 255-282, 1950. https://doi.org/10.6028/jres.045.026
+        """
+        inspected = self._inspected
+        max_steps = min(_STEPS, inspected.size)
+        basis = [inspected.random_unit_vector()]
+        coefficients = np.zeros((_STEPS + 1, _STEPS))
+        for step in range(max_steps):
+            w = inspected.multiply(basis[step]).astype(np.float64)
+            for _ in range(2):  # the second pass removes the rounding errors of the first
+                for i, q in enumerate(basis):
+                    coefficient = float(q.astype(np.float64) @ w)
+                    coefficients[i, step] += coefficient
+                    w -= coefficient * q
+            remainder = float(np.linalg.norm(w))
+            coefficients[step + 1, step] = remainder
+            size = step + 1
+            largest = np.abs(coefficients[:size, :size]).max()
+            if remainder <= inspected.tolerance * largest or size == max_steps:
+                break
+            basis.append((w / remainder).astype(inspected.operator.dtype))
+        T = coefficients[:size, :size]
+        self.eigenvalues = np.linalg.eigvalsh((T + T.T) / 2)
+        self._norm = float(np.abs(self.eigenvalues).max())
+        return basis[0], float(np.abs(T - T.T).max())
+
+    def spectrum(self, rtol: float) -> Iterator[Finding]:
+        """Report the signs of the eigenvalues, and whether the dtype suffices for `rtol`."""
+        if not self.eigenvalues.size:
+            yield Finding("curvature", "warning", "not checked: products are not finite")
+            return
+        yield self._curvature()
+        yield self._precision(rtol)
+
+    def _curvature(self) -> Finding:
+        inspected = self._inspected
+        lowest, highest = float(self.eigenvalues[0]), float(self.eigenvalues[-1])
+        rounding = 100 * inspected.epsilon * self._norm
+        # Fewer Ritz values than eigenvalues are inner bounds.
+        exact = inspected.size <= _STEPS
+        below, above = ("", "") if exact else (" or below", " or above")
+        if lowest < -rounding:
+            kind = "negative" if highest <= rounding else "indefinite"
+            advice = f"; conjugate gradients need damping above {-lowest:.2g}, or use MINRES"
+        elif lowest <= rounding:
+            kind, advice = "singular, or nearly so", "; conjugate gradients need some damping"
+        else:
+            kind, advice = "positive", ""
+        eigenvalues = f"eigenvalues from {lowest:.3g}{below} to {highest:.3g}{above}"
+        return Finding("curvature", "note" if advice else "ok", f"{kind}: {eigenvalues}{advice}")
+
+    def _precision(self, rtol: float) -> Finding:
+        inspected = self._inspected
+        dtype = inspected.operator.dtype.name
+        smallest = float(np.abs(self.eigenvalues).min())
+        condition = self._norm / smallest if smallest else np.inf
+        attainable = inspected.epsilon * condition
+        facts = f"condition number {condition:.2g} or more, rtol {rtol:.0e}"
+        if attainable <= rtol:
+            return Finding("precision", "ok", f"{dtype} is enough: {facts}")
+        error = f"solutions may be wrong by {attainable:.1g} of their size"
+        if attainable >= 1:
+            error = "solutions may consist of rounding errors"
+        is_float64 = inspected.epsilon < 1e-12
+        advice = "add damping" if is_float64 else "build the operator in float64, or add damping"
+        return Finding("precision", "warning", f"in {dtype}, {error}: {facts}; {advice}")

@@ -1,0 +1,169 @@
+"""The inverse of the damped Hessian, applied by the solver that the user chose."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+
+from hvp._errors import ConvergenceWarning, HvpError
+from hvp._operators.hessian import HessianOperator
+from hvp._runtime.digest import digest
+from hvp._solve.inverses import ArnoldiInverse, ExactInverse, NeumannInverse
+from hvp._solve.solve import solve
+
+_KRYLOV_METHODS = ("cg", "block_cg", "minres")
+_INVERSES: dict[str, Any] = {
+    "exact": ExactInverse,
+    "neumann": NeumannInverse,
+    "arnoldi": ArnoldiInverse,
+}
+# "auto" stands for "exact" up to this many variables, and for "block_cg" beyond.
+_MAX_EXACT = 1024
+# A block has at most this many right-hand sides. A solver needs this many vectors for each of them,
+# which take at most this many bytes by default.
+_MAX_WIDTH, _VECTORS, _BYTES = 128, 12, 2**30
+# Warnings point to the line that calls `InfluenceFunctions`. The levels are the method here that
+# warns, `apply`, the method of `Scoring`, the public method, its decorator, and that line.
+_STACKLEVEL = 6
+
+
+def check_solver(solver: Any) -> None:
+    """Raise `HvpError` unless `solver` is the name of a solver, or a function."""
+    names = ("auto", *_INVERSES, *_KRYLOV_METHODS)
+    if solver not in names and not callable(solver):
+        raise HvpError(f"the solver is {solver!r}", " or ".join(map(repr, names)))
+
+
+class DampedInverse:
+    """The inverse of `H + damping I`.
+
+    Parameters
+    ----------
+    operator : HessianOperator
+        The Hessian, with its damping.
+    solver : str or callable
+        As for `InfluenceFunctions`.
+    rtol, maxiter
+        As for `solve`; used by the Krylov methods only.
+    nbytes : int or None
+        Upper bound on the memory for the vectors of the solver.
+
+    Attributes
+    ----------
+    solver : str or callable
+        The solver, with ``"auto"`` replaced by what it stands for.
+    width : int
+        Number of right-hand sides to solve for at once.
+    """
+
+    def __init__(
+        self,
+        operator: HessianOperator,
+        solver: str | Callable[[HessianOperator], Any],
+        rtol: float,
+        maxiter: int | None,
+        nbytes: int | None,
+    ) -> None:
+        self._operator, self._rtol, self._maxiter = operator, rtol, maxiter
+        size = operator.shape[0]
+        if solver == "auto":
+            solver = "exact" if size <= _MAX_EXACT else "block_cg"
+        self.solver = solver
+        bytes_per_side = size * operator.dtype.itemsize * _VECTORS
+        self.width = max(1, min(_MAX_WIDTH, (nbytes or _BYTES) // bytes_per_side))
+        self._inverse: Any = None
+        # Number of evaluations of the operator when `_inverse` was built.
+        self._evaluations = -1
+
+    def apply(self, rows: np.ndarray, checkpoint: Any = None) -> np.ndarray:
+        """Multiply the inverse by each row.
+
+        Parameters
+        ----------
+        rows : ndarray
+            The right-hand sides, of shape `(k, n)`.
+        checkpoint : str or Path, optional
+            As for `solve`; used by the Krylov methods only.
+
+        Returns
+        -------
+        ndarray
+            The solutions, of shape `(k, n)`.
+        """
+        if self.solver in _KRYLOV_METHODS:
+            return self._solve(rows, checkpoint)
+        if self._inverse is None or self._evaluations != self._operator.stats.gradient_evaluations:
+            self._build_inverse()
+        return np.ascontiguousarray(np.asarray(self._inverse @ rows.T).T, rows.dtype)
+
+    def fingerprint(self) -> dict[str, str]:
+        """Return a fingerprint of the solver and its settings."""
+        if isinstance(self.solver, str):
+            solver = self.solver
+        else:  # a function is identified by its effect on one vector
+            ones = np.ones((1, self._operator.shape[0]), self._operator.dtype)
+            solver = digest(self.apply(ones))
+        settings = [self._operator.damping, self._rtol, self._maxiter, self.width]
+        return {"solver": solver, "settings": repr(settings)}
+
+    def _solve(self, rows: np.ndarray, checkpoint: Any) -> np.ndarray:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            result = solve(
+                self._operator,
+                np.asarray(rows.T, order="C"),
+                method=cast(Any, self.solver),
+                rtol=self._rtol,
+                maxiter=self._maxiter,
+                checkpoint=checkpoint,
+            )
+        if "negative curvature" in result.outcomes:
+            self._refuse_curvature(result.negative_curvature)
+        for warning in caught:
+            warnings.warn(warning.message, stacklevel=_STACKLEVEL)
+        return np.ascontiguousarray(result.x.T)
+
+    def _build_inverse(self) -> None:
+        operator = self._operator
+        evaluations = operator.stats.gradient_evaluations
+        build: Any = _INVERSES[self.solver] if isinstance(self.solver, str) else self.solver
+        inverse = build(operator)
+        shape = getattr(inverse, "shape", None)
+        if shape != operator.shape:
+            raise HvpError(
+                f"the solver function returned {type(inverse).__name__} of shape {shape}",
+                f"the inverse of its argument, as an operator of shape {operator.shape}",
+            )
+        self._inverse, self._evaluations = inverse, evaluations
+        if isinstance(inverse, ExactInverse):
+            lowest = float(inverse.eigenvalues[0])
+            if lowest < 0 and inverse.is_nonzero[0]:
+                warnings.warn(
+                    f"hvp.InfluenceFunctions: the damped Hessian has the eigenvalue {lowest:.3g}, "
+                    "so the weights are not a minimum: train further, or raise damping (now "
+                    f"{operator.damping:g})",
+                    ConvergenceWarning,
+                    stacklevel=_STACKLEVEL,
+                )
+
+    def _refuse_curvature(self, directions: np.ndarray) -> None:
+        """Raise an error that says how much damping is missing.
+
+        Parameters
+        ----------
+        directions : ndarray
+            Directions of negative curvature as columns; those of other right-hand sides are zero.
+        """
+        norms = np.linalg.norm(directions, axis=0)
+        units = directions[:, norms > 0] / norms[norms > 0]
+        lowest = float(np.min(np.sum(units * (self._operator @ units), axis=0)))
+        raise HvpError(
+            "the damped Hessian is not positive definite, so the weights are not a minimum: along "
+            f"some direction its curvature is {lowest:.3g}",
+            "a model that is trained to a minimum, or more damping",
+            f"raise damping (now {self._operator.damping:g}) by more than {-lowest:.3g}, or pass "
+            "solver='minres'",
+        )

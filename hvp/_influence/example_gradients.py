@@ -1,0 +1,212 @@
+"""The gradient of a loss at each single example, vectorized over the examples."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvp._data.elements import Elements, checked_loss
+from hvp._derivatives.gradient import value_and_gradient
+from hvp._errors import InvalidLossError, NonFiniteError
+from hvp._graphs.compiled import Compiled
+from hvp._graphs.parts import digest_of_graph
+from hvp._graphs.vectorized import NotVectorizedError, vectorized
+from hvp._influence.example_data import ExampleData
+from hvp._keras.losses import kept_losses
+from hvp._runtime.digest import digest
+from hvp._runtime.interrupts import Uninterrupted
+from hvp._snapshots.snapshot import Snapshot
+from hvp._vectors.space import Space
+from hvp._vectors.variables import collect_variables
+
+# `check_mean` compares this many examples, to this relative accuracy.
+_COMPARED, _RTOL = 8, 1e-3
+# By default the gradients of one call take at most this many bytes. The call itself needs several
+# times as much memory.
+_GRADIENT_BYTES, _WORKING_FACTOR = 2**26, 4
+
+
+class ExampleGradients:
+    """Losses of single examples, and their gradients as the rows of a matrix.
+
+    The loss of an example is the loss of a batch that contains this example only.
+
+    Parameters
+    ----------
+    loss : callable
+        Takes the elements of a batch, and returns the mean over the batch.
+    variables : nest
+        The variables to differentiate with respect to.
+    snapshot : Snapshot
+        Evaluation of a loss that reads the same variables. State that this loss updates is
+        restored after each call.
+    nbytes : int or None
+        Upper bound on the working memory of one call.
+
+    Attributes
+    ----------
+    at_once : int
+        Number of examples in one call.
+    """
+
+    def __init__(
+        self,
+        loss: Callable[..., Any],
+        variables: Any,
+        snapshot: Snapshot,
+        nbytes: int | None = None,
+    ) -> None:
+        self._loss, self._snapshot = checked_loss(loss), snapshot
+        self._nest = collect_variables(variables)
+        self._space = Space.of_variables(self._nest)
+        bytes_per_example = self._space.size * self._space.dtype.size * _WORKING_FACTOR
+        self.at_once = max(1, (nbytes or _GRADIENT_BYTES * _WORKING_FACTOR) // bytes_per_example)
+        self._functions: dict[Any, Compiled] = {}
+        self._is_vectorized = True
+
+    def of(self, elements: Elements) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return the losses of examples, of shape `(k,)`, and gradients, of shape `(k, n)`."""
+        function = self._function(elements)
+        with self._snapshot.preserving():
+            losses, rows = function(*elements.tensors)
+        return losses, rows
+
+    def of_all(
+        self, elements: Elements, kind: str = "training example", first: int = 0
+    ) -> np.ndarray:
+        """Return the gradients of any number of examples, of shape `(k, n)`.
+
+        Parameters
+        ----------
+        elements : Elements
+            The examples.
+        kind : str
+            What the examples are called in error messages.
+        first : int
+            Number of the first example, for error messages.
+
+        Raises
+        ------
+        NonFiniteError
+            If a gradient is not finite.
+        """
+        count = elements.examples
+        starts = range(0, count, self.at_once)
+        parts = [elements.part(i, min(i + self.at_once, count)) for i in starts]
+        rows = np.concatenate([self.of(part)[1].numpy() for part in parts])
+        broken = np.flatnonzero(~np.isfinite(rows).all(axis=1))
+        if len(broken):
+            others = len(broken) - 1
+            raise NonFiniteError(
+                f"the gradient at {kind} {first + broken[0]} is not finite"
+                + (f", nor are those at {others} others of the same block" if others else ""),
+                "finite data, and a loss that is differentiable at each example",
+                "look for NaN and extreme entries, and for labels out of range",
+            )
+        return rows
+
+    def pieces(self, data: ExampleData) -> Iterator[tuple[int, tf.Tensor]]:
+        """Iterate over the gradients of all examples, `at_once` examples at a time.
+
+        Yields
+        ------
+        first : int
+            Number of the first example of the piece.
+        rows : tf.Tensor
+            The gradients of the piece, of shape `(k, n)`.
+        """
+        for first, part in data.blocks(self.at_once):
+            yield first, tf.constant(self.of_all(part, f"{data.name} example", first))
+
+    def prepare(self, elements: Elements) -> None:
+        """Trace the loss for examples like these; errors of the loss are raised here."""
+        self._function(elements)
+
+    def fingerprint(self, elements: Elements) -> str:
+        """Return a fingerprint of the loss for examples like these.
+
+        It does not depend on the values of variables.
+        """
+        graph = self._function(elements).graph
+        constants = [tensor for tensor, _ in graph.captures if tensor.dtype != tf.resource]
+        return " ".join([*map(digest, constants), digest_of_graph(graph.as_graph_def())])
+
+    def check_mean(self, elements: Elements) -> None:
+        """Check that the loss of a batch is the mean of its examples' losses.
+
+        The mean of the examples' gradients is compared with the gradient of the batch as well. If
+        these differ, TensorFlow may have vectorized the gradient incorrectly, and examples are
+        processed one at a time from then on.
+
+        Raises
+        ------
+        InvalidLossError
+            If the loss is not the mean.
+        """
+        part = elements.part(0, min(_COMPARED, elements.examples))
+        value, gradient = self._of_batch(part)
+        batch_loss = float(value)
+        losses, rows = self.of(part)
+        if not self._has_mean(rows, gradient):
+            self._is_vectorized = False
+            self._functions.clear()
+            losses, rows = self.of(part)
+        example_losses = losses.numpy().astype(np.float64)
+        mean, scale = example_losses.mean(), np.abs(example_losses).mean()
+        if abs(mean - batch_loss) <= _RTOL * max(scale, abs(batch_loss)):
+            return
+        count = len(example_losses)
+        is_sum = abs(example_losses.sum() - batch_loss) <= _RTOL * count * scale
+        raise InvalidLossError(
+            f"the loss of {count} examples is {batch_loss:.6g}, and the mean of their losses "
+            f"{mean:.6g}",
+            "a loss that is the mean over the examples of a batch, each of them independent of the "
+            "others",
+            "take the mean, not the sum"
+            if is_sum
+            else "take the mean, without layers that mix examples or draw random numbers "
+            "(training=False)",
+        )
+
+    def _of_batch(self, elements: Elements) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return the loss of a whole batch, and its gradient as one vector."""
+        with Uninterrupted(), self._snapshot.preserving(), kept_losses(self._nest.source):
+            return self._value_and_row(elements)
+
+    def _value_and_row(self, elements: Elements) -> tuple[tf.Tensor, tf.Tensor]:
+        variables = self._nest.variables
+        value, parts = value_and_gradient(lambda: elements.call(self._loss), variables)
+        return value, self._space.join(self._space.with_zeros(parts))
+
+    def _has_mean(self, rows: tf.Tensor, gradient: tf.Tensor) -> bool:
+        """Whether the mean of the rows agrees with a vector, for each variable separately."""
+        mean = tf.reduce_mean(rows, axis=0)
+        if not tf.reduce_all(tf.math.is_finite(mean)):
+            return True  # `of_all` raises an error that names the example
+        return self._space.agree(mean, gradient, tf.norm(rows))
+
+    def _function(self, elements: Elements) -> Compiled:
+        """Return the compiled function for examples with these shapes and types."""
+        specs = [tf.TensorSpec([None, *t.shape[1:]], t.dtype) for t in elements.tensors]
+        key = tuple((tuple(spec.shape), spec.dtype) for spec in specs)
+        if key not in self._functions:
+
+            def of_example(example: list[tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
+                batch = elements.with_tensors([tensor[tf.newaxis] for tensor in example])
+                value, row = self._value_and_row(batch)
+                return tf.cast(value, self._space.dtype), row
+
+            def of_examples(*tensors: tf.Tensor) -> Any:
+                if self._is_vectorized:
+                    with contextlib.suppress(NotVectorizedError):
+                        return vectorized(of_example, list(tensors))
+                dtype = self._space.dtype
+                return tf.map_fn(of_example, list(tensors), fn_output_signature=(dtype, dtype))
+
+            with Uninterrupted(), self._snapshot.preserving(), kept_losses(self._nest.source):
+                self._functions[key] = Compiled(of_examples, specs, False)
+        return self._functions[key]

@@ -1,0 +1,171 @@
+"""The predictions of `InfluenceFunctions`: gradients, linear solves, and scores from both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvp._errors import HvpError, InvalidDataError, StaleOperatorError, line_of
+from hvp._influence.damped_inverse import DampedInverse
+from hvp._influence.example_data import ExampleData
+from hvp._influence.example_gradients import ExampleGradients
+from hvp._influence.score_store import ScoreStore
+from hvp._operators.hessian import HessianOperator
+from hvp._operators.operator import core_of
+from hvp._runtime.progress import progress_bar
+
+
+class Scoring:
+    """Computes predictions, one block of linear systems at a time.
+
+    The methods are documented at `InfluenceFunctions`.
+
+    Parameters
+    ----------
+    operator : HessianOperator
+        The damped Hessian of the training loss.
+    train : ExampleData
+        The training examples.
+    gradients, test_gradients : ExampleGradients
+        Gradients of the training loss and of the test loss.
+    inverse : DampedInverse
+        The inverse of the operator.
+    progress : bool or "always"
+        Whether to show progress bars.
+
+    Attributes
+    ----------
+    gradients : ExampleGradients
+        Gradients of the training loss.
+    inverse : DampedInverse
+        The inverse of the operator.
+    """
+
+    def __init__(
+        self,
+        operator: HessianOperator,
+        train: ExampleData,
+        gradients: ExampleGradients,
+        test_gradients: ExampleGradients,
+        inverse: DampedInverse,
+        progress: Any,
+    ) -> None:
+        self.gradients, self.inverse = gradients, inverse
+        self._test_gradients = test_gradients
+        self._operator, self._train, self._progress = operator, train, progress
+
+    def scores(self, test_data: Any, out: Any, checkpoint: Any) -> np.ndarray:
+        """Return `g_t . (H + damping I)^-1 g_i / n` for all test and training examples."""
+        self._check_fresh()
+        test = self._test_examples(test_data)
+        shape = (test.count, self._train.count)
+        store = self._store("scores", shape, test, out, checkpoint)
+        unit = "test example"
+        with progress_bar(self._progress, total=test.count, unit=unit, done=store.rows) as bar:
+            for first, elements in test.blocks(self.inverse.width):
+                if first < store.rows:
+                    continue
+                test_rows = self._test_gradients.of_all(elements, unit, first)
+                with store.solving(first) as solver_checkpoint:
+                    solutions = tf.constant(self.inverse.apply(test_rows, solver_checkpoint))
+                    block = store.array[first : first + elements.examples]
+                    for start, rows in self.gradients.pieces(self._train):
+                        end = start + int(rows.shape[0])
+                        if end <= store.columns:
+                            continue
+                        scores = tf.matmul(solutions, rows, transpose_b=True) / self._train.count
+                        block[:, start:end] = scores.numpy()
+                        store.complete_columns(end)
+                    store.complete_rows(first + elements.examples)
+                bar.update(elements.examples)
+        store.flush()
+        return store.array
+
+    def self_influence(self, checkpoint: Any) -> np.ndarray:
+        """Return `g_i . (H + damping I)^-1 g_i / n` for all training examples."""
+        self._check_fresh()
+        total = self._train.count
+        store = self._store("self_influence", (total,), None, None, checkpoint)
+        with progress_bar(self._progress, total=total, unit="example", done=store.rows) as bar:
+            for first, elements in self._train.blocks(self.inverse.width):
+                if first < store.rows:
+                    continue
+                rows = self.gradients.of_all(elements, "training example", first)
+                end = first + len(rows)
+                with store.solving(first) as solver_checkpoint:
+                    solutions = self.inverse.apply(rows, solver_checkpoint)
+                    store.array[first:end] = np.einsum("kn,kn->k", solutions, rows) / total
+                    store.complete_rows(end)
+                bar.update(len(rows))
+        return store.array
+
+    def parameter_change(self, indices: Any) -> np.ndarray:
+        """Return `(H + damping I)^-1 g / n`, where `g` is the sum of the examples' gradients."""
+        numbers = self._train.numbers(indices)
+        self._check_fresh()
+        total = np.zeros(self._operator.shape[0], np.float64)
+        for elements in self._train.selected(numbers):
+            total += self.gradients.of_all(elements).sum(axis=0, dtype=np.float64)
+        solution = self.inverse.apply(total.astype(self._operator.dtype)[np.newaxis])[0]
+        return solution / np.asarray(self._train.count, solution.dtype)
+
+    def loss_changes(self, change: np.ndarray, test_data: Any) -> np.ndarray:
+        """Return `g_t . change` for all test examples, or for all training examples."""
+        if test_data is None:
+            examples, gradients = self._train, self.gradients
+        else:
+            examples, gradients = self._test_examples(test_data), self._test_gradients
+        vector = tf.constant(change)
+        changes = np.empty(examples.count, self._operator.dtype)
+        for start, rows in gradients.pieces(examples):
+            changes[start : start + int(rows.shape[0])] = tf.linalg.matvec(rows, vector).numpy()
+        return changes
+
+    def _check_fresh(self) -> None:
+        """Raise the error of a stale or closed operator before any work is done."""
+        try:
+            _ = self._operator.value
+        except StaleOperatorError as error:
+            raise StaleOperatorError(error.problem, error.expected, "call refresh()") from None
+
+    def _test_examples(self, test_data: Any) -> ExampleData:
+        """Return the test data, after a check that the test loss accepts them."""
+        test = ExampleData(test_data, "test")
+        try:
+            self._test_gradients.prepare(test.first)
+        except Exception as error:  # the user's loss, or Keras, may raise anything
+            # Other errors of this package do not come from the kind of the data.
+            may_be_data = isinstance(error, InvalidDataError) or not isinstance(error, HvpError)
+            difference = self._train.first.differs(test.first) if may_be_data else ""
+            if not difference:
+                raise
+            reason = line_of(error)
+            raise InvalidDataError(
+                f"the loss of the test data cannot be computed ({type(error).__name__}: {reason}); "
+                f"compared with the training data, {difference}",
+                "examples like those of the training data, with labels of the same kind",
+            ) from error
+        return test
+
+    def _store(
+        self, call: str, shape: tuple[int, ...], test: ExampleData | None, out: Any, checkpoint: Any
+    ) -> ScoreStore:
+        """Return the scores of a call, resumed from its checkpoint if there is one."""
+
+        def fingerprint() -> dict[str, str]:
+            texts = {
+                "call": f"InfluenceFunctions.{call}",
+                **core_of(self._operator).fingerprint(),
+                "training data": self._train.fingerprint(),
+                **self.inverse.fingerprint(),
+                "out": "" if out is None else str(Path(out).resolve()),
+            }
+            if test is not None:
+                texts["test data"] = test.fingerprint()
+                texts["test loss"] = self._test_gradients.fingerprint(test.first)
+            return texts
+
+        return ScoreStore(shape, self._operator.dtype, out, checkpoint, fingerprint)

@@ -1,0 +1,248 @@
+"""One iteration of the truncated Newton method."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Literal
+
+import numpy as np
+import tensorflow as tf
+
+from hvp._errors import NonFiniteError
+from hvp._minimize.forcing import next_forcing
+from hvp._minimize.models import WholeModel
+from hvp._minimize.newton_state import NewtonState
+from hvp._minimize.newton_step import NewtonStep
+from hvp._minimize.non_finite import log_non_finite
+from hvp._minimize.points import Point
+from hvp._minimize.steihaug import Ending, SteihaugResult
+from hvp._minimize.subproblem import Subproblem, euclidean_norm, to_float64
+from hvp._minimize.trust_region import is_accepted, next_damping, next_radius
+from hvp._snapshots.watch import Watch
+from hvp._vectors.resources import Resource
+
+# A difference of two losses is trusted if it is at least this many units of rounding.
+_ROUNDINGS = 100
+
+
+class NewtonIteration:
+    """Takes steps, and adapts the trust region, the damping and the forcing term.
+
+    `NewtonCG` and `NewtonRun` share this object.
+
+    Parameters
+    ----------
+    model : WholeModel
+        The loss.
+    subproblem : Subproblem
+        Minimizes the quadratic model.
+    state : NewtonState
+        What the next step depends on.
+    forcing : float or "eisenstat-walker"
+        The forcing term, or the rule for it.
+
+    Attributes
+    ----------
+    model : WholeModel
+        The loss.
+    position : Position
+        Position of the variables.
+    cg_seconds : float
+        Time spent in conjugate gradients and in building preconditioners.
+    """
+
+    def __init__(
+        self,
+        model: WholeModel,
+        subproblem: Subproblem,
+        state: NewtonState,
+        forcing: float | Literal["eisenstat-walker"],
+    ) -> None:
+        self.model, self.position = model, model.points.position
+        self._subproblem, self._state, self._forcing = subproblem, state, forcing
+        self._eps = float(np.finfo(self.position.dtype).eps)
+        # Notices when somebody else changes the variables between two steps.
+        self._watch = Watch([Resource.of(variable) for variable in self.position.variables])
+        self._watch.set()
+        self.cg_seconds = 0.0
+
+    def current_point(self) -> Point:
+        """Return the loss at the current values of the variables.
+
+        Raises
+        ------
+        NonFiniteError
+            If the loss or its gradient is not finite.
+        """
+        point = self.model.current_point(self._number, bool(self._watch.changed()))
+        self._watch.set()
+        if not point.finite:
+            raise NonFiniteError(
+                "the loss or its gradient is not finite where the variables are",
+                "values at which both are finite",
+            )
+        return point
+
+    def step(self, point: Point, target: float) -> NewtonStep:
+        """Take one step.
+
+        Parameters
+        ----------
+        point : Point
+            The current point.
+        target : float
+            Norm of the gradient at which the run ends, which bounds the forcing term.
+
+        Returns
+        -------
+        NewtonStep
+        """
+        gradient, norm = point.gradient_tensor, point.gradient_norm
+        forcing = self._next_forcing(norm, target)
+        if norm == 0:
+            no_step = SteihaugResult(tf.zeros_like(gradient), Ending.CONVERGED, 0, 0.0, 0.0)
+            return self._try(point, no_step, forcing)
+        start = time.perf_counter()
+        state, number = self._state, self._number
+        hessian = self.model.hessian(number)
+        if self._subproblem.needs_preconditioner(int(state.preconditioner_iterations)):
+            self._subproblem.build_preconditioner(hessian, number, state.preconditioner)
+            state.preconditioner_iterations.assign(0)
+        solution = self._subproblem.solve(
+            hessian,
+            gradient,
+            state.preconditioner,
+            radius=float(state.radius),
+            tolerance=forcing * norm,
+            damping=float(state.damping),
+        )
+        self.cg_seconds += time.perf_counter() - start
+        state.preconditioner_iterations.assign_add(solution.iterations)
+        return self._try(point, solution, forcing)
+
+    def saddle_step(self, point: Point) -> NewtonStep | None:
+        """Take a step along a direction of negative curvature, if there is one.
+
+        With a unit vector `d` of curvature `c = d' H d < 0` and `g' d <= 0`, the step goes to the
+        boundary of the trust region:
+
+            `p = radius d`,  and the model predicts the decrease `-g' p - c radius**2 / 2`.
+
+        Parameters
+        ----------
+        point : Point
+            The current point, where the gradient is small.
+
+        Returns
+        -------
+        NewtonStep or None
+            The step, or None if no direction of negative curvature was found.
+        """
+        hessian, gradient = self.model.hessian(self._number), point.gradient_tensor
+        negative = self._subproblem.negative_curvature(hessian, gradient, self._number)
+        if negative is None:
+            return None
+        radius = float(self._state.radius)
+        step = negative.direction * tf.constant(radius, gradient.dtype)
+        slope = float(tf.tensordot(gradient, step, 1))
+        predicted = -slope - negative.curvature * radius**2 / 2
+        solution = SteihaugResult(
+            step, Ending.NEGATIVE_CURVATURE, negative.products, radius, predicted
+        )
+        return self._try(point, solution, float(self._state.forcing))
+
+    def is_exhausted(self) -> bool:
+        """Whether the trust region is so small that no step in it would change the variables."""
+        radius = float(self._state.radius)
+        if radius >= math.sqrt(self._eps):
+            return False
+        return radius < self._eps * euclidean_norm(self.position.read())
+
+    @property
+    def _number(self) -> int:
+        """Number of the next step, counted from 1."""
+        return int(self._state.iterations) + 1
+
+    def _try(self, point: Point, solution: SteihaugResult, forcing: float) -> NewtonStep:
+        """Evaluate the loss at the trial point, accept or reject it, and adapt the state."""
+        if solution.ending == Ending.NOT_FINITE or not math.isfinite(solution.predicted):
+            raise NonFiniteError(
+                "a product with the Hessian is not finite",
+                "a loss that is bounded below, and twice differentiable where the variables are",
+                "look for norms and square roots near zero, and for overflow",
+            )
+        state = self._state
+        ratio, end = math.nan, point
+        accepted = from_gradients = False
+        if solution.predicted > 0:
+            before = self.position.read()
+            trial = self.model.trial_point(before + solution.step)
+            from_gradients = self._is_below_rounding(point, trial, solution)
+            ratio = self._ratio(point, trial, solution, from_gradients)
+            accepted = is_accepted(ratio)
+            if accepted:
+                end = trial
+                self.model.accept(trial)
+                state.gradient_norm.assign(point.gradient_norm)
+                state.forcing.assign(forcing)
+            else:
+                self.position.write(before)
+        self._adapt(ratio, solution)
+        state.iterations.assign_add(1)
+        self._watch.set()
+        return NewtonStep(
+            iteration=int(state.iterations),
+            loss=end.value,
+            gradient_norm=end.gradient_norm,
+            accepted=accepted,
+            ratio=ratio,
+            radius=float(state.radius),
+            damping=float(state.damping),
+            forcing=forcing,
+            cg_iterations=solution.iterations,
+            outcome=str(solution.ending),
+            from_gradients=from_gradients,
+        )
+
+    def _is_below_rounding(self, point: Point, trial: Point, solution: SteihaugResult) -> bool:
+        """Whether the predicted decrease is too small to be seen in a difference of losses."""
+        if not trial.finite:
+            return False
+        scale = max(abs(point.value), abs(trial.value))
+        return solution.predicted < _ROUNDINGS * self._eps * scale
+
+    def _ratio(
+        self, point: Point, trial: Point, solution: SteihaugResult, from_gradients: bool
+    ) -> float:
+        """Return the decrease of the loss divided by the predicted decrease.
+
+        If the difference of losses is below rounding, the decrease is computed from the gradients
+        at both ends, by the trapezoidal rule: `-(g(x) + g(x + p))' p / 2`.
+        """
+        if not trial.finite:
+            log_non_finite()
+            return -math.inf
+        if not from_gradients:
+            return (point.value - trial.value) / solution.predicted
+        gradients = to_float64(point.gradient_tensor) + to_float64(trial.gradient_tensor)
+        decrease = -float(tf.tensordot(gradients, to_float64(solution.step), 1)) / 2
+        interior = solution.ending in (Ending.CONVERGED, Ending.MAXITER)
+        if interior and trial.gradient_norm >= point.gradient_norm:
+            decrease = min(decrease, 0.0)  # the gradient has reached its own rounding error
+        return decrease / solution.predicted
+
+    def _adapt(self, ratio: float, solution: SteihaugResult) -> None:
+        """Adapt the trust region and the damping to the quality of the model."""
+        if solution.norm == 0:
+            return
+        state = self._state
+        on_boundary = solution.ending in (Ending.BOUNDARY, Ending.NEGATIVE_CURVATURE)
+        state.radius.assign(next_radius(float(state.radius), ratio, solution.norm, on_boundary))
+        state.damping.assign(next_damping(float(state.damping), ratio))
+
+    def _next_forcing(self, norm: float, target: float) -> float:
+        if self._forcing != "eisenstat-walker":
+            return float(self._forcing)
+        state = self._state
+        return next_forcing(norm, float(state.gradient_norm), float(state.forcing), target)

@@ -1,0 +1,115 @@
+"""One call of `NewtonCG.minimize`."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+from scipy.optimize import OptimizeResult
+
+from hvp._errors import NonFiniteError
+from hvp._minimize.newton_iteration import NewtonIteration
+from hvp._minimize.newton_step import History, NewtonStep
+from hvp._minimize.non_finite import non_finite_message
+from hvp._minimize.points import Point
+from hvp._minimize.subproblem import to_float64
+
+# Values of `OptimizeResult.status`.
+_CONVERGED, _MAXITER, _ROUNDING, _NOT_FINITE, _STOPPED_BY_CALLBACK = 0, 1, 2, 3, 99
+# The run ends after this many rejected steps in a row below the rounding error of the loss.
+_MAX_REJECTED = 3
+
+
+class NewtonRun:
+    """Takes steps until the gradient is small, and counts the work of this run.
+
+    Parameters
+    ----------
+    iteration : NewtonIteration
+        Takes the steps.
+    callback : callable or None
+        The user's callback.
+    """
+
+    def __init__(
+        self, iteration: NewtonIteration, callback: Callable[[NewtonStep], Any] | None
+    ) -> None:
+        self._iteration, self._callback = iteration, callback
+        self._start = time.perf_counter()
+        self._history = History()
+        # Counts before the run, which are subtracted from those after it.
+        self._work = dataclasses.replace(iteration.model.points.work)
+        self._products, self._cg_seconds = iteration.model.products, iteration.cg_seconds
+
+    def __call__(
+        self, bar: Any, gtol: float, rtol: float, maxiter: int, leave_saddles: bool
+    ) -> OptimizeResult:
+        """Take steps; the arguments are those of `NewtonCG.minimize`."""
+        iteration, target, rejected = self._iteration, None, 0
+        while True:
+            with iteration.position.restored(only_on_error=True):
+                point = iteration.current_point()
+                norm = point.gradient_norm
+                if target is None:
+                    target = max(gtol, rtol * norm)
+                small, exceeded = norm <= target, len(self._history) >= maxiter
+                if small and (exceeded or not leave_saddles):
+                    return self._result(point, _CONVERGED, "The gradient is small enough.")
+                if exceeded:
+                    return self._result(
+                        point, _MAXITER, "The maximum number of steps has been reached."
+                    )
+                if rejected >= _MAX_REJECTED or iteration.is_exhausted():
+                    return self._result(
+                        point, _ROUNDING, "Rounding errors of the loss allow no further step."
+                    )
+                try:
+                    step = iteration.saddle_step(point) if small else iteration.step(point, target)
+                except NonFiniteError as error:
+                    if not self._history:
+                        raise
+                    return self._result(point, _NOT_FINITE, str(error))
+            if step is None:
+                return self._result(
+                    point,
+                    _CONVERGED,
+                    "The gradient is small enough, and no negative curvature was found.",
+                )
+            rejected = 0 if step.accepted else rejected + step.from_gradients
+            self._history.append(step)
+            if not bar.disable:
+                status = f"loss {step.loss:.6g}, gradient {step.gradient_norm:.3g}"
+                bar.set_postfix_str(status, False)
+                bar.update()
+            if self._callback is not None:
+                try:
+                    self._callback(step)
+                except StopIteration:
+                    return self._result(
+                        iteration.current_point(),
+                        _STOPPED_BY_CALLBACK,
+                        "`callback` raised `StopIteration`.",
+                    )
+
+    def _result(self, point: Point, status: int, message: str) -> OptimizeResult:
+        iteration, before = self._iteration, self._work
+        work = iteration.model.points.work
+        non_finite = work.non_finite - before.non_finite
+        return OptimizeResult(
+            x=to_float64(iteration.position.read()).numpy(),
+            fun=point.value,
+            jac=point.gradient,
+            success=status == _CONVERGED,
+            status=status,
+            message=message + non_finite_message(non_finite),
+            nit=len(self._history),
+            history=self._history,
+            gradient_evaluations=work.evaluations - before.evaluations,
+            products=iteration.model.products - self._products,
+            non_finite=non_finite,
+            seconds=time.perf_counter() - self._start,
+            evaluation_seconds=work.evaluation_seconds - before.evaluation_seconds,
+            cg_seconds=iteration.cg_seconds - self._cg_seconds,
+        )

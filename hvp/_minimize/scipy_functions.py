@@ -1,0 +1,85 @@
+"""Value, gradient and Hessian of a loss as float64 functions of a vector, as scipy calls them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from scipy.sparse.linalg import LinearOperator
+
+from hvp._minimize.points import Point, Points
+from hvp._vectors.arrays import make_array
+
+
+class ScipyFunctions:
+    """The functions that `ScipyObjective` and `minimize` pass to scipy.
+
+    The methods are documented at `ScipyObjective`.
+
+    Parameters
+    ----------
+    points : Points
+        The loss.
+
+    Attributes
+    ----------
+    points : Points
+        The loss.
+    x0 : ndarray
+        The values of the variables at construction, in float64.
+    """
+
+    def __init__(self, points: Points) -> None:
+        self.points = points
+        self._position = points.position
+        self.x0: np.ndarray = self._position.read().numpy().astype(np.float64)
+
+    def fun(self, x: Any) -> float:
+        """Return the loss."""
+        point = self._point(x)
+        return math.inf if point is None else point.value
+
+    def jac(self, x: Any) -> np.ndarray:
+        """Return the gradient."""
+        point = self._point(x)
+        return np.full(self.x0.shape, np.nan) if point is None else point.gradient
+
+    def hessp(self, x: Any, p: Any) -> np.ndarray:
+        """Return the product of the Hessian at `x` with `p`."""
+        return self.points.product(self._position.checked(x), np.asarray(p))
+
+    def hess(self, x: Any) -> LinearOperator:
+        """Return the Hessian at `x` as an operator."""
+        return _HessianAt(self, np.array(x, np.float64))
+
+    def hess_dense(self, x: Any) -> np.ndarray:
+        """Return the Hessian at `x` as a matrix."""
+        x = self._position.checked(x)
+        with self._position.restored():
+            self._position.write(x)  # streamed batches are evaluated at the current values
+            point = self.points.at(x)
+            if not point.finite:
+                return np.full((x.size, x.size), np.nan)
+            return point.operator.to_dense().astype(np.float64)
+
+    def _point(self, x: Any) -> Point | None:
+        """Return the point at `x`, or None if `x` is not finite."""
+        x = make_array(x)
+        if x.dtype.kind == "f" and not np.isfinite(x).all():
+            return None
+        return self.points.at(self._position.checked(x))
+
+
+class _HessianAt(LinearOperator):
+    """The Hessian at one point, which is looked up, or evaluated again, for each product."""
+
+    def __init__(self, functions: ScipyFunctions, x: np.ndarray) -> None:
+        super().__init__(np.dtype(np.float64), (x.size, x.size))
+        self._functions, self._x = functions, x
+
+    def _matvec(self, v: np.ndarray) -> np.ndarray:
+        return self._functions.hessp(self._x, v.reshape(-1))
+
+    def _adjoint(self) -> LinearOperator:
+        return self

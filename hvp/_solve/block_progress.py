@@ -1,0 +1,134 @@
+"""The progress of a Krylov method on one block of right-hand sides, which can be saved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvp._solve.outcome import SolveOutcome
+
+# Number of tensors in `BlockProgress.counters`.
+COUNTERS = 5
+
+
+@dataclass
+class BlockProgress:
+    """The progress of a Krylov method on one block; consists of arrays only.
+
+    Attributes
+    ----------
+    x : ndarray
+        The best solutions so far, of shape `(k, n)`.
+    residual_norms : ndarray
+        Norms of their residuals, computed by a product.
+    outcome, iterations : ndarray
+        The `SolveOutcome` and the number of iterations of each row.
+    directions : ndarray
+        Directions of negative curvature, of shape `(k, n)`; zero for rows without one.
+    products : int
+        Number of products with single vectors.
+    active : ndarray
+        Indices of the rows in `counters` and `state`; empty between cycles.
+    counters : list of tf.Tensor
+        For each active row: its outcome, its iterations, the smallest norm of its residual, the
+        iterations since that norm or the quadratic model fell, and the total decrease of the model.
+    state : list of tf.Tensor
+        The state of the method.
+    correction : ndarray or None
+        For the rows that have ended in this cycle, what the cycle adds to `x`, of shape `(k, n)`.
+        None between cycles.
+    changing : bool
+        Whether an update is in progress, so that an interrupt would leave inconsistent arrays.
+    """
+
+    x: np.ndarray
+    residual_norms: np.ndarray
+    outcome: np.ndarray
+    iterations: np.ndarray
+    directions: np.ndarray
+    products: int = 0
+    active: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    counters: list[Any] = field(default_factory=list)
+    state: list[Any] = field(default_factory=list)
+    correction: np.ndarray | None = None
+    changing: bool = False
+
+    @classmethod
+    def begin(cls, x: np.ndarray) -> BlockProgress:
+        """Return the progress before the first iteration, from an initial guess."""
+        zeros = np.zeros(len(x), np.int64)
+        return cls(x.copy(), np.full(len(x), np.inf), zeros, zeros.copy(), np.zeros_like(x))
+
+    def begin_cycle(self, rows: np.ndarray, state: list[Any]) -> None:
+        """Make some rows active, with the initial state of the method."""
+        dtype = self.x.dtype
+        running = tf.fill([len(rows)], int(SolveOutcome.RUNNING))
+        iterations = tf.constant(self.iterations[rows], tf.int32)
+        smallest = tf.constant(self.residual_norms[rows], dtype)
+        since, gained = tf.zeros([len(rows)], tf.int32), tf.zeros([len(rows)], dtype)
+        self.state = state
+        self.counters = [running, iterations, smallest, since, gained]
+        self.correction = np.zeros_like(self.x)
+        self.active = rows
+
+    def end_cycle(self) -> None:
+        """Make no row active."""
+        self.active, self.state, self.counters = self.active[:0], [], []
+        self.correction = None
+
+    @property
+    def active_outcome(self) -> np.ndarray:
+        """The `SolveOutcome` of each active row."""
+        return self.counters[0].numpy()
+
+    @property
+    def active_iterations(self) -> np.ndarray:
+        """The number of iterations of each active row."""
+        return self.counters[1].numpy()
+
+    def summary(self) -> tuple[int, float]:
+        """Return the number of iterations and the largest norm of a residual, for display."""
+        if not len(self.active):
+            return int(self.iterations.max(initial=0)), float(self.residual_norms.max(initial=0))
+        return int(self.active_iterations.max()), float(self.counters[2].numpy().max())
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return everything as arrays, for a checkpoint."""
+        arrays = {
+            "x": self.x,
+            "residual_norms": self.residual_norms,
+            "outcome": self.outcome,
+            "iterations": self.iterations,
+            "directions": self.directions,
+            "products": np.array(self.products),
+            "active": self.active,
+        }
+        if self.correction is not None:
+            arrays["moved"] = self.correction
+        arrays.update({f"counter{i}": tensor.numpy() for i, tensor in enumerate(self.counters)})
+        arrays.update({f"state{i}": tensor.numpy() for i, tensor in enumerate(self.state)})
+        return arrays
+
+    @classmethod
+    def of_arrays(cls, arrays: dict[str, np.ndarray]) -> BlockProgress:
+        """Return the progress from the arrays of a checkpoint."""
+
+        def numbered(name: str) -> list[tf.Tensor]:
+            count = sum(key.startswith(name) for key in arrays)
+            return [tf.constant(arrays[f"{name}{i}"]) for i in range(count)]
+
+        return cls(
+            x=arrays["x"],
+            residual_norms=arrays["residual_norms"],
+            outcome=arrays["outcome"],
+            iterations=arrays["iterations"],
+            directions=arrays["directions"],
+            products=int(arrays["products"]),
+            active=arrays["active"],
+            counters=numbered("counter"),
+            state=numbered("state"),
+            correction=arrays.get("moved"),
+        )

@@ -1,0 +1,143 @@
+"""The graphs of a Krylov method: its initial state, and a number of its iterations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from hvp._graphs.compiled import Compiled
+from hvp._solve.block_progress import COUNTERS
+from hvp._solve.method import Method, System
+from hvp._solve.outcome import SolveOutcome
+from hvp._solve.preconditioners import Precondition
+from hvp._solve.rows import Rows
+
+# Ended rows are removed once they are this part of the active rows.
+ENDED_PART = 0.25
+# A row has stalled when neither its residual has fallen, by the factor _FALL, nor its quadratic
+# model, by more than rounding, in the last iterations: at least _PATIENCE of them (for a method
+# that is not separable, divided by the number of rows, but at least _MIN_PATIENCE), and at least
+# the part _STALLED_PART of all its iterations.
+_PATIENCE, _MIN_PATIENCE, _STALLED_PART, _FALL = 300, 20, 0.5, 0.99
+
+
+class CompiledMethod(NamedTuple):
+    """The compiled graphs of a method for one operator.
+
+    Attributes
+    ----------
+    initial_state : Compiled
+        Takes the residual of the system, the tolerance, the damping and the preconditioner's
+        tensors. Returns the state.
+    advance : Compiled
+        Takes a number of iterations, the counters and the state, then the tolerance, the damping
+        and the preconditioner's tensors. Returns the counters and the state, and the number of
+        products as the last tensor.
+    """
+
+    initial_state: Compiled
+    advance: Compiled
+
+
+class KrylovGraph:
+    """Traces the graphs of a method.
+
+    Parameters
+    ----------
+    rows : Rows
+        The operator.
+    method : Method
+        The Krylov method.
+    precondition : Precondition
+        The preconditioner, or `NO_PRECONDITION`.
+    """
+
+    def __init__(self, rows: Rows, method: Method, precondition: Precondition) -> None:
+        self._rows, self._method, self._precondition = rows, method, precondition
+
+    def compile(self) -> CompiledMethod:
+        """Trace both graphs.
+
+        The compiled functions forget this object, because they are cached with the operator and
+        must not keep it alive.
+        """
+        dtype, size = self._rows.dtype, self._rows.size
+        numbers, number = tf.TensorSpec([None], dtype), tf.TensorSpec([], dtype)
+        integers, integer = tf.TensorSpec([None], tf.int32), tf.TensorSpec([], tf.int32)
+        counters = [integers, integers, numbers, integers, numbers]
+        state = [tf.TensorSpec(shape, dtype) for shape in self._method.state_shapes(size)]
+        tensors = [tf.TensorSpec(t.shape, t.dtype) for t in self._precondition.tensors]
+        parameters = [numbers, number, *tensors]
+
+        def initial_state(residual: tf.Tensor, *parameters: tf.Tensor) -> list[tf.Tensor]:
+            return self._method.initial_state(residual, self._system(parameters))
+
+        def advance(count: tf.Tensor, *tensors: tf.Tensor) -> list[tf.Tensor]:
+            split = COUNTERS + len(state)
+            return self._advance(count, list(tensors[:split]), self._system(tensors[split:]))
+
+        residual = tf.TensorSpec([None, size], dtype)
+        return CompiledMethod(
+            Compiled(initial_state, [residual, *parameters], False, forgets=True),
+            Compiled(advance, [integer, *counters, *state, *parameters], False, forgets=True),
+        )
+
+    def _system(self, parameters: Sequence[tf.Tensor]) -> System:
+        tolerance, damping, *tensors = parameters
+        apply = self._precondition.apply
+        return System(
+            multiply=lambda rows: self._rows.multiply(rows) + damping * rows,
+            precondition=lambda rows: apply(rows, tensors),
+            tolerance=tolerance,
+        )
+
+    def _advance(
+        self, count: tf.Tensor, variables: list[tf.Tensor], system: System
+    ) -> list[tf.Tensor]:
+        """Return counters and state after some iterations, and the number of products."""
+        separable = self._method.separable
+        rows = tf.shape(variables[0])[0]
+        eps = float(np.finfo(self._rows.dtype.as_numpy_dtype).eps)
+        patience = _PATIENCE if separable else tf.maximum(_MIN_PATIENCE, _PATIENCE // rows)
+        # Rows cannot be removed inside the graph: it returns when enough of them have ended.
+        enough = tf.cast(rows, tf.float64) * (1 - ENDED_PART) if separable else 0.0
+
+        def is_unfinished(done: tf.Tensor, outcome: tf.Tensor, *rest: tf.Tensor) -> tf.Tensor:
+            del rest
+            running = tf.reduce_sum(tf.cast(tf.equal(outcome, SolveOutcome.RUNNING), tf.int32))
+            return (done < count) & (running > 0) & (tf.cast(running, tf.float64) > enough)
+
+        def iterate(
+            done: tf.Tensor,
+            outcome: tf.Tensor,
+            iterations: tf.Tensor,
+            smallest: tf.Tensor,
+            since: tf.Tensor,
+            gained: tf.Tensor,
+            *state: tf.Tensor,
+        ) -> list[tf.Tensor]:
+            running = tf.equal(outcome, SolveOutcome.RUNNING)
+            step = self._method.iterate(state, running, system)
+            iterations += tf.cast(running, tf.int32)
+            fell, gained = step.norm < _FALL * smallest, gained + step.gain
+            since = tf.where(fell | (step.gain > eps * gained), 0, since + 1)
+            smallest = tf.where(fell, step.norm, smallest)
+            part = tf.cast(_STALLED_PART * tf.cast(iterations, tf.float32), tf.int32)
+            stalled = tf.equal(step.outcome, SolveOutcome.RUNNING)
+            stalled &= since >= tf.maximum(patience, part)
+            new_outcome = tf.where(stalled, int(SolveOutcome.STALLED), step.outcome)
+            outcome = tf.where(running, new_outcome, outcome)
+            return [done + 1, outcome, iterations, smallest, since, gained, *step.state]
+
+        shapes = [tensor.shape for tensor in variables]
+        done, *results = tf.while_loop(
+            is_unfinished,
+            iterate,
+            [tf.constant(0), *variables],
+            shape_invariants=[tf.TensorShape([]), *shapes],
+            parallel_iterations=1,
+        )
+        return [*results, done * rows]

@@ -1,0 +1,96 @@
+"""Randomized Nystrom approximations of a symmetric operator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import scipy.linalg
+import tensorflow as tf
+
+from hvp._solve.rows import Rows
+
+# Eigenvalues of a sketch are taken for zero below this many rounding units for each column.
+_ROUNDING = 8
+# Shift that makes an indefinite operator positive definite, in units of the most negative
+# eigenvalue of its sketch.
+_SHIFT = 4
+
+
+class NystromSketch:
+    """A randomized Nystrom approximation of the positive part of an operator.
+
+    With an orthonormal block of random columns `Q`, the approximation is
+    `(A Q) (Q^T A Q)^{-1} (A Q)^T = U diag(e) U^T`. See `NystromPreconditioner` for the reference.
+
+    Parameters
+    ----------
+    rows : Rows
+        The operator.
+    seed : sequence of int
+        Two integers.
+    """
+
+    def __init__(self, rows: Rows, seed: Any) -> None:
+        self._rows, self._seed = rows, seed
+        # Rows rather than columns: the basis is Q^T, the images are (A Q)^T.
+        self._basis = np.zeros((0, rows.size), rows.dtype.as_numpy_dtype)
+        self._images = self._basis.copy()
+
+    def extend(self, rank: int) -> None:
+        """Add random vectors to the basis until it has `rank` of them, and multiply these."""
+        size = len(self._basis)
+        seed = [int(self._seed[0]), int(self._seed[1]) + size]
+        shape = (rank - size, self._rows.size)
+        draws = tf.random.stateless_normal(shape, seed, dtype=self._rows.dtype).numpy()
+        for _ in range(2):  # rounding makes a second pass of orthogonalization necessary
+            draws -= (draws @ self._basis.T) @ self._basis
+        draws = np.ascontiguousarray(scipy.linalg.qr(draws.T, mode="economic")[0].T)
+        self._basis = np.concatenate([self._basis, draws])
+        images = self._rows.multiply(tf.constant(draws)).numpy()
+        self._images = np.concatenate([self._images, images])
+
+    def eigen(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the eigenvalues and eigenvectors of the approximation.
+
+        Returns
+        -------
+        eigenvalues : ndarray
+            Shape `(rank,)`, decreasing, not negative.
+        eigenvectors : ndarray
+            Shape `(n, rank)`, one in each column. Those that rounding has made useless are zero.
+        """
+        core = (self._basis @ self._images.T).astype(np.float64)
+        values, vectors = scipy.linalg.eigh((core + core.T) / 2)
+        eps = np.finfo(self._images.dtype).eps
+        rounding = np.abs(values).max(initial=0) * len(values) * _ROUNDING * eps
+        # For an indefinite operator the approximation would have eigenvalues that are far too
+        # large. A shift makes the operator positive definite, approximately; it is subtracted from
+        # the eigenvalues afterwards.
+        shift = -_SHIFT * values[0] if values[0] < -rounding else 0.0
+        images = self._images + np.asarray(shift, self._images.dtype) * self._basis
+        values = values + shift
+        usable = values > rounding
+        # With F = (Q^T A Q)^{-1/2} (A Q)^T the approximation is F^T F, whose eigenvectors are the
+        # right singular vectors of F.
+        roots = np.where(usable, 1 / np.sqrt(np.where(usable, values, 1)), 0)
+        factor = (vectors * roots).T.astype(images.dtype) @ images
+        squares, mixing = scipy.linalg.eigh((factor @ factor.T).astype(np.float64))
+        squares, mixing = squares[::-1], mixing[:, ::-1]
+        positive = squares > 0
+        scale = np.where(positive, 1 / np.sqrt(np.where(positive, squares, 1)), 0)
+        eigenvectors = ((mixing * scale).T.astype(factor.dtype) @ factor).T
+        eigenvalues = np.where(positive, squares - shift, 0)
+        return np.maximum(eigenvalues, 0), np.ascontiguousarray(eigenvectors)
+
+
+def nystrom_factors(eigenvalues: np.ndarray, damping: float) -> np.ndarray:
+    """Return `f` such that the Nystrom preconditioner is `I + U diag(f) U^T`.
+
+    For the eigenvalues `e` and the damping `mu`, `f_i = (e_min + mu) / (e_i + mu) - 1`, where
+    `e_min` is the smallest positive eigenvalue, and `f_i = 0` if `e_i` is zero.
+    """
+    damped = eigenvalues + max(damping, 0.0)
+    positive = eigenvalues > 0
+    smallest = damped[positive].min(initial=np.inf)
+    return np.where(positive, smallest / np.where(positive, damped, 1) - 1, 0)
