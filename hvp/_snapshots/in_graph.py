@@ -14,15 +14,12 @@ from typing import Any
 
 import tensorflow as tf
 
-# There is no public way to know that a graph is being traced for XLA, which cannot call Python,
-# not even in a branch that is never taken.
-from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
-
 from hvp._data.slot import Slot
 from hvp._engines.graph_map import GraphMap
 from hvp._engines.linear_map import LinearMap
 from hvp._errors import ClosedOperatorError
 from hvp._graphs.compiled import Compiled
+from hvp._graphs.private import is_for_xla
 from hvp._snapshots.watch import Watch
 from hvp._vectors.resources import differ
 
@@ -246,11 +243,6 @@ def _in_python(
     for result, spec in zip(results, specs):
         result.set_shape(spec.shape)
     return results
-
-
-def is_for_xla() -> bool:
-    """Whether the graph being traced is for XLA."""
-    return bool(GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()))
 
 
 def _read(slots: Sequence[Slot]) -> list[tf.Tensor]:
