@@ -6,6 +6,7 @@ so that a float64 Hessian is the truth for the float32 operator at the very same
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,6 +34,17 @@ def examples(count: int) -> Any:
 def long(*values: Any) -> Any:
     """Mark what is much like another test and takes long: it runs by `make fuzz` alone."""
     return pytest.param(*values, marks=pytest.mark.skipif(not FUZZ, reason="long: make fuzz"))
+
+
+def crossed(*axes: Any) -> list[Any]:
+    """All combinations of values; those run always in which each value occurs at least once.
+
+    The others are much like these: they run by `make fuzz`.
+    """
+    values = [list(axis) for axis in axes]
+    always = {tuple(v[i % len(v)] for v in values) for i in range(max(map(len, values)))}
+    every = itertools.product(*values)
+    return [combination if combination in always else long(*combination) for combination in every]
 
 
 @dataclass

@@ -12,7 +12,6 @@ import tensorflow as tf
 from hvp._data.batches import Batch, Batches
 from hvp._data.budget import Budget
 from hvp._data.elements import Elements
-from hvp._data.slot import Slot
 from hvp._engines.finite import check_finite
 from hvp._engines.graph_program import Results
 from hvp._engines.linear_map import LinearMap, Sum
@@ -23,6 +22,7 @@ from hvp._engines.single_plan import SinglePlan
 from hvp._errors import HvpError, InvalidLossError
 from hvp._runtime.progress import progress_bar
 from hvp._runtime.strategies import outside_strategies
+from hvp._vectors.slot import Slot
 from hvp._vectors.space import Space
 from hvp._vectors.variables import VariableNest
 
@@ -57,7 +57,6 @@ class BatchedPlan(Plan):
         How often a batch, or a piece of one, was evaluated.
     """
 
-    works_in_graphs = False  # batches come from Python
     divides = True
 
     def __init__(

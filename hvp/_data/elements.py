@@ -35,6 +35,11 @@ class Elements(Arguments):
         self._by_name = by_name
 
     @property
+    def by_key(self) -> dict[Any, Any]:
+        """Nests of tensors, by position or by name."""
+        return dict(self._elements)
+
+    @property
     def tensors(self) -> list[tf.Tensor]:
         """The tensors in it, parts of ragged and sparse ones one by one."""
         return tf.nest.flatten(self._elements, expand_composites=True)
@@ -188,7 +193,7 @@ def explain_mixed_precision(
         Tells the variables'.
     """
     if isinstance(data, Elements):
-        data = data._elements
+        data = data.by_key
     if isinstance(error, HvpError) or not isinstance(data, (tuple, dict)):
         return
     dtypes = variable_dtypes()

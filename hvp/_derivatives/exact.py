@@ -8,8 +8,8 @@ accumulators. A rewritten graph could not do that, since a loss on the tape engi
 
 A name is replaced only in the context that linearizes, which is a thread's own: TensorFlow's
 modules are given properties that ask for the context. Everywhere else the name is TensorFlow's
-function itself. A copy that was bound earlier (`from tensorflow.nn import moments`, or an older trace
-of a `tf.function`) escapes, and is refused by the module `doubts` where it would be wrong.
+function itself. A copy that was bound earlier (`from tensorflow.nn import moments`, or an older
+trace of a `tf.function`) escapes, and is refused by the module `doubts` where it would be wrong.
 """
 
 from __future__ import annotations

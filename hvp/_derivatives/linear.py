@@ -11,11 +11,8 @@ from typing import Any
 
 import tensorflow as tf
 
-# There is no public way to record an operation with a gradient of its own that can be
-# differentiated inside functions and outside of them.
-from tensorflow.python.eager import record
-
 from hvp._derivatives.registry import attributes, dense, gradient_of, size_of
+from hvp._graphs.private import record
 
 raw = tf.raw_ops
 

@@ -17,11 +17,8 @@ from typing import Any
 
 import tensorflow as tf
 
-# An operation without a gradient can be given one by `tf.RegisterGradient`. There is no public way
-# to replace one that TensorFlow has.
-from tensorflow.python.framework import op_def_registry, ops
-
 from hvp._derivatives.gradient import densify
+from hvp._graphs.private import gradient_of_type, op_def_registry, replace_gradient_of_type
 
 # Takes an operation, of which only what TensorFlow's own gradient uses is sure to be there, and the
 # gradients of its results; returns those of its inputs.
@@ -59,8 +56,6 @@ def gradient_of(*kinds: str) -> Callable[[GradientFunction], GradientFunction]:
 
 
 def _put_in_force(kind: str, function: GradientFunction) -> None:
-    registry = getattr(ops, "gradient_registry", None) or ops._gradient_registry
-
     def chosen(operation: Any, *upstream: Any) -> Sequence[Any]:
         if _in_force.get():
             return function(operation, *map(dense, upstream))
@@ -73,9 +68,10 @@ def _put_in_force(kind: str, function: GradientFunction) -> None:
         # A tape keeps no inputs of such an operation, not even how many there were.
         return [None] * len(op_def_registry.get(kind).input_arg)
 
-    if kind in registry.list():
-        tensorflows = registry.lookup(kind) or none
-        registry._registry[kind] = {**registry._registry[kind], "type": chosen}
+    is_known, gradient = gradient_of_type(kind)
+    if is_known:
+        tensorflows = gradient or none
+        replace_gradient_of_type(kind, chosen)
     else:
         tensorflows = missing
         tf.RegisterGradient(kind)(chosen)

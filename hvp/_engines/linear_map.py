@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvp._vectors.resources import Resource
 from hvp._vectors.space import Space
 
 # Terms of a sum: numbers and maps.
@@ -29,6 +30,8 @@ class LinearMap(abc.ABC):
         Whether products evaluate something again, at the values that variables then have.
     batches_held : int
         How many batches the map holds terms of, if it is a sum over batches.
+    residuals : sequence of tf.Tensor
+        What products read, if it is held as tensors.
     """
 
     domain: Space
@@ -36,6 +39,7 @@ class LinearMap(abc.ABC):
     nbytes: int | None = 0
     streams: bool = False
     batches_held: int = 0
+    residuals: Sequence[tf.Tensor] = ()
 
     @abc.abstractmethod
     def apply(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -61,8 +65,49 @@ class LinearMap(abc.ABC):
         del flat
         return None
 
+    def store(
+        self,
+        current: Callable[[], Any],
+        resources: Sequence[Resource],
+        values: Sequence[tf.Tensor],
+    ) -> Store | None:
+        """Return what products inside graphs can read; None if they have to run Python.
+
+        Parameters
+        ----------
+        current : bound method
+            Makes sure, in Python, that there is a map and that it is current.
+        resources : sequence of Resource
+            The variables that the map depends on; none if changes do not matter.
+        values : sequence of tf.Tensor
+            Their values at its point.
+        """
+        del current, resources, values
+        return None
+
     def close(self) -> None:  # noqa: B027 - most combinations hold nothing themselves
         """Release what is held for products."""
+
+
+class Store(abc.ABC):
+    """What products inside graphs read: the residuals of a map, replaced at each new point."""
+
+    @property
+    @abc.abstractmethod
+    def products(self) -> int:
+        """How many products there were so far."""
+
+    @abc.abstractmethod
+    def map(self) -> LinearMap:
+        """Return the map that reads these in the graph being traced."""
+
+    @abc.abstractmethod
+    def fill(self, held: LinearMap, values: Sequence[tf.Tensor]) -> None:
+        """Take the residuals of a new point, and the values of variables to compare with."""
+
+    @abc.abstractmethod
+    def empty(self) -> None:
+        """Let go of the residuals; products raise until there are others."""
 
 
 class Sum(LinearMap):

@@ -135,8 +135,6 @@ class Plan(abc.ABC):
         The variables.
     space : Space
         The vectors that are shaped like them.
-    works_in_graphs : bool
-        Whether products can be added to a graph that is being traced.
     divides : bool
         Whether the data are divided into batches.
     batches : int or None
@@ -155,11 +153,6 @@ class Plan(abc.ABC):
     @abc.abstractmethod
     def facts(self) -> Facts:
         """What is known about the rule by now."""
-
-    @property
-    @abc.abstractmethod
-    def works_in_graphs(self) -> bool:
-        """Whether products can be added to a graph that is being traced."""
 
     @abc.abstractmethod
     def at_point(self) -> tuple[Results, LinearMap]:

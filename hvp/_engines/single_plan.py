@@ -111,11 +111,6 @@ class SinglePlan(Plan):
         uses_xla = False if self._program is None else self._program.product.uses_xla
         return dataclasses.replace(self._facts, uses_xla=uses_xla, note=self._note)
 
-    @property
-    def works_in_graphs(self) -> bool:
-        """Whether products can be added to a graph that is being traced."""
-        return self._program is not None
-
     @outside_strategies
     def at_point(self) -> tuple[Results, LinearMap]:
         """Run the rule's evaluation at the values the variables have now."""

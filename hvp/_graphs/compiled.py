@@ -13,6 +13,7 @@ from typing import Any, Literal, Union
 import tensorflow as tf
 
 from hvp._errors import line_of
+from hvp._graphs.private import call_flat
 from hvp._runtime.interrupts import Uninterrupted
 
 JitCompile = Union[bool, Literal["auto"]]
@@ -75,9 +76,7 @@ class Compiled:
             return self._chosen(*tensors)
         if self.uses_xla is None:
             self.choose(*tensors)
-        # ConcreteFunction.__call__ binds its arguments by name and checks each, for about as long
-        # as a small product takes; this does the same without.
-        return self._chosen._call_flat(list(tensors), self._chosen.captured_inputs)
+        return call_flat(self._chosen, tensors)
 
     def inline(self, *tensors: tf.Tensor) -> Any:
         """Add the function to the graph being traced, compiled as that is.

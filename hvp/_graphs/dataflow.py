@@ -11,10 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-# TensorFlow's definitions of its operations have no public name. They tell how many outputs of
-# which types an operation of a function has, which a FunctionDef leaves out.
-from tensorflow.python.framework import op_def_registry
-
+from hvp._graphs.private import op_def_registry
 from hvp._graphs.source_lines import source_line
 
 # (scope, name), or a port: (scope, name, "arg" or "ret", index) of a called function.

@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvp._errors import HvpError, InvalidDataError, InvalidLossError
+from hvp._keras.private import mask_of
 
 
 def compiled_problem(
@@ -124,9 +125,7 @@ def loss_of_model(
     def loss(x: Any, y: Any, sample_weight: Any = None) -> Any:
         made = model(x, training=training)
         _check_labels(model, made, y)
-        if by_examples and any(
-            getattr(output, "_keras_mask", None) is not None for output in tf.nest.flatten(made)
-        ):
+        if by_examples and any(mask_of(output) is not None for output in tf.nest.flatten(made)):
             raise InvalidLossError(
                 "an output of the model has a mask, so that Keras averages over what is not "
                 "masked, and not over examples",

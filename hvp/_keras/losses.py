@@ -12,8 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-# Keras has no public way to read these lists without emptying them, or to put them back.
-_LISTS = ("_losses", "_loss_ids", "_eager_losses")
+from hvp._keras.private import layers_of, lists_of_losses, losses_of
 
 
 @contextlib.contextmanager
@@ -28,10 +27,8 @@ def kept_losses(variables: Any) -> Iterator[None]:
     saved = [
         (holder, holder.copy())
         for model in tf.nest.flatten(variables)
-        if hasattr(model, "_flatten_layers")
-        for layer in model._flatten_layers()
-        for name in _LISTS
-        if isinstance(holder := getattr(layer, name, None), (list, set))
+        for layer in layers_of(model)
+        for holder in lists_of_losses(layer)
     ]
     try:
         yield
@@ -44,12 +41,8 @@ def kept_losses(variables: Any) -> Iterator[None]:
 def layers_with_new_losses(model: Any) -> list[str]:
     """Return the names of layers that have noted a loss in the graph that is being traced."""
     graph = tf.compat.v1.get_default_graph()
-    layers = model._flatten_layers() if hasattr(model, "_flatten_layers") else ()
     return [
         layer.name
-        for layer in layers
-        if any(
-            tf.is_symbolic_tensor(loss) and loss.graph is graph
-            for loss in getattr(layer, "_losses", ())
-        )
+        for layer in layers_of(model)
+        if any(tf.is_symbolic_tensor(loss) and loss.graph is graph for loss in losses_of(layer))
     ]

@@ -14,6 +14,7 @@ import tensorflow as tf
 from hvp._errors import RecomputeError
 from hvp._graphs.parts import nbytes
 from hvp._keras.losses import kept_losses
+from hvp._keras.private import has_layers, layers_of, maker_of
 from hvp._recompute.partition import fewest_bytes, smallest_largest
 from hvp._recompute.recompute import recompute, refuse_losses
 from hvp._runtime.interrupts import Uninterrupted
@@ -68,7 +69,7 @@ def recompute_model(model: Any, segments: int | Sequence[Any] | None = None) -> 
     >>> bool(np.allclose(segmented(x), model(x)))
     True
     """
-    if not hasattr(model, "_flatten_layers"):
+    if not has_layers(model):
         raise RecomputeError(f"the model is {type(model).__name__}", "a Keras model or layer")
     if segments is True:
         segments = None
@@ -126,7 +127,7 @@ def segments_of(
     callable
         Makes a context.
     """
-    if not hasattr(variables, "_flatten_layers"):
+    if not has_layers(variables):
         raise RecomputeError(
             f"the argument recompute is {segments!r}, and the variables are "
             f"{type(variables).__name__}",
@@ -157,7 +158,7 @@ def _replaced_call(layer: Any, call: Callable[..., Any]) -> Iterator[None]:
 
 def _by_layers(model: Any, given: Sequence[Any]) -> Callable[..., Any]:
     """Recompute some layers of a model, wherever it calls them."""
-    by_name = {layer.name: layer for layer in model._flatten_layers(include_self=False)}
+    by_name = {layer.name: layer for layer in layers_of(model, include_self=False)}
     shown = ", ".join(list(by_name)[:8]) + (", ..." if len(by_name) > 8 else "")
     layers = []
     for layer in given:
@@ -312,17 +313,13 @@ def _links(model: Any) -> list[_Link]:
 
 def _in_order(model: Any) -> list[tuple[Any, Any]]:
     """Return the operations of a functional model and their nodes, makers before takers."""
-    # Keras has no public way to walk through a functional model: `_keras_history` tells which
-    # operation made a tensor in which of its calls, `_inbound_nodes` has these calls, and a
-    # call's `arguments` take tensors in place of symbolic ones.
     order: list[tuple[Any, Any]] = []
     done = {id(tensor) for tensor in model.inputs}
     seen: set[int] = set()
     stack = [(tensor, False) for tensor in reversed(model.outputs)]
     while stack:
         tensor, expanded = stack.pop()
-        operation, index, _ = tensor._keras_history
-        node = operation._inbound_nodes[index]
+        operation, node = maker_of(tensor)
         if id(tensor) in done or id(node) in seen:
             continue
         if expanded:

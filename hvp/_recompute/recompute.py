@@ -12,7 +12,8 @@ import tensorflow as tf
 
 from hvp._errors import RecomputeError
 from hvp._keras.losses import kept_losses, layers_with_new_losses
-from hvp._recompute.keras_scope import KerasScope
+from hvp._keras.private import mask_of, set_mask
+from hvp._keras.scope import KerasScope
 from hvp._recompute.segment import Segment
 from hvp._runtime.guard import refuse_forks
 
@@ -104,7 +105,7 @@ def recompute(f: Callable[..., Any]) -> Callable[..., Any]:
         made = found(tensors)
         for leaf, there in zip(tf.nest.flatten((args, kwargs)), found.unmasked):
             if there:  # as attention layers do to their inputs
-                leaf._keras_mask = None
+                set_mask(leaf, None)
         return made
 
     functools.update_wrapper(recomputed, f, updated=())
@@ -163,11 +164,11 @@ class _Traced:
 
         def function(*tensors: tf.Tensor) -> list[tf.Tensor]:
             args, kwargs = signature.arguments(tensors)
-            given = [(leaf, _mask(leaf)) for leaf in tf.nest.flatten((args, kwargs))]
+            given = [(leaf, mask_of(leaf)) for leaf in tf.nest.flatten((args, kwargs))]
             with kept_losses(f), signature.scope.resumed():
                 made = f(*args, **kwargs)
                 refuse_losses(f)
-            self.unmasked = [mask is not None and _mask(leaf) is None for leaf, mask in given]
+            self.unmasked = [mask is not None and mask_of(leaf) is None for leaf, mask in given]
             results = tf.nest.flatten(made)
             some = any(leaf is not None for leaf in results)
             parts = [
@@ -218,7 +219,7 @@ class _Leaf:
         parts = [next(tensors) for _ in tf.nest.flatten(self.spec, expand_composites=True)]
         value = tf.nest.pack_sequence_as(self.spec, parts, expand_composites=True)
         if self.mask is not None:
-            value._keras_mask = next(tensors)
+            set_mask(value, next(tensors))
         return value
 
 
@@ -241,16 +242,12 @@ def _take_signature_of(value: Any) -> tuple[_Leaf, list[tf.Tensor]]:
             )
         return _Leaf(None, value), []
     # Keras hands masks on from layer to layer as an attribute.
-    mask = _mask(value)
+    mask = mask_of(value)
     spec = tf.type_spec_from_value(value)
     tensors = tf.nest.flatten(value, expand_composites=True)
     if mask is None:
         return _Leaf(spec), tensors
     return _Leaf(spec, mask=tf.TensorSpec(mask.shape, mask.dtype)), [*tensors, mask]
-
-
-def _mask(value: Any) -> Any:
-    return getattr(value, "_keras_mask", None)
 
 
 def _is_keras_variable(value: Any) -> bool:

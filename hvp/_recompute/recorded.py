@@ -12,15 +12,10 @@ from typing import Any
 
 import tensorflow as tf
 
-# `tf.custom_gradient` is the public way, but its derivatives refer to tensors of the graph in which
-# it was called, so that a tf.function with one inside can be differentiated once from outside, not
-# twice. And only `GradientTape.stop_recording` is public, which stops the tape it belongs to; here
-# every tape and forward accumulator has to look away.
-from tensorflow.python.eager import record
-
 from hvp._errors import RecomputeError
 from hvp._graphs.dataflow import RECOMPUTED_GRADIENT
-from hvp._recompute.keras_scope import carried_over
+from hvp._graphs.private import record
+from hvp._keras.scope import carried_over
 
 _serials = itertools.count()
 
@@ -57,7 +52,7 @@ class Recorded:
                     "a graph in the process and as long as the function lives",
                     "keep the recomputed function; to export a model, use the one without",
                 )
-            return recorded._graph_gradient(operation, *cotangents)
+            return recorded.graph_gradient(operation, *cotangents)
 
     def __call__(
         self,
@@ -86,11 +81,12 @@ class Recorded:
             self._name,
             copies,
             list(operation.inputs),
-            lambda *c: self._graph_gradient(operation, *c, note=note),
+            lambda *c: self.graph_gradient(operation, *c, note=note),
         )
         return list(copies[: len(results)])
 
-    def _graph_gradient(self, operation: Any, *cotangents: Any, note: Any = None) -> list[Any]:
+    def graph_gradient(self, operation: Any, *cotangents: Any, note: Any = None) -> list[Any]:
+        """Return the gradient of the operation of a graph that stands for a call."""
         tensors = list(operation.inputs)[self._count :]
         return [None] * self._count + self._gradient(tensors, cotangents[: self._count], note)
 

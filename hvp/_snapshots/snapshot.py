@@ -20,9 +20,8 @@ import tensorflow as tf
 
 from hvp._data.budget import out_of_memory
 from hvp._engines.finite import check_finite
-from hvp._engines.graph_map import GraphMap
 from hvp._engines.graph_program import Results
-from hvp._engines.linear_map import LinearMap
+from hvp._engines.linear_map import LinearMap, Store
 from hvp._engines.plan import Facts, Plan
 from hvp._engines.settings import OnStale
 from hvp._errors import (
@@ -35,7 +34,7 @@ from hvp._errors import (
 )
 from hvp._runtime.guard import Guard, OneProcess, refuse_forks
 from hvp._runtime.interrupts import Uninterrupted
-from hvp._snapshots.in_graph import InGraph, InGraphMap, PythonMap
+from hvp._snapshots.python_map import PythonMap
 from hvp._snapshots.statistics import Statistics
 from hvp._snapshots.watch import Watch
 from hvp._vectors.resources import restored
@@ -84,7 +83,7 @@ class Snapshot(OneProcess):
         self._counts = Statistics()
         self._results: Results | None = None
         self._map: LinearMap | None = None
-        self._in_graph: InGraph | None = None
+        self._store: Store | None = None
         self._absent = f"the {what} is closed"
         with self._guard, Uninterrupted():
             self.plan = make_plan()
@@ -100,7 +99,7 @@ class Snapshot(OneProcess):
         """
         twin = copy.copy(self)
         twin.on_stale = "ignore"
-        twin._results = twin._map = twin._in_graph = None
+        twin._results = twin._map = twin._store = None
         twin._absent = "nothing was evaluated yet"
         twin._watch = Watch(self.plan.facts.reads)
         return twin
@@ -123,7 +122,7 @@ class Snapshot(OneProcess):
     @property
     def products_in_graphs(self) -> int:
         """Products inside graphs, of this snapshot alone."""
-        return self._in_graph.products if self._in_graph else 0
+        return self._store.products if self._store else 0
 
     @property
     def streams(self) -> bool:
@@ -213,17 +212,16 @@ class Snapshot(OneProcess):
         """
         if tf.executing_eagerly():
             return _EagerMap(self, *self._spaces)
-        if not self.plan.works_in_graphs:
+        with tf.init_scope(), self._guard, self._guard.lock:
+            held = self._current()[1]
+        if self._store is None:
+            resources = () if self.on_stale == "ignore" else self._watch.resources
+            self._store = held.store(self.make_sure, resources, self._watch.values)
+        if self._store is None:
             # TensorFlow keeps the function for as long as the process lives: it must not keep the
             # residuals, so it has a weak reference.
             return PythonMap(functools.partial(_map_of, weakref.ref(self)), *self._spaces)
-        with tf.init_scope(), self._guard, self._guard.lock:
-            held = self._current()[1]
-        assert isinstance(held, GraphMap)  # as `works_in_graphs` says
-        if self._in_graph is None:
-            watch = None if self.on_stale == "ignore" else self._watch
-            self._in_graph = InGraph(self.make_sure, watch, held)
-        return InGraphMap(held, self._in_graph)
+        return self._store.map()
 
     def multiply(
         self,
@@ -278,9 +276,8 @@ class Snapshot(OneProcess):
         self._watch.set(results.watched)
         self._results, self._map = results, held
         self._spaces = held.domain, held.codomain
-        if self._in_graph is not None:
-            assert isinstance(held, GraphMap)
-            self._in_graph.fill(held, self._watch.values)
+        if self._store is not None:
+            self._store.fill(held, self._watch.values)
 
     def _refuse_graphs(self, what: str) -> None:
         if not tf.executing_eagerly():
@@ -323,8 +320,8 @@ class Snapshot(OneProcess):
         if self._map is not None:
             self._map.close()
         self._map = self._results = None
-        if self._in_graph is not None:
-            self._in_graph.empty()
+        if self._store is not None:
+            self._store.empty()
         self._watch.release()
 
     def _check(self, results: Results) -> None:

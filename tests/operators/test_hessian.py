@@ -14,10 +14,10 @@ import hvp
 from tests.cases import (
     CASES,
     CASES_IN_SHORT,
-    LONG_CASES,
     WRONG_IN_TENSORFLOW,
     Problem,
     dense_hessian,
+    flat_gradient,
     jacobian_of_gradient,
     long,
     mlp,
@@ -47,12 +47,18 @@ def operator(problem, **options):
     return hvp.HessianOperator(problem.loss, problem.variables, problem.data, **options)
 
 
+# The way by XLA is for a few of them: it takes seconds to compile.
+BY_XLA = {"mlp", "batch normalization in training", "gather", "while_loop"}
+
+
 @pytest.mark.parametrize(
     ("name", "engine", "dtype"),
     [
-        *itertools.product(CASES, ["graph", "tape"], TOLERANCE),
-        *((name, "graph, XLA", "float32") for name in CASES if name not in LONG_CASES),
-        *(long(name, "graph, XLA", "float32") for name in LONG_CASES),
+        *itertools.product(CASES, ["graph"], TOLERANCE),
+        *((name, "tape", "float64") for name in CASES),
+        *(long(name, "tape", "float32") for name in CASES),
+        *((name, "graph, XLA", "float32") for name in CASES if name in BY_XLA),
+        *(long(name, "graph, XLA", "float32") for name in CASES if name not in BY_XLA),
     ],
 )
 def test_products_are_those_of_the_dense_hessian(name, dtype, engine):
@@ -64,26 +70,17 @@ def test_products_are_those_of_the_dense_hessian(name, dtype, engine):
         for column in V.T:
             assert relative_error(H @ column, dense @ column) <= TOLERANCE[dtype]
         assert relative_error(H @ V, dense @ V) <= TOLERANCE[dtype]
+        problem = CASES[name]("float64")
+        assert relative_error(H.value, problem.bound()) <= TOLERANCE[dtype]
+        gradient = flat_gradient(problem, problem.tensorflow_variables())
+        assert relative_error(H.gradient, gradient) <= 10 * TOLERANCE[dtype]
         by_xla = engine == "graph, XLA" and name not in NOT_BY_XLA
         assert H.stats.jit_compile is by_xla
 
 
 @pytest.mark.parametrize("name", CASES_IN_SHORT)
-def test_the_engines_agree(name):
-    problem = CASES[name]("float64")
-    with operator(problem) as graph, operator(problem, engine="tape") as tape:
-        assert tape.stats.engine == "tape"
-        assert graph.stats.engine == "graph"
-        assert graph.value == pytest.approx(tape.value, rel=1e-14)
-        assert relative_error(graph.gradient, tape.gradient) <= 1e-13
-        assert relative_error(graph.to_dense(), tape.to_dense()) <= 1e-12
-
-
-@pytest.mark.parametrize("name", CASES_IN_SHORT)
-def test_tensorflows_own_dense_hessian_is_this_one_where_it_is_right(name):
-    problem = CASES[name]("float64")
-    with operator(problem) as H:
-        error = relative_error(jacobian_of_gradient(problem), H.to_dense())
+def test_tensorflows_own_dense_hessian_is_the_one_of_differences_where_it_is_right(name):
+    error = relative_error(jacobian_of_gradient(CASES[name]("float64")), dense_case(name))
     if name in WRONG_IN_TENSORFLOW:
         assert error > 1e-3  # once this fails, TensorFlow has fixed tf.nn.moments
     else:

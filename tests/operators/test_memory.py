@@ -9,7 +9,7 @@ from tests import memory
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
-def test_ten_thousand_products_leave_memory_flat():
+def test_five_thousand_products_leave_memory_flat():
     grown = memory.run(
         """
         x = tf.constant(np.random.default_rng(0).standard_normal((16, 8)), tf.float32)
@@ -19,13 +19,13 @@ def test_ten_thousand_products_leave_memory_flat():
         for _ in range(500):
             H @ v
         start = resident_megabytes()
-        for _ in range(9500):
+        for _ in range(4500):
             H @ v
         print("products", H.stats.products)
         print("grown", resident_megabytes() - start)
         """
     )
-    assert grown["products"] == 10_000
+    assert grown["products"] == 5_000
     assert grown["grown"] < 5
 
 
@@ -33,9 +33,9 @@ def test_close_gives_the_residuals_back_and_they_are_as_large_as_said():
     measured = memory.run(
         """
         def build():
-            # 4 layers of tanh on 64 MiB each: blocks so large go back to the system when freed.
+            # 4 layers of tanh on 32 MiB each: blocks so large go back to the system when freed.
             w = tf.Variable(np.eye(128, dtype="float32") * 0.5)
-            x = tf.ones((2**17, 128))
+            x = tf.ones((2**16, 128))
             def loss():
                 h = x
                 for _ in range(4):
@@ -53,7 +53,7 @@ def test_close_gives_the_residuals_back_and_they_are_as_large_as_said():
         # oneDNN's allocator keeps what is freed for TensorFlow's next tensors.
         TF_ENABLE_ONEDNN_OPTS="0",
     )
-    assert measured["held"] > 200
+    assert measured["held"] > 100
     assert measured["left"] < 0.1 * measured["held"]
     # `residual_bytes` is an upper bound: TensorFlow frees values no derivative needs.
     assert 0.9 * measured["held"] < measured["said"] < 2 * measured["held"]

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 PROGRAM = """
 import pathlib
 
-depth, width, count = 32, 128, 6
+depth, width, count = 24, 128, 6
 weights = [tf.Variable(np.eye(width, dtype="float32") * 0.9) for _ in range(depth)]
 vector = [tf.ones((width, width)) for _ in weights]
 x = tf.ones((2**13, width))
@@ -89,7 +89,7 @@ def plain():
     ("functions", "run", "most"),
     [
         long(SEGMENTS, "product", 0.5),
-        (NESTED, "product", 0.45),
+        long(NESTED, "product", 0.45),
         long(SEGMENTS, "tf.function(product, autograph=False)", 0.55),
         (SEGMENTS, "operator", 0.6),
     ],
@@ -99,10 +99,11 @@ def test_a_product_takes_less_than_the_plain_one(plain, functions, run, most):
     measured = grown(functions, run)
     assert measured["norm"] == pytest.approx(plain["norm"], rel=1e-4)
     assert measured["grown"] < most * plain["grown"]
-    assert plain["grown"] > 400
+    assert plain["grown"] > 300
 
 
-def test_a_gradient_takes_less_than_the_plain_one():
-    plain, measured = grown(PLAIN, "gradient"), grown(SEGMENTS, "gradient")
+@pytest.mark.parametrize("by", [long("gradient")])
+def test_a_gradient_takes_less_than_the_plain_one(by):
+    plain, measured = grown(PLAIN, by), grown(SEGMENTS, by)
     assert measured["norm"] == pytest.approx(plain["norm"], rel=1e-4)
     assert measured["grown"] < 0.75 * plain["grown"]

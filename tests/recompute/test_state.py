@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import hvp
 from hvp._derivatives.exact import exact_functions
-from tests.cases import Problem, dense_hessian, long, random, relative_error
+from tests.cases import Problem, crossed, dense_hessian, long, random, relative_error
 from tests.recompute.derivatives import MODES, assert_same, derivatives
 
 layers = keras.layers
@@ -108,9 +108,10 @@ def with_batch_normalization():
     )
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("make", [with_dropout, with_batch_normalization])
+@pytest.mark.parametrize(
+    ("make", "training", "mode"),
+    crossed([with_dropout, with_batch_normalization], [True, True, False], MODES),
+)
 def test_keras_state_changes_once_and_draws_are_the_same(make, training, mode):
     found = []
     for wrap in (lambda f: f, hvp.recompute):

@@ -14,45 +14,51 @@ from typing import Any
 
 import tensorflow as tf
 
-# There is no public way to know that a graph is being traced for XLA, which cannot call Python,
-# not even in a branch that is never taken.
-from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
-
-from hvp._data.slot import Slot
 from hvp._engines.graph_map import GraphMap
-from hvp._engines.linear_map import LinearMap
+from hvp._engines.graph_program import GraphProgram
+from hvp._engines.linear_map import LinearMap, Store
 from hvp._errors import ClosedOperatorError
 from hvp._graphs.compiled import Compiled
-from hvp._snapshots.watch import Watch
-from hvp._vectors.resources import differ
+from hvp._graphs.private import is_for_xla
+from hvp._vectors.resources import Resource, differ
+from hvp._vectors.slot import Slot
+from hvp._vectors.space import Space
 
 
-class InGraph:
+class InGraph(Store):
     """What products inside graphs read: the residuals of a map, as they are now.
 
     Parameters
     ----------
+    held : GraphMap
+        The map of now.
     current : bound method
         Makes sure, in Python, that there is a map and that it is current: raises, or evaluates
         again. Called when the graph finds that something is amiss.
-    watch : Watch or None
-        The variables that the map depends on; None if it does not matter whether they change.
-    held : GraphMap
-        The map of now.
+    resources : sequence of Resource
+        The variables that the map depends on; none if it does not matter whether they change.
+    values : sequence of tf.Tensor
+        Their values at its point.
     """
 
-    def __init__(self, current: Callable[[], Any], watch: Watch | None, held: GraphMap) -> None:
+    def __init__(
+        self,
+        held: GraphMap,
+        current: Callable[[], Any],
+        resources: Sequence[Resource],
+        values: Sequence[tf.Tensor],
+    ) -> None:
         # TensorFlow keeps functions it calls for as long as the process lives: they must keep no
         # residuals.
         self._current = weakref.WeakMethod(current)
-        self._resources = () if watch is None else watch.resources
-        self._program = held.program
+        self._resources = list(resources)
+        self._program, self._spaces = held.program, (held.domain, held.codomain)
         # The residuals one by one, where they are packed: XLA would take them apart each time.
         self._parts: list[Slot] = []
         self._unpack = tf.function(self._program.unpack, autograph=False)
         # A tf.function being traced takes every variable made meanwhile in its thread for its own,
         # also those made in an init_scope, and is traced again.
-        self._elsewhere(self._make, held, [] if watch is None else watch.values)
+        self._elsewhere(self._make, held, values)
 
     @staticmethod
     def _elsewhere(make: Callable[..., None], *arguments: Any) -> None:
@@ -75,7 +81,13 @@ class InGraph:
         """How many there were so far."""
         return int(self._count)
 
-    def fill(self, held: GraphMap, values: Sequence[tf.Tensor]) -> None:
+    def map(self) -> LinearMap:
+        """Return the map that reads these in the graph being traced."""
+        with tf.init_scope():  # those of now, for what has to be tried out while tracing
+            residuals = _read(self._residuals)
+        return _InGraphMap(self._program, residuals, *self._spaces, self)
+
+    def fill(self, held: LinearMap, values: Sequence[tf.Tensor]) -> None:
         """Take the residuals of a new point, and the values of variables to compare with."""
         slots = [*self._residuals, *self._watched]
         tensors = [*held.residuals, *self._apart(values)]
@@ -159,19 +171,18 @@ class InGraph:
         return [] if self._program.tells_changes or not self._resources else list(values)
 
 
-class InGraphMap(GraphMap):
-    """A linear map in the graph being traced, which reads the residuals of the moment.
+class _InGraphMap(GraphMap):
+    """A linear map in the graph being traced, which reads the residuals of the moment."""
 
-    Parameters
-    ----------
-    held : GraphMap
-        The map of now.
-    in_graph : InGraph
-        What has its residuals, now and later.
-    """
-
-    def __init__(self, held: GraphMap, in_graph: InGraph) -> None:
-        super().__init__(held.program, held.residuals, held.domain, held.codomain)
+    def __init__(
+        self,
+        program: GraphProgram,
+        residuals: Sequence[tf.Tensor],
+        domain: Space,
+        codomain: Space,
+        in_graph: InGraph,
+    ) -> None:
+        super().__init__(program, residuals, domain, codomain)
         self._in_graph = in_graph
 
     def apply(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -195,62 +206,6 @@ class InGraphMap(GraphMap):
     def run_rows(self, function: Compiled, *tensors: tf.Tensor) -> Any:
         """Call one of the compiled functions on a block, given by its rows."""
         return self._in_graph.run(tf.shape(tensors[0])[0], function, *tensors)
-
-
-class PythonMap(LinearMap):
-    """A linear map in the graph being traced, for which Python runs at every product.
-
-    Parameters
-    ----------
-    find : callable
-        Returns the map to multiply with, when the graph runs.
-    domain, codomain : Space
-        Its spaces.
-    """
-
-    def __init__(self, find: Callable[[], LinearMap], domain: Any, codomain: Any) -> None:
-        self._find = find
-        self.domain, self.codomain = domain, codomain
-
-    def apply(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Multiply by a vector given as the parts of the domain."""
-        parts = [tf.ensure_shape(p, s) for p, s in zip(parts, self.domain.shapes)]
-        find = self._find
-        specs = self.codomain.specs
-        return _in_python(lambda *parts: find().apply(parts), parts, specs)
-
-    def apply_flat(self, flat: tf.Tensor) -> tf.Tensor:
-        """Multiply by a flat vector."""
-        flat, find = tf.ensure_shape(flat, [self.domain.size]), self._find
-        spec = self.codomain.flat_spec
-        return _in_python(lambda flat: [find().apply_flat(flat)], [flat], [spec])[0]
-
-    def apply_rows(self, rows: tf.Tensor) -> tf.Tensor:
-        """Multiply by each row of a block."""
-        find = self._find
-        spec = tf.TensorSpec([rows.shape[0], self.codomain.size], self.codomain.dtype)
-        return _in_python(lambda rows: [find().apply_rows(rows)], [rows], [spec])[0]
-
-    def transpose(self) -> LinearMap:
-        """Return the transposed map, for which Python runs too."""
-        find = self._find
-        return PythonMap(lambda: find().transpose(), self.codomain, self.domain)
-
-
-def _in_python(
-    function: Callable[..., list[tf.Tensor]],
-    tensors: Sequence[tf.Tensor],
-    specs: Sequence[tf.TensorSpec],
-) -> list[tf.Tensor]:
-    results = tf.py_function(function, tensors, [spec.dtype for spec in specs])
-    for result, spec in zip(results, specs):
-        result.set_shape(spec.shape)
-    return results
-
-
-def is_for_xla() -> bool:
-    """Whether the graph being traced is for XLA."""
-    return bool(GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()))
 
 
 def _read(slots: Sequence[Slot]) -> list[tf.Tensor]:

@@ -324,7 +324,7 @@ def test_it_is_refused_when_built_because_of_its_row(kind, monkeypatch):
         with pytest.raises(hvp.SecondDerivativeError) as caught:
             asks(row, number)
         assert f"wrong one, of {kind} at " in str(caught.value)
-        assert "test_missing_derivatives.py, line" in str(caught.value)
+        assert "test_missing.py, line" in str(caught.value)
         assert caught.value.remedy == missing.remedy
     monkeypatch.delitem(MISSING_DERIVATIVES, kind)
     for number in row.inputs:

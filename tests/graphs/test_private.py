@@ -1,8 +1,6 @@
-"""Names of TensorFlow's and Keras' that are not public: when one moves, this fails first."""
+"""Private names of TensorFlow: when one moves, this fails first."""
 
-import keras
 import tensorflow as tf
-from keras.src.backend.common import global_state
 from tensorflow.python.eager import record
 from tensorflow.python.framework import op_def_registry, ops
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
@@ -75,37 +73,3 @@ def test_one_operation_for_all_that_records():
         record.record_operation("Tripled", [y], [x], lambda dy: [3.0 * dy])
     assert tape.gradient(y, x).numpy() == 3.0
     assert forward.jvp(y).numpy() == 3.0
-
-
-def test_what_keras_layers_are_told():
-    seen = []
-
-    class Look(keras.layers.Layer):
-        def call(self, x, training=None):
-            for name in ("current_call_ctx", "autocast_scope", "stateless_scope"):
-                seen.append(global_state.get_global_attribute(name))
-            assert vars(global_state.GLOBAL_STATE_TRACKER)["current_call_ctx"] is seen[-3]
-            return x
-
-    layer = Look(dtype="mixed_float16")
-    layer(tf.ones(2), training=True)
-    call = seen[-3]
-    training = call.get_value("training") if hasattr(call, "get_value") else call.training
-    assert training is True
-    assert seen[-2].dtype == "float16"
-    assert seen[-1] is None
-    layer.stateless_call([], [], tf.ones(2))
-    assert seen[-1] is not None
-
-
-def test_the_graph_of_a_functional_model():
-    x = keras.Input((3,))
-    dense = keras.layers.Dense(2)
-    y = dense(x)
-    operation, index, _ = y._keras_history
-    node = operation._inbound_nodes[index]
-    assert operation is dense
-    assert node.input_tensors[0] is x
-    assert node.output_tensors[0] is y
-    args, _ = node.arguments.fill_in({id(x): tf.ones((1, 3))})
-    assert args[0].shape == (1, 3)

@@ -7,7 +7,13 @@ import pytest
 import tensorflow as tf
 
 import hvp
-from tests.cases import Problem, derivatives_by_values, jacobian_of_gradient, relative_error
+from tests.cases import (
+    Problem,
+    crossed,
+    derivatives_by_values,
+    jacobian_of_gradient,
+    relative_error,
+)
 
 X = tf.constant(np.array([0.3, 0.5]))
 W = np.array([0.7, -0.4, 1.1])
@@ -50,8 +56,10 @@ def nested(w, accumulator=None):
     return outer.jvp(derivative) ** 2
 
 
-@pytest.mark.parametrize("engine", ["graph", "tape"])
-@pytest.mark.parametrize("function", [slope, forward_over_reverse, reverse_over_forward])
+@pytest.mark.parametrize(
+    ("function", "engine"),
+    crossed([slope, forward_over_reverse, reverse_over_forward], ["graph", "tape"]),
+)
 def test_one_is_right(function, engine):
     w = tf.Variable(W)
     problem = Problem(lambda: function(w), w)

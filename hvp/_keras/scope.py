@@ -8,13 +8,10 @@ every trace is made in a thread of its own.
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-# Keras has no public way to ask for these, or to set them. Without them a Dropout layer inside a
-# model would be off in the derivative and on in the function.
-_ATTRIBUTES = ("current_call_ctx", "autocast_scope", "stateless_scope")
+from hvp._keras.private import SCOPE_ATTRIBUTES, global_state
 
 
 class KerasScope:
@@ -30,8 +27,8 @@ class KerasScope:
     """
 
     def __init__(self) -> None:
-        state = _global_state()
-        self._values = [state and state.get_global_attribute(name) for name in _ATTRIBUTES]
+        state = global_state()
+        self._values = [state and state.get_global_attribute(name) for name in SCOPE_ATTRIBUTES]
         call, autocast, stateless = self._values
         self.key = (_training(call), str(getattr(autocast, "dtype", None)))
         self.passes = stateless is not None
@@ -39,24 +36,24 @@ class KerasScope:
     @contextlib.contextmanager
     def resumed(self) -> Iterator[None]:
         """Tell layers the same again."""
-        state = _global_state()
+        state = global_state()
         if state is None:
             yield
             return
-        before = [state.get_global_attribute(name) for name in _ATTRIBUTES]
+        before = [state.get_global_attribute(name) for name in SCOPE_ATTRIBUTES]
         try:
-            for name, value in zip(_ATTRIBUTES, self._values):
+            for name, value in zip(SCOPE_ATTRIBUTES, self._values):
                 state.set_global_attribute(name, value)
             yield
         finally:
-            for name, value in zip(_ATTRIBUTES, before):
+            for name, value in zip(SCOPE_ATTRIBUTES, before):
                 state.set_global_attribute(name, value)
 
 
 @contextlib.contextmanager
 def carried_over() -> Iterator[Callable[[Callable[[], Any]], Any]]:
     """Take all that Keras keeps for this thread over to another, and back."""
-    state = _global_state()
+    state = global_state()
     if state is None:
         yield lambda function: function()
         return
@@ -75,14 +72,6 @@ def carried_over() -> Iterator[Callable[[Callable[[], Any]], Any]]:
         yield there
     finally:
         here.update(left)
-
-
-def _global_state() -> Any:
-    if "keras" not in sys.modules:
-        return None
-    from keras.src.backend.common import global_state
-
-    return global_state
 
 
 def _training(call: Any) -> Any:

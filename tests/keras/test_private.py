@@ -1,0 +1,65 @@
+"""Private names of Keras: when one moves, this fails first."""
+
+import keras
+import tensorflow as tf
+from keras.src.backend.common import global_state
+
+from hvp._keras import private
+
+
+def test_what_keras_layers_are_told():
+    seen = []
+
+    class Look(keras.layers.Layer):
+        def call(self, x, training=None):
+            for name in ("current_call_ctx", "autocast_scope", "stateless_scope"):
+                seen.append(global_state.get_global_attribute(name))
+            assert vars(global_state.GLOBAL_STATE_TRACKER)["current_call_ctx"] is seen[-3]
+            return x
+
+    layer = Look(dtype="mixed_float16")
+    layer(tf.ones(2), training=True)
+    call = seen[-3]
+    training = call.get_value("training") if hasattr(call, "get_value") else call.training
+    assert training is True
+    assert seen[-2].dtype == "float16"
+    assert seen[-1] is None
+    layer.stateless_call([], [], tf.ones(2))
+    assert seen[-1] is not None
+
+
+def test_the_graph_of_a_functional_model():
+    x = keras.Input((3,))
+    dense = keras.layers.Dense(2)
+    y = dense(x)
+    operation, index, _ = y._keras_history
+    node = operation._inbound_nodes[index]
+    assert operation is dense
+    assert node.input_tensors[0] is x
+    assert node.output_tensors[0] is y
+    args, _ = node.arguments.fill_in({id(x): tf.ones((1, 3))})
+    assert args[0].shape == (1, 3)
+
+
+def test_the_layers_and_losses_of_a_model():
+    inner = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2, name="inside")])
+    model = keras.Sequential([keras.Input((2,)), inner, keras.layers.Dense(1, name="outside")])
+    names = {layer.name for layer in private.layers_of(model)}
+    assert names >= {"inside", "outside", model.name}
+    assert model.name not in {layer.name for layer in private.layers_of(model, include_self=False)}
+    assert private.layers_of(3) == []
+    regularized = keras.layers.Dense(1, activity_regularizer="l2")
+    regularized(tf.ones((1, 2)))
+    assert len(private.losses_of(regularized)) == 1
+    assert any(
+        private.losses_of(regularized) == held for held in private.lists_of_losses(regularized)
+    )
+
+
+def test_masks():
+    embedding = keras.layers.Embedding(3, 2, mask_zero=True)
+    x = embedding(tf.constant([[1, 0]]))
+    assert private.mask_of(x).numpy().tolist() == [[True, False]]
+    private.set_mask(x, None)
+    assert private.mask_of(x) is None
+    assert private.mask_of(tf.ones(2)) is None
