@@ -8,13 +8,17 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 PARALLEL ?= --numprocesses auto --maxprocesses 4 --dist worksteal
 METADATA = setup.cfg setup.py pyproject.toml
 
-.PHONY: demo test test-oldest test-with fuzz zoo lint format docs benchmark clean
+.PHONY: demo test quick test-oldest test-with fuzz zoo lint format docs benchmark clean
 
 demo: $(VENV)/.examples
 	$(BIN)/python examples/cg_solve.py
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest $(PARALLEL)
+
+# A few tests of every module, for while one edits: less than a minute.
+quick: $(VENV)/.test
+	$(BIN)/python -m pytest $(PARALLEL) --quick
 
 test-oldest: $(OLDEST)/.test
 	$(OLDEST)/bin/python -m pytest $(PARALLEL)

@@ -39,11 +39,12 @@ def long(*values: Any) -> Any:
 def crossed(*axes: Any) -> list[Any]:
     """All combinations of values; those run always in which each value occurs at least once.
 
+    Of the first, the second ... of each axis is made a combination; an axis may say a value twice.
     The others are much like these: they run by `make fuzz`.
     """
     values = [list(axis) for axis in axes]
     always = {tuple(v[i % len(v)] for v in values) for i in range(max(map(len, values)))}
-    every = itertools.product(*values)
+    every = itertools.product(*map(dict.fromkeys, values))
     return [combination if combination in always else long(*combination) for combination in every]
 
 

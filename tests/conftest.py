@@ -17,6 +17,39 @@ gc.collect()
 gc.freeze()
 
 
+# Tests of these start processes, or take seconds each: they are no part of a quick run.
+SLOW = {"test_memory", "test_processes", "test_strategies", "test_bare_install", "test_checkpoint"}
+SLOW |= {
+    "test_readme",
+    "test_errors",
+    "test_programs",
+    "test_recompute",
+    "test_ctc",
+    "test_missing",
+}
+OF_EACH = 3
+
+
+def pytest_addoption(parser):
+    """Let a quick run be asked for."""
+    parser.addoption("--quick", action="store_true", help=f"run {OF_EACH} tests of each module")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Choose the tests of a quick run, spread over each module."""
+    if not config.getoption("--quick"):
+        return
+    by_module = {}
+    for item in items:
+        if item.path.stem not in SLOW and not item.get_closest_marker("skipif"):
+            by_module.setdefault(item.path, []).append(item)
+    chosen = [
+        item for tests in by_module.values() for item in tests[:: max(1, -(-len(tests) // OF_EACH))]
+    ]
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = chosen
+
+
 @pytest.fixture(autouse=True)
 def _seeded():
     """Start each test from the same random numbers, and forget its models afterwards."""

@@ -59,6 +59,7 @@ def private_attributes(tree):
         own = isinstance(owner, ast.Name) and owner.id in ("self", "cls", "other", "twin")
         inherited = isinstance(owner, ast.Call) and getattr(owner.func, "id", "") == "super"
         dunder = node.attr.startswith("__") and node.attr.endswith("__")
+        dunder |= node.attr in ("_fields", "_replace", "_asdict")  # of named tuples, public
         if not (own or inherited or dunder):
             yield f"{ast.unparse(node)} in line {node.lineno}"
 

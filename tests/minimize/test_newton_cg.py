@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import hvp
-from tests.cases import random
+from tests.cases import crossed, random
 from tests.minimize.problems import (
     extended_rosenbrock,
     ridge_logistic,
@@ -404,9 +404,10 @@ def test_a_sample_of_all_examples_is_no_sample():
     np.testing.assert_allclose(flat(sampled.variables), flat(whole.variables), rtol=1e-8)
 
 
-@pytest.mark.parametrize("engine", ["graph", "tape"])
-@pytest.mark.parametrize("jit_compile", [False, True])
-@pytest.mark.parametrize("batch_size", [None, 7])
+@pytest.mark.parametrize(
+    ("engine", "jit_compile", "batch_size"),
+    crossed(["graph", "tape", "graph"], [True, False, False], [None, None, 7]),
+)
 def test_engines_and_batches_agree(engine, jit_compile, batch_size):
     reference, problem = ridge_logistic(), ridge_logistic()
     newton(reference, forcing=0.1).minimize(gtol=1e-9)
