@@ -1,37 +1,38 @@
 """Hessian-vector products in TensorFlow, from one evaluation of the gradient.
 
-The public names, all of them:
+The public names:
 
 `HessianOperator`
     The Hessian of a loss as a scipy `LinearOperator`.
 `GaussNewtonOperator`
-    Its Gauss-Newton matrix, positive semi-definite where the loss is convex in the predictions.
+    The Gauss-Newton matrix, which is positive semi-definite if the loss is convex in the
+    predictions.
 `hessian_vector_product`
-    One product, and nothing kept.
+    A single product.
 `minimize`
-    scipy's optimizers on a loss, each given the derivatives it takes.
+    scipy's optimizers on a loss, with the derivatives that each of them takes.
 `NewtonCG`
-    A truncated Newton method, its inner iterations in a graph.
+    A truncated Newton method whose inner iterations run in a graph.
 `ScipyObjective`
-    The functions that scipy's optimizers ask for, for those who call them themselves.
+    The functions that scipy's optimizers ask for, if you want to call these yourself.
 `check`
-    Whether an operator is the Hessian that was meant: a report.
+    A report on whether an operator is the Hessian you meant.
 `solve`
     Linear systems with a Hessian, for one or many right-hand sides.
 `NystromPreconditioner`, `DiagonalPreconditioner`
-    Approximate inverses that make such systems easier; also scipy's `M`.
+    Approximate inverses that make such systems easier; they also serve as scipy's `M`.
 `ExactInverse`, `NeumannInverse`, `ArnoldiInverse`
     Inverses as operators: by all eigenvalues, by a series, by the largest eigenvalues.
 `InfluenceFunctions`
-    What leaving out training examples would do to weights and predictions.
+    Predictions of how weights and losses change if training examples are left out.
 `linearize`
-    Any function's value, and its derivative as a linear map.
+    The value of any function, and its derivative as a linear map.
 `recompute`
     A function whose intermediate values are computed again instead of kept, in every derivative.
 `recompute_model`
-    A Keras model in segments of that kind.
+    A Keras model that is recomputed in segments.
 `HvpError`
-    Base of the errors, each listed in the documentation.
+    The base of all errors, which the documentation lists.
 """
 
 from hvp._check.check import check

@@ -1,4 +1,4 @@
-"""The errors of this package: all derive from `HvpError`."""
+"""The errors of this package, which all derive from `HvpError`."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ __all__ = [
 class HvpError(Exception):
     """Base of every error this package raises on purpose.
 
-    The message has up to three sentences: what was given or happened, what was expected, and
-    what to do about it. The three are kept apart as attributes.
+    The message has up to three sentences, which are also available as attributes: the problem, what
+    was expected, and how to fix it.
 
     Parameters
     ----------
     problem : str
-        What was given, or what happened.
+        What went wrong.
     expected : str, optional
-        What would have been right.
+        What was expected instead.
     remedy : str, optional
-        What the reader can do.
+        How to fix it.
 
     Examples
     --------
@@ -52,12 +52,12 @@ class HvpError(Exception):
     expected: str
     remedy: str
 
-    # AutoGraph makes an error anew when it passes through a tf.function; of its own type only if
-    # that has no `__init__` of its own.
+    # When an error passes through a tf.function, AutoGraph makes a new one of the same type only if
+    # the type has no `__init__` of its own.
     __init__ = Exception.__init__
 
     def __new__(cls, problem: str = "", expected: str = "", remedy: str = "") -> HvpError:
-        """Keep the three sentences apart."""
+        """Store the three sentences."""
         self = super().__new__(cls, problem, expected, remedy)
         self.problem, self.expected, self.remedy = problem, expected, remedy
         return self
@@ -81,11 +81,11 @@ class InvalidLossError(HvpError, ValueError):
 
 
 class InvalidVariablesError(HvpError, ValueError):
-    """What was given as variables cannot be differentiated with respect to."""
+    """The variables are not such that a loss can be differentiated with respect to them."""
 
 
 class InvalidDataError(HvpError, ValueError):
-    """The data are empty, ragged, of an unknown kind, or not what the loss takes."""
+    """The data are empty, of unequal lengths, of an unknown kind, or do not fit the loss."""
 
 
 class InvalidVectorError(HvpError, ValueError):
@@ -97,7 +97,7 @@ class NonFiniteError(HvpError, ArithmeticError):
 
 
 class SecondDerivativeError(HvpError, LookupError):
-    """TensorFlow has no derivative for an operation on the way, so a product would be wrong."""
+    """TensorFlow lacks the derivative of an operation, so that a product would be wrong."""
 
 
 class StaleOperatorError(HvpError, RuntimeError):
@@ -105,31 +105,31 @@ class StaleOperatorError(HvpError, RuntimeError):
 
 
 class ClosedOperatorError(HvpError, RuntimeError):
-    """The operator was closed, or its last refresh failed, so it holds nothing to use."""
+    """The operator was closed, or its last refresh failed."""
 
 
 class GraphModeError(HvpError, RuntimeError):
-    """Something that needs eager execution was called while TensorFlow traces a graph."""
+    """A function that needs eager execution was called while TensorFlow traces a graph."""
 
 
 class RecomputeError(HvpError, ValueError):
-    """A function cannot be computed again, or not with the same results."""
+    """A function cannot be recomputed, or not with the same results."""
 
 
 class CheckpointError(HvpError, ValueError):
-    """A checkpoint cannot be written or read, or is of another run."""
+    """A checkpoint cannot be written or read, or belongs to another run."""
 
 
 class ConvergenceWarning(RuntimeWarning):
-    """An answer is less exact than was asked for; the result says where and why."""
+    """A result is less accurate than requested; it says where and why."""
 
 
 class FailedCheckError(HvpError, AssertionError):
-    """Something that `hvp.check` looked at is not as it is with a Hessian."""
+    """`hvp.check` found a property that a Hessian does not have."""
 
 
 class OutOfMemoryError(HvpError, RuntimeError):
-    """TensorFlow could not get the memory for an evaluation or a product."""
+    """There is not enough memory for an evaluation or a product."""
 
 
 class ProcessError(HvpError, RuntimeError):
@@ -137,7 +137,7 @@ class ProcessError(HvpError, RuntimeError):
 
 
 class TooLargeError(HvpError, ValueError):
-    """A dense matrix was asked for that is larger than the stated limit."""
+    """A dense matrix, or a single example, exceeds the stated limit."""
 
 
 for _name in __all__:  # tracebacks show the public name
@@ -152,13 +152,13 @@ def line_of(error: Exception, number: int = 0, about: str = "") -> str:
     error : Exception
         Of any kind.
     number : int, optional
-        Which line, of none that are about it.
+        Which line to return if none contains `about`.
     about : str, optional
-        The first line with this in it is preferred.
+        Text that the line should contain.
     """
     lines = str(error).strip().splitlines() or [""]
-    told = next((line for line in lines if about in line), None) if about else None
-    return (told or lines[number]).strip()
+    relevant = next((line for line in lines if about in line), None) if about else None
+    return (relevant or lines[number]).strip()
 
 
 def quoted(names: Sequence[str]) -> str:

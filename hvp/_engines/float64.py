@@ -44,11 +44,11 @@ def gradient_in_float64(
     """
     flat, rename = inline_calls(replace_operations(traced.graph_def))
     nodes = {node.name: node for node in flat.node}
-    wanted = [rename(name) for name in (traced.gradient or ()) if name is not None]
-    names = ancestors(nodes, wanted)
+    gradient_names = [rename(name) for name in (traced.gradient or ()) if name is not None]
+    names = ancestors(nodes, gradient_names)
     captures = {rename(name): tensor for name, tensor in traced.captures.items()}
     places = {id(variable.handle): i for i, variable in enumerate(variables)}
-    given: dict[str, int] = {}
+    read_places: dict[str, int] = {}
     known: dict[str, tf.Tensor] = {}
     for name in names:
         node, read = nodes[name], f"{name}:0"
@@ -57,14 +57,14 @@ def gradient_in_float64(
             if handle is None:
                 return None
             if id(handle) in places:
-                given[read] = places[id(handle)]
+                read_places[read] = places[id(handle)]
                 continue
             dtype = tf.as_dtype(node.attr["dtype"].type)
             known[read] = _wide(tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype))
         elif read in captures and captures[read].dtype != tf.resource:
             known[read] = _wide(captures[read])
-    fed = {node_of(name) for name in (*given, *known)}
-    needed = ancestors(nodes, wanted, lambda name: name not in fed)
+    fed = {node_of(name) for name in (*read_places, *known)}
+    needed = ancestors(nodes, gradient_names, lambda name: name not in fed)
     part = cut_out(flat, needed, keep_controls=False)
     if part.library.function or any("Resource" in node.op for node in part.node):
         return None
@@ -73,20 +73,20 @@ def gradient_in_float64(
             _widen_after(node, part)
         else:
             _widen(node)
-    order = list(given)
+    order = list(read_places)
 
     def evaluate(*values: tf.Tensor) -> list[tf.Tensor]:
-        return import_part(part, {**known, **dict(zip(order, values))}, wanted)
+        return import_part(part, {**known, **dict(zip(order, values))}, gradient_names)
 
     dtypes = [tf.float64 if v.dtype == tf.float32 else v.dtype for v in variables]
-    specs = [tf.TensorSpec(variables[given[n]].shape, dtypes[given[n]]) for n in order]
+    specs = [tf.TensorSpec(variables[read_places[n]].shape, dtypes[read_places[n]]) for n in order]
     try:
         concrete = tf.function(evaluate, autograph=False).get_concrete_function(*specs)
     except (tf.errors.OpError, ValueError, TypeError):  # an operation that float64 does not have
         return None
 
     def gradient(values: Sequence[tf.Tensor]) -> list[Any]:
-        results = iter(concrete(*(values[given[name]] for name in order)))
+        results = iter(concrete(*(values[read_places[name]] for name in order)))
         return [None if name is None else next(results) for name in traced.gradient or ()]
 
     return gradient

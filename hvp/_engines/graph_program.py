@@ -61,7 +61,7 @@ class GraphProgram:
     codomain : Space
         The space of products, and of vectors that are shaped like them.
     reads : sequence of Resource
-        Variables whose values are wanted along with each evaluation.
+        Variables whose values are returned along with each evaluation.
     jit_compile : bool or "auto"
         Whether XLA compiles products.
     report : callable
@@ -99,9 +99,9 @@ class GraphProgram:
         self._captures = {rename(name): tensor for name, tensor in traced.captures.items()}
         self._vectors = [rename(name) for name in traced.vectors]
         self._renamed = {name: rename(name) for name in traced.results}
-        self._wanted = list(dict.fromkeys(self._renamed.values()))
+        self._results_of_once = list(dict.fromkeys(self._renamed.values()))
         self._products = [rename(name) for name in traced.products if name is not None]
-        parts = split(flat, self._vectors, self._products, self._wanted)
+        parts = split(flat, self._vectors, self._products, self._results_of_once)
         self.once_part, self.product_part = parts.once, parts.product
         # A variable itself, whose shape a product may ask for, is the same at every point.
         self._handles = {
@@ -116,7 +116,7 @@ class GraphProgram:
         self._packing: Packing | None = None
         self._once = Compiled(self._import_once, [], False, report)
         outputs = [tf.TensorSpec(t.shape, t.dtype) for t in self._once.outputs[1:]]
-        self.residual_specs = outputs[len(self._wanted) + len(self._reads) :]
+        self.residual_specs = outputs[len(self._results_of_once) + len(self._reads) :]
         if self._packing is not None:
             self.owned = [True] * len(self.residual_specs)
         self._compilation = Compilation(
@@ -174,20 +174,20 @@ class GraphProgram:
     def evaluate(self) -> tuple[Results, list[tf.Tensor]]:
         """Run the first function at the values the variables have now; return the residuals too."""
         finite, *tensors = self._once()
-        wanted, rest = tensors[: len(self._wanted)], tensors[len(self._wanted) :]
-        by_name = dict(zip(self._wanted, wanted))
+        results, rest = tensors[: len(self._results_of_once)], tensors[len(self._results_of_once) :]
+        by_name = dict(zip(self._results_of_once, results))
 
         def tensor(name: str | None) -> Any:
             return None if name is None else by_name[self._renamed[name]]
 
         gradient = self._traced.gradient
-        results = Results(
+        evaluated = Results(
             tf.nest.map_structure(tensor, self._traced.value),
             None if gradient is None else [tensor(name) for name in gradient],
             finite,
             list(rest[: len(self._reads)]),
         )
-        return results, list(rest[len(self._reads) :])
+        return evaluated, list(rest[len(self._reads) :])
 
     def unpack(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Take residuals apart, if they are packed."""
@@ -205,11 +205,16 @@ class GraphProgram:
     def _import_once(self) -> list[tf.Tensor]:
         # First, before the function itself writes to any of them.
         watched = [resource.read() for resource in self._reads]
-        tensors = import_part(self.once_part, self._captures, [*self._wanted, *self.residuals])
-        wanted, residuals = tensors[: len(self._wanted)], tensors[len(self._wanted) :]
-        finite = [tf.reduce_all(tf.math.is_finite(t)) for t in wanted if t.dtype.is_floating]
+        tensors = import_part(
+            self.once_part, self._captures, [*self._results_of_once, *self.residuals]
+        )
+        results, residuals = (
+            tensors[: len(self._results_of_once)],
+            tensors[len(self._results_of_once) :],
+        )
+        finite = [tf.reduce_all(tf.math.is_finite(t)) for t in results if t.dtype.is_floating]
         packed = self._pack([*watched, *residuals], len(watched))
-        return [tf.reduce_all(finite), *wanted, *watched, *packed]
+        return [tf.reduce_all(finite), *results, *watched, *packed]
 
     def _pack(self, tensors: list[tf.Tensor], watched: int) -> list[tf.Tensor]:
         """Pack residuals, with the values of the variables to compare with, if they are small."""

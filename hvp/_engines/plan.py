@@ -1,4 +1,4 @@
-"""Plans: rules made ready to be evaluated at as many points as wanted."""
+"""Plans: rules that are ready to be evaluated, at any number of points."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def _distinct(resources: Iterable[Iterable[Resource]]) -> tuple[Resource, ...]:
 
 
 class Plan(abc.ABC):
-    """A rule made ready to be evaluated, over one batch or many.
+    """A rule that is ready to be evaluated, over one batch or many.
 
     Attributes
     ----------

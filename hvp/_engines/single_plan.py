@@ -45,7 +45,7 @@ _log = logging.getLogger("hvp")
 
 
 class SinglePlan(Plan):
-    """A rule on one batch, and what was found out about it before it runs.
+    """A rule on one batch, analysed before it runs.
 
     The rule is traced once, here, without running it. From its graph come the variables it reads
     and writes, and the operations whose derivative TensorFlow lacks. A function that cannot be
@@ -209,8 +209,8 @@ class SinglePlan(Plan):
             )
         except (UnsplittableError, tf.errors.OpError, ValueError) as error:
             reason = line_of(error, -1)
-            said = f"is computed operation by operation, by the tape engine ({reason})"
-            self._add_note(said)
+            remark = f"is computed operation by operation, by the tape engine ({reason})"
+            self._add_note(remark)
             self._unsaid = self._note
             return None
 
@@ -246,9 +246,9 @@ class SinglePlan(Plan):
                 "variables out",
             )
 
-    def _add_note(self, said: str) -> None:
-        if said not in self._note:
-            self._note = "; ".join(filter(None, [self._note, said]))
+    def _add_note(self, remark: str) -> None:
+        if remark not in self._note:
+            self._note = "; ".join(filter(None, [self._note, remark]))
 
     def _refuse_wrong_values(self) -> None:
         """Refuse a point where a derivative TensorFlow gives would be wrong."""

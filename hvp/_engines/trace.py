@@ -59,7 +59,8 @@ class TracedGraph:
     transposed_doubts : callable
         Finds the operations between `vectors` and `products` whose derivative is in doubt.
     recomputed : list
-        What has the derivatives of recomputed functions in the graph, to be kept with it.
+        The objects that hold the derivatives of recomputed functions in the graph. They must live as
+        long as the graph.
     """
 
     graph_def: Any
@@ -256,11 +257,11 @@ def _all_doubts(graph: tf.Graph, flow: Dataflow, places: Mapping[int, Vertex]) -
     """Find the doubtful operations between all that the rule differentiates and by what."""
 
     def vertices(ends: Sequence[Any]) -> list[Vertex]:
-        found = [
+        known = [
             places.get(id(end.handle)) if isinstance(end, tf.Variable) else flow.vertex(end.name)
             for end in ends
         ]
-        return [vertex for vertex in found if vertex is not None]
+        return [vertex for vertex in known if vertex is not None]
 
     every = [
         find_doubts(flow, vertices(inputs), vertices(outputs))

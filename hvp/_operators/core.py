@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from hvp._engines.linear_map import LinearMap, damped
@@ -14,10 +15,11 @@ from hvp._engines.rule import Rule
 from hvp._snapshots.nearby import Gradients
 from hvp._snapshots.problem import problem_of
 from hvp._snapshots.snapshot import Snapshot
+from hvp._vectors.space import check_numeric
 
 
 class Core:
-    """A snapshot shared by operators that differ in damping only, and what was made from it.
+    """A snapshot shared by operators that differ in damping only, and what was computed from it.
 
     Parameters
     ----------
@@ -46,15 +48,34 @@ class Core:
         """Return the linear map to multiply with here, plus a multiple of the identity."""
         return damped(self.snapshot.map(), damping)
 
+    def flatten(self, nest: Any) -> Any:
+        """Concatenate a nest shaped like the variables into one vector; as the operator's own."""
+        parts = self.space.parts_of_nest(nest, "the nest")
+        flat = self.space.join([tf.convert_to_tensor(part) for part in parts])
+        return flat.numpy() if all(isinstance(part, np.ndarray) for part in parts) else flat
+
+    def unflatten(self, vector: Any) -> Any:
+        """Split a vector, or a block of columns, into a nest; as the operator's own."""
+        is_tensor = tf.is_tensor(vector)
+        vector = vector if is_tensor else np.asarray(vector)
+        check_numeric(vector, "the vector")
+        if len(vector.shape) == 2 and vector.shape[0] == self.space.size:
+            rows = self.space.split(tf.cast(tf.transpose(vector), self.space.dtype))
+            parts = [tf.transpose(part, [*range(1, len(part.shape)), 0]) for part in rows]
+        else:
+            self.space.check_flat(vector)
+            parts = self.space.split(tf.cast(vector, self.space.dtype))
+        return self.space.nest_of_parts(parts if is_tensor else [p.numpy() for p in parts])
+
     def cached(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return what was made for this snapshot under a key, whatever the damping."""
+        """Return the object stored under a key, whatever the damping; make it at the first call."""
         if key not in self._cache:
             self._cache[key] = make()
         return self._cache[key]
 
     @property
     def cached_count(self) -> int:
-        """How many things were made for this snapshot."""
+        """How many objects are stored."""
         return len(self._cache)
 
     def gradients(self) -> Gradients | None:

@@ -7,7 +7,8 @@ from typing import Any
 
 from hvp._engines.gauss_newton import GaussNewtonRule
 from hvp._operators.core import evaluated
-from hvp._operators.operator import SymmetricOperator, check_damping
+from hvp._operators.damping import check_damping
+from hvp._operators.operator import SymmetricOperator
 from hvp._runtime.strategies import outside_strategies
 
 

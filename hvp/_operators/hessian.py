@@ -13,7 +13,8 @@ from hvp._engines.settings import Engine, OnStale
 from hvp._graphs.compiled import JitCompile
 from hvp._keras.compiled_loss import compiled_problem
 from hvp._operators.core import evaluated
-from hvp._operators.operator import SymmetricOperator, check_damping
+from hvp._operators.damping import check_damping
+from hvp._operators.operator import SymmetricOperator
 from hvp._runtime.strategies import outside_strategies
 from hvp._vectors.arrays import check_array
 from hvp._vectors.space import Space
@@ -23,97 +24,107 @@ from hvp._vectors.variables import collect_variables
 class HessianOperator(SymmetricOperator):
     """The Hessian of a loss, as a scipy `LinearOperator`.
 
-    Evaluates the loss's gradient once, at the values the variables have now, and keeps what the
-    gradient's derivative needs; every product `H @ v` reuses it (Pearlmutter 1994 [1]_).
+    The gradient of the loss is evaluated once, at the values the variables have now, and the
+    intermediate results that its derivative needs are kept as *residuals*. Every product `H @ v`
+    reuses them: `H v` is the derivative of `gradient . v` (Pearlmutter 1994 [1]_).
 
     Parameters
     ----------
     loss : callable
-        With `data=None` takes nothing; else takes the elements of `data` and returns the mean
-        over the examples. Returns a real scalar tensor. May be a `tf.function`.
+        A function that returns a real scalar tensor; it may be a `tf.function`. Without `data` it
+        takes no arguments. With `data` it takes the elements of a batch and returns the mean over
+        its examples.
     variables : nest
-        What the second derivatives are with respect to: any nest of `tf.Variable` and
-        `keras.Variable`; a `tf.Module`, Keras layer or model stands for its trainable variables.
-        float16 and bfloat16 variables make a float32 operator.
+        The variables that the second derivatives are taken with respect to: any nest of
+        `tf.Variable` and `keras.Variable`. A `tf.Module`, Keras layer or model stands for its
+        trainable variables. Variables in float16 and bfloat16 give a float32 operator.
     data : tuple or dict of arrays, or iterable of such, optional
-        The examples: elements become positional arguments of the loss, entries keyword arguments.
-        An iterable gives batches: a `tf.data.Dataset`, a Keras `PyDataset`, a list, or what else
-        gives the same batches each time it is gone through. The operator is the Hessian of the mean
-        over all examples, however they are divided.
+        The examples. Elements of a tuple are passed to the loss as positional arguments, entries of
+        a dict as keyword arguments. An iterable provides batches: a `tf.data.Dataset`, a Keras
+        `PyDataset`, a list, or any object that yields the same batches each time it is iterated
+        over. The operator is the Hessian of the mean over all examples, regardless of batching.
     batch_size : int, optional
-        Cuts a tuple or dict of arrays into batches of so many examples; the last may be smaller.
+        Divide a tuple or dict of arrays into batches of this many examples. The last batch may be
+        smaller.
     damping : float, optional
-        Adds `damping * v` to every product.
+        Add `damping * v` to every product.
     memory_limit : int or str, optional
-        Bytes (or such as ``"2GiB"``) that what is kept and one batch at work may take together. As
-        many batches are kept as fit, the others are evaluated again for each product; a batch that
-        does not fit is cut. By default all are kept, with a `RuntimeWarning` where memory gets
-        short.
+        Upper bound on memory for cached residuals plus the batch being processed, in bytes or as a
+        string such as ``"2GiB"``. The operator keeps the residuals of as many batches as fit, and
+        evaluates the others again for each product. A batch that does not fit is divided. By
+        default all residuals are kept, and a `RuntimeWarning` is issued if memory runs short.
     reduction : {"mean", "sum"}, optional
-        ``"sum"`` multiplies by the number of examples, or by the sum of the weights.
+        With ``"sum"``, multiply by the number of examples, or by the sum of the weights.
     regularization : callable, optional
-        Takes nothing, returns a scalar that is added once, whatever the batches and reduction.
+        A function of no arguments that returns a scalar. It is added once, regardless of batches
+        and `reduction`.
     weight : callable, optional
-        Takes the elements of a batch, as the loss does; returns how much the batch counts, where
-        its loss is a mean over something else than examples (unmasked tokens, sample weights).
+        Set this if the loss averages over something other than examples, such as unmasked tokens.
+        The function takes the elements of a batch, as the loss does, and returns how much the batch
+        counts.
     progress : bool or "always", optional
-        Shows a bar over the batches, by tqdm, on a terminal; with ``"always"`` anywhere.
+        Show a progress bar over the batches in a terminal, or anywhere if ``"always"``. This
+        requires tqdm.
     on_stale : {"raise", "refresh", "ignore"}, optional
-        What happens on use after a variable that the loss reads, trained or frozen, has changed:
-        raise `StaleOperatorError`, evaluate again, or answer for the old values. Integers that the
-        loss itself updates (dropout seeds, counters) do not count, nor do variables that only
-        follow the loss (moving averages in training mode).
+        What to do when the operator is used after a variable changed that the loss reads, trained
+        or frozen: raise `StaleOperatorError`, evaluate again, or return products for the old
+        values. Integers that the loss itself updates (dropout seeds, counters) do not matter, nor
+        do variables that the loss writes without reading (moving averages in training mode).
     engine : {"graph", "tape"}, optional
-        What computes products: two compiled functions, split from one trace of the loss, or a
-        persistent tape, operation by operation. Where a loss cannot be traced, or not be split
-        (effects that depend on `v`), the tape serves, and ``stats`` and a line in the log say why.
+        How to compute products. The graph engine traces the loss once and compiles two functions,
+        one for the evaluation and one for the product. The tape engine runs operation by operation
+        from a persistent tape. If a loss cannot be traced, or not be divided in two because effects
+        depend on `v`, the tape engine is used instead; ``stats`` and the log say why.
     jit_compile : bool or "auto", optional
-        Whether XLA compiles products of the graph engine: once, when the first is computed, which
-        then takes seconds. ``"auto"`` also times one product both ways, and stays with the faster.
-        What XLA cannot compile (loops and branches, max pooling) is computed without, and ``stats``
-        and a line in the log say why.
+        Whether XLA compiles the products of the graph engine. Compilation happens at the first
+        product, which then takes seconds. ``"auto"`` times one product both ways and keeps the
+        faster one. Products that XLA cannot compile (loops and branches, max pooling) are computed
+        without it; ``stats`` and the log say why.
     recompute : bool, int or sequence of layers, optional
-        Whether to keep only what passes between segments of a Keras model, given as `variables`,
-        and compute the rest again for each product, a segment at a time. ``True`` chooses the
-        segments, an integer says how many, a sequence lists sublayers: see `recompute_model`. A
-        loss that calls functions made by `recompute` is recomputed in any case, with either engine.
+        Whether to save memory by recomputing a Keras model, which must be passed as `variables`.
+        Only the tensors between segments of the model are kept, and each segment is computed again
+        for each product. With ``True`` the segments are chosen automatically, an integer is their
+        number, and a sequence lists sublayers: see `recompute_model`. Functions made by `recompute`
+        are recomputed in any case, by either engine.
 
     Attributes
     ----------
     shape : tuple of int
-        `(n, n)`, with `n` the number of entries of all variables.
+        `(n, n)`, where `n` is the number of entries of all variables.
     dtype : numpy.dtype
-        The widest of the variables', at least float32.
+        The widest type among the variables, at least float32.
 
     Raises
     ------
     InvalidLossError
         If the loss is not a function that returns a real scalar tensor.
     InvalidVariablesError
-        If `variables` are not, or the loss depends on none of them.
+        If `variables` contains anything else, or the loss depends on none of them.
     InvalidDataError
-        If `data` are empty, their first axes differ, or the loss takes other arguments.
+        If `data` is empty, the first axes of its elements differ, or the loss takes other
+        arguments.
     NonFiniteError
         If the loss or its gradient is not finite.
     SecondDerivativeError
-        If an operation in the loss has no second derivative in TensorFlow.
+        If TensorFlow has no second derivative of an operation in the loss.
     HvpError
-        If another argument is not what it should be, all batches have weight zero, or the loss
-        draws random numbers that cannot be repeated where batches are evaluated again.
+        If another argument is invalid, all batches have weight zero, or batches would have to be
+        evaluated again although the loss draws random numbers that cannot be repeated.
     TooLargeError
         If a single example does not fit in `memory_limit`.
     RecomputeError
-        If `recompute` is asked for and the model cannot be cut so, or the loss does not call it.
+        If the model cannot be divided as `recompute` asks, or the loss does not call it.
 
     Notes
     -----
-    The constructor traces the loss once, together with its gradient and product, to learn what it
-    reads and whether its second derivatives exist, and evaluates the gradient once. With the graph
-    engine, the loss's Python code runs for the trace only: what it reads besides variables stays as
-    it was then, also after `refresh`. State that the loss updates is put back afterwards. Each use
-    looks whether the variables the loss reads have changed.
+    The constructor traces the loss once, together with its gradient and product, to learn which
+    variables it reads and whether its second derivatives exist. It then evaluates the gradient
+    once. With the graph engine the Python code of the loss runs for the trace only: everything the
+    loss reads besides variables keeps the value it had then, even after `refresh`. Variables that
+    the loss updates are restored afterwards. Each use checks whether the variables that the loss
+    reads have changed.
 
-    A context manager: leaving it releases what is kept.
+    The operator is a context manager, which releases the residuals when it is left.
 
     References
     ----------
@@ -134,7 +145,7 @@ class HessianOperator(SymmetricOperator):
     >>> H.stats.gradient_evaluations, H.stats.products
     (1, 1)
 
-    Any solver of scipy's takes it:
+    You can pass it to any of scipy's solvers:
 
     >>> from scipy.sparse.linalg import cg
     >>> x, info = cg(H, H.gradient)
@@ -189,21 +200,22 @@ class HessianOperator(SymmetricOperator):
         training: bool = False,
         **options: Any,
     ) -> HessianOperator:
-        """Return the Hessian of the loss a Keras model was compiled with.
+        """Return the Hessian of the loss that a Keras model was compiled with.
 
         Parameters
         ----------
         model : keras.Model
-            Compiled. Loss weights, several outputs and regularizers count as in `model.evaluate`.
+            A compiled model. Loss weights, several outputs and regularizers count as in
+            `model.evaluate`.
         data : tuple of arrays, or iterable of such
-            `(x, y)` or `(x, y, sample_weight)`, as for `model.fit`, or batches of them.
+            `(x, y)` or `(x, y, sample_weight)`, as for `model.fit`, or batches of these.
         variables : nest, optional
-            What the second derivatives are with respect to; the model's trainable variables by
-            default.
+            The variables that the second derivatives are taken with respect to; by default the
+            model's trainable variables.
         training : bool, optional
             Whether layers behave as in training (dropout, batch normalization).
         **options
-            Of `HessianOperator`.
+            Further arguments of `HessianOperator`.
 
         Returns
         -------
@@ -212,14 +224,14 @@ class HessianOperator(SymmetricOperator):
         Raises
         ------
         InvalidLossError
-            If the model is not compiled, or its loss is a sum over the batch, not a mean; if an
-            output has a mask, and the data are divided without `weight`; if `reduction` is
+            If the model is not compiled, or its loss is a sum over the batch instead of a mean; if
+            an output has a mask and the data are divided without `weight`; if `reduction` is
             ``"sum"`` and the model has regularizers.
 
         Notes
         -----
-        Keras divides by the number of examples, also with sample weights. Where it averages over
-        something else (outputs with a mask), say by `weight` how much a batch counts.
+        Keras divides by the number of examples, also with sample weights. If it averages over
+        something else (outputs with a mask), pass `weight` to say how much a batch counts.
 
         Examples
         --------
@@ -245,19 +257,19 @@ def hessian_vector_product(
 ) -> Any:
     """Multiply the Hessian of a loss by one vector.
 
-    For more than one vector make a `HessianOperator`: it evaluates the gradient once for all.
+    For more than one vector make a `HessianOperator`, which evaluates the gradient once for all.
 
     Parameters
     ----------
     loss, variables, data
         As for `HessianOperator`.
     v : nest of tensors, tf.Tensor or ndarray
-        Shaped like the variables, or flat of shape `(n,)`.
+        A vector shaped like the variables, or a flat one of shape `(n,)`.
 
     Returns
     -------
     nest of tf.Tensor, tf.Tensor or ndarray
-        In the form of `v`.
+        The product, in the form of `v`.
 
     Raises
     ------

@@ -21,19 +21,20 @@ from hvp._vectors.variables import collect_variables
 
 
 class Linearization(OneProcess):
-    """The derivative of a function at one point, applied as often as wanted.
+    """The derivative of a function at one point: a linear map, the Jacobian `J`.
 
-    Made by `hvp.linearize`. Uses some memory, the *residuals*, so that an application need not
-    evaluate the function again. A context manager: leaving it releases the residuals.
+    Made by `hvp.linearize`. It uses some memory, the *residuals*, so that products need not
+    evaluate the function again. It is a context manager, which releases the residuals when it is
+    left.
 
     Attributes
     ----------
     value : nest of tf.Tensor
-        What the function returned.
+        The value of the function.
     engine : str
-        What holds the derivative.
+        The engine that computes products: ``"graph"`` or ``"tape"``.
     nbytes : int or None
-        An upper bound of the residuals' size, None where it cannot be told.
+        An upper bound on the size of the residuals; None if it is not known.
     """
 
     def __init__(self, snapshot: Snapshot) -> None:
@@ -45,29 +46,31 @@ class Linearization(OneProcess):
         self._pushforward = self._pullback.transpose()
 
     def jvp(self, v: Any) -> Any:
-        """Multiply the derivative by a tangent: `J v`, the directional derivative.
+        """Return the directional derivative `J v`.
 
         Parameters
         ----------
         v : nest of tensors or arrays, or array
-            Shaped like the variables, or one flat vector of shape `(n,)`; cast to their dtypes.
+            A tangent shaped like the variables, or one flat vector of shape `(n,)`. It is cast to
+            their dtypes.
 
         Returns
         -------
         nest of tf.Tensor
-            Like `value`.
+            The product, shaped like `value`.
 
         Raises
         ------
         InvalidVectorError
             If `v` does not fit the variables.
         ClosedOperatorError
-            After `close`.
+            If the linearization is closed.
 
         Notes
         -----
-        Costs one backward pass over the residuals. The first call also records the transposed
-        derivative, and keeps it.
+        `J^T u` is linear in `u`, and its derivative with respect to `u`, applied to `v`, is `J v`.
+        The first call records `J^T u` for this purpose; each call costs one backward pass over the
+        residuals.
         """
         space = self._pullback.codomain
         if space.is_flat(v):
@@ -78,28 +81,28 @@ class Linearization(OneProcess):
         return tf.nest.pack_sequence_as(self.value, self._pushforward.apply(tangents))
 
     def vjp(self, u: Any) -> Any:
-        """Multiply the transposed derivative by a cotangent: `J^T u`.
+        """Return `J^T u`.
 
         Parameters
         ----------
         u : nest of tensors or arrays
-            Shaped like `value`; cast to its dtypes.
+            A cotangent shaped like `value`, which is cast to its dtypes.
 
         Returns
         -------
         nest of tf.Tensor
-            Like the variables.
+            The product, shaped like the variables.
 
         Raises
         ------
         InvalidVectorError
             If `u` does not fit the value.
         ClosedOperatorError
-            After `close`.
+            If the linearization is closed.
 
         Notes
         -----
-        Costs one backward pass over the residuals.
+        This costs one backward pass over the residuals.
         """
         self.snapshot.make_sure()
         domain, codomain = self._pullback.domain, self._pullback.codomain
@@ -129,11 +132,11 @@ class Linearization(OneProcess):
         )
 
     def close(self) -> None:
-        """Release the residuals; `value` stays. Closing twice does nothing."""
+        """Release the residuals, but not `value`. Closing twice does nothing."""
         self.snapshot.close()
 
     def __enter__(self) -> Linearization:
-        """Return itself."""
+        """Return the linearization."""
         return self
 
     def __exit__(
@@ -156,33 +159,34 @@ def linearize(
 ) -> Linearization:
     """Evaluate a function, and keep its derivative as a linear map.
 
-    Uses some memory to make each application of the derivative cheaper: the function is
-    evaluated once, however many vectors its derivative is then applied to.
+    The function is evaluated once, however many vectors its derivative is applied to afterwards.
+    This uses some memory to make each product cheaper.
 
     Parameters
     ----------
     f : callable
-        Takes nothing, returns a nest of floating-point tensors; reads the variables.
+        A function of no arguments that reads the variables and returns a nest of floating-point
+        tensors.
     variables : nest
-        Of `tf.Variable`, `keras.Variable`, modules, Keras layers or models (which stand for their
-        trainable variables).
+        `tf.Variable`, `keras.Variable`, modules, Keras layers or models; the latter stand for their
+        trainable variables.
     engine : {"graph", "tape"}, optional
-        What holds the derivative: compiled functions, or a persistent tape. Where a function cannot
-        be traced, or not be split into the former (effects that depend on the cotangent), the tape
-        serves, and a line in the log says why.
+        How to compute products: by compiled functions, or operation by operation from a persistent
+        tape. If a function cannot be traced, or not be divided because effects depend on the
+        cotangent, the tape engine is used instead, and the log says why.
     jit_compile : bool or "auto", optional
         Whether XLA compiles the graph engine's functions; as for `HessianOperator`.
 
     Returns
     -------
     Linearization
-        With `value`, `jvp`, `vjp`, `nbytes`, `close`. It belongs to the values the variables have
-        now: changing them later does not change it.
+        The derivative at the values the variables have now, with `value`, `jvp`, `vjp`, `nbytes`
+        and `close`. It does not change when the variables do.
 
     Raises
     ------
     InvalidVariablesError
-        If `variables` hold something else.
+        If `variables` contains anything else.
     InvalidLossError
         If `f` does not return floating-point tensors.
     SecondDerivativeError
@@ -190,8 +194,8 @@ def linearize(
 
     Notes
     -----
-    `f` is traced once, and what was traced runs once; with the tape engine its Python code runs
-    instead, a second time. State that it updates (moving averages, seeds) is put back.
+    The function is traced once, and its graph runs once. With the tape engine its Python code runs
+    a second time instead. State that it updates (moving averages, seeds) is restored.
 
     Examples
     --------
@@ -238,8 +242,8 @@ def _checked(value: Any) -> Any:
 def _checked_output(leaf: Any) -> tf.Tensor:
     is_tensor = isinstance(leaf, (tf.Tensor, tf.Variable))
     if not is_tensor or not leaf.dtype.is_floating:
-        given = leaf.dtype.name if is_tensor else type(leaf).__name__
+        kind = leaf.dtype.name if is_tensor else type(leaf).__name__
         raise InvalidLossError(
-            f"the function to linearize returned a {given}", "floating-point tensors"
+            f"the function to linearize returned a {kind}", "floating-point tensors"
         )
     return tf.convert_to_tensor(leaf)

@@ -1,10 +1,9 @@
-"""A symmetric linear map of layer 1 as a scipy and as a TensorFlow operator."""
+"""Symmetric operators: a snapshot's linear map as a scipy and as a TensorFlow operator."""
 
 from __future__ import annotations
 
 import copy
 import inspect
-import numbers
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -13,29 +12,30 @@ import scipy.sparse
 import tensorflow as tf
 from scipy.sparse.linalg import LinearOperator
 
-from hvp._errors import HvpError, TooLargeError
+from hvp._errors import TooLargeError
 from hvp._operators.arithmetic import DtypePreserving
 from hvp._operators.core import Core
+from hvp._operators.damping import check_damping
 from hvp._runtime.guard import OneProcess
 from hvp._snapshots.statistics import Statistics
 from hvp._vectors.arrays import check_array, check_product, make_array
-from hvp._vectors.space import as_tensor, check_numeric
+from hvp._vectors.space import as_tensor
 
 Self = TypeVar("Self", bound="SymmetricOperator")
 
-# Columns in one block when a dense matrix is put together.
+# Columns in one block when a dense matrix is assembled.
 _DENSE_BLOCK = 64
 
 
 class SymmetricOperator(OneProcess, DtypePreserving):
-    """What the operators of this package have in common.
+    """Base class of the symmetric operators: vectors, arrays and blocks in, the same out.
 
     Parameters
     ----------
     core : Core
-        What was evaluated, and the linear map.
+        The snapshot with the linear map. Operators that differ in damping only share it.
     damping : float
-        Multiple of the identity to add.
+        The multiple of the identity to add.
     """
 
     __signature__: inspect.Signature
@@ -55,13 +55,13 @@ class SymmetricOperator(OneProcess, DtypePreserving):
 
     def __repr__(self) -> str:
         size, stats = self.shape[0], self.stats
-        said = [f"{size} x {size}", self.dtype.name, f"engine {stats.engine!r}"]
+        properties = [f"{size} x {size}", self.dtype.name, f"engine {stats.engine!r}"]
         if self._damping:
-            said.append(f"damping {self._damping:g}")
+            properties.append(f"damping {self._damping:g}")
         if stats.batches_kept is not None:
-            said.append(f"{stats.batches} batches")
-        said += filter(None, [self._core.snapshot.standing])
-        return f"{type(self).__name__}({', '.join(said)})"
+            properties.append(f"{stats.batches} batches")
+        properties += filter(None, [self._core.snapshot.standing])
+        return f"{type(self).__name__}({', '.join(properties)})"
 
     @property
     def damping(self) -> float:
@@ -70,61 +70,67 @@ class SymmetricOperator(OneProcess, DtypePreserving):
 
     @property
     def value(self) -> float:
-        """The loss where it was evaluated, from that evaluation."""
+        """The loss at the values of the last evaluation."""
         return float(self._core.snapshot.value())
 
     @property
     def gradient(self) -> np.ndarray:
-        """The loss's gradient, of shape `(n,)` in the operator's dtype, from that evaluation.
+        """The gradient of the loss at the values of the last evaluation.
 
-        A fresh array each time. Damping does not enter.
+        A new array of shape `(n,)` each time, in the operator's dtype. Damping is not part of it.
         """
         return self._core.gradient().numpy()
 
     @property
     def stats(self) -> Statistics:
-        """Counts of the work done so far, as they are now."""
+        """Counts of the work done so far."""
         return self._core.snapshot.statistics
 
     @tf.autograph.experimental.do_not_convert
     def product(self, v: Any) -> Any:
-        """Multiply by one vector of tensors; nothing is copied to the host.
+        """Multiply by one vector of tensors, without copying anything to the host.
 
         Parameters
         ----------
         v : nest of tensors, or tf.Tensor
-            Shaped like the variables, or one flat tensor of shape `(n,)`. Real; cast to the
-            variables' dtypes.
+            A real vector shaped like the variables, which is cast to their dtypes; or one flat
+            tensor of shape `(n,)`.
 
         Returns
         -------
         nest of tf.Tensor, or tf.Tensor
-            In the form of `v`: a nest in the variables' dtypes, a flat tensor in the operator's.
+            The product in the form of `v`: a nest in the variables' dtypes, or a flat tensor in the
+            operator's.
 
         Raises
         ------
         InvalidVectorError
             If `v` does not fit the variables.
-        StaleOperatorError, ClosedOperatorError
-            As for every use of the operator.
+        StaleOperatorError
+            If a variable that the loss reads has changed, depending on `on_stale`.
+        ClosedOperatorError
+            If the operator is closed.
 
         Notes
         -----
-        Usable inside a `tf.function` and its loops, where the graph engine adds the product itself,
-        and no Python runs for each. Each call multiplies by the operator as it then is, also after
-        `refresh()`, without another trace; if it is closed or stale, errors arrive as
-        TensorFlow's, with the original's text. In a function with ``jit_compile=True``, where
-        nothing can raise or call Python, the product of a stale operator is NaN, also with
-        ``on_stale="refresh"``, until `refresh()` is called outside; that of a closed one, an error
-        of TensorFlow's about shapes. XLA cannot compile the product of a loss with loops or
-        branches, or with max pooling. With the tape engine, and where the data are several batches,
-        products in graphs run through `tf.py_function`, which XLA cannot compile either.
+        You can call this inside a `tf.function` and its loops. The graph engine then adds the
+        product itself to the graph, and no Python runs for each product. Each call multiplies by
+        the operator in its current state, also after `refresh()`, without another trace. If the
+        operator is closed or stale when the graph runs, its error arrives as one of TensorFlow's
+        with the original text.
 
-        The operator belongs to one point: a tape around the product sees it depend on `v`, not on
-        the variables.
+        In a function with ``jit_compile=True`` nothing can raise or call Python. There the product
+        of a stale operator is NaN until you call `refresh()` outside, also with
+        ``on_stale="refresh"``, and the product of a closed one fails with an error about shapes.
+        XLA cannot compile the product of a loss with loops, branches or max pooling. With the tape
+        engine, and with data in several batches, products in graphs run through `tf.py_function`,
+        which XLA cannot compile either.
 
-        Entries that are not finite go in and come out as they are: to look at them would mean to
-        wait for the device. `H @ v` does look.
+        The operator belongs to one point: for a tape around it the product depends on `v`, and not
+        on the variables.
+
+        Unlike `H @ v`, this does not check whether entries are finite, which would mean waiting for
+        the device.
         """
         space, held = self._space, self._core.map(self._damping)
         if space.is_flat(v):
@@ -139,12 +145,13 @@ class SymmetricOperator(OneProcess, DtypePreserving):
         Parameters
         ----------
         x : array_like
-            Of shape `(n,)` or `(n, 1)`; real and finite, cast to the operator's dtype.
+            A real and finite vector of shape `(n,)` or `(n, 1)`, which is cast to the operator's
+            dtype.
 
         Returns
         -------
         ndarray
-            Of the shape of `x`, in the operator's dtype.
+            The product, shaped like `x`, in the operator's dtype.
 
         Raises
         ------
@@ -152,8 +159,10 @@ class SymmetricOperator(OneProcess, DtypePreserving):
             If `x` has another shape or kind, or entries that are not finite.
         NonFiniteError
             If the product is not finite.
-        StaleOperatorError, ClosedOperatorError
-            As for every use of the operator.
+        StaleOperatorError
+            If a variable that the loss reads has changed, depending on `on_stale`.
+        ClosedOperatorError
+            If the operator is closed.
         """
         x = check_array(x, self.shape[0], self.dtype, ndims=(1, 2))
         return self._matvec(x).reshape(x.shape)
@@ -164,12 +173,12 @@ class SymmetricOperator(OneProcess, DtypePreserving):
         Parameters
         ----------
         X : array_like
-            Of shape `(n, k)`; real and finite, cast to the operator's dtype.
+            A real and finite matrix of shape `(n, k)`, which is cast to the operator's dtype.
 
         Returns
         -------
         ndarray
-            Of the shape of `X`, in the operator's dtype.
+            The products, shaped like `X`, in the operator's dtype.
 
         Raises
         ------
@@ -181,16 +190,16 @@ class SymmetricOperator(OneProcess, DtypePreserving):
         return self._matmat(check_array(X, self.shape[0], self.dtype, ndims=(2,)))
 
     def rmatvec(self, x: Any) -> np.ndarray:
-        """Multiply the transpose by one vector: the same as `matvec`, the operator is symmetric."""
+        """Multiply by one vector; the same as `matvec`, since the operator is symmetric."""
         return self.matvec(x)
 
     def rmatmat(self, X: Any) -> np.ndarray:
-        """Multiply the transpose by a block of columns: the same as `matmat`."""
+        """Multiply by a block of columns; the same as `matmat`, since the operator is symmetric."""
         return self.matmat(X)
 
     def dot(self, x: Any) -> Any:
         """Multiply by a scalar, an operator, or an array of one or two axes."""
-        if type(x) is np.ndarray and x.ndim:  # the usual case, and small products wait for it
+        if type(x) is np.ndarray and x.ndim:  # the usual case comes first, for small products
             return self.matvec(x) if x.ndim == 1 else self.matmat(x)
         if np.isscalar(x) or isinstance(x, LinearOperator):
             return super().dot(x)
@@ -204,34 +213,34 @@ class SymmetricOperator(OneProcess, DtypePreserving):
         return self.dot(other) if type(other) is np.ndarray else super().__matmul__(other)
 
     def damped(self: Self, lam: float) -> Self:
-        """Return this operator plus `lam` times the identity, over the same evaluation.
+        """Return this operator plus `lam` times the identity.
 
         Parameters
         ----------
         lam : float
-            Finite; added to the operator's own damping.
+            A finite number, which is added to the operator's own damping.
 
         Returns
         -------
         operator of the same kind
-            Shares what was evaluated, `stats`, `refresh` and `close` with this one.
+            It shares the residuals, `stats`, `refresh` and `close` with this one.
         """
         twin = copy.copy(self)
         twin._damping = self._damping + check_damping(lam)
         return twin
 
     def to_dense(self, *, max_size: int = 4096) -> np.ndarray:
-        """Put the whole matrix together, by one product per column.
+        """Return the whole matrix, which takes `n` products.
 
         Parameters
         ----------
         max_size : int, optional
-            Refuse if `n` is larger: memory grows as its square, time as `n` products.
+            The largest `n` to accept. Memory grows as the square of `n`.
 
         Returns
         -------
         ndarray
-            Of shape `(n, n)`, damping included, in the operator's dtype.
+            The matrix of shape `(n, n)`, damping included, in the operator's dtype.
 
         Raises
         ------
@@ -255,64 +264,53 @@ class SymmetricOperator(OneProcess, DtypePreserving):
         return dense
 
     def flatten(self, nest: Any) -> Any:
-        """Concatenate a nest shaped like the variables, in `tf.nest` order.
+        """Concatenate a nest shaped like the variables into one vector, in `tf.nest` order.
 
         Parameters
         ----------
         nest : nest of tensors, arrays or variables
-            Shaped like the variables.
+            Parts shaped like the variables.
 
         Returns
         -------
         ndarray or tf.Tensor
-            Of shape `(n,)` in the operator's dtype; an ndarray if all of `nest` are.
+            A vector of shape `(n,)` in the operator's dtype. It is an ndarray if all parts are.
         """
-        parts = self._space.parts_of_nest(nest, "the nest")
-        flat = self._space.join([tf.convert_to_tensor(part) for part in parts])
-        return flat.numpy() if all(isinstance(part, np.ndarray) for part in parts) else flat
+        return self._core.flatten(nest)
 
     def unflatten(self, vector: Any) -> Any:
-        """Cut a flat vector, or a block of columns, into a nest like the variables.
+        """Split a flat vector, or a block of columns, into a nest like the variables.
 
         Parameters
         ----------
         vector : array_like or tf.Tensor
-            Of shape `(n,)`, or `(n, k)`.
+            A vector of shape `(n,)`, or a block of shape `(n, k)`.
 
         Returns
         -------
         nest of tf.Tensor or of ndarray
-            Of tensors if `vector` is one. Typed like the variables, and shaped like them; of a
-            block each part has a further last axis, of the columns.
+            Parts shaped and typed like the variables; for a block each part has a further last
+            axis, which numbers the columns. They are tensors if `vector` is one.
         """
-        is_tensor = tf.is_tensor(vector)
-        vector = vector if is_tensor else np.asarray(vector)
-        check_numeric(vector, "the vector")
-        if len(vector.shape) == 2 and vector.shape[0] == self.shape[0]:
-            rows = self._space.split(tf.cast(tf.transpose(vector), self._space.dtype))
-            parts = [tf.transpose(part, [*range(1, len(part.shape)), 0]) for part in rows]
-        else:
-            self._space.check_flat(vector)
-            parts = self._space.split(tf.cast(vector, self._space.dtype))
-        return self._space.nest_of_parts(parts if is_tensor else [p.numpy() for p in parts])
+        return self._core.unflatten(vector)
 
     def as_tf_operator(
         self, *, is_positive_definite: bool | None = None, name: str = "HessianOperator"
     ) -> tf.linalg.LinearOperator:
-        """Return a `tf.linalg.LinearOperator` over the same map.
+        """Return this operator as a `tf.linalg.LinearOperator`.
 
         Parameters
         ----------
         is_positive_definite : bool, optional
-            Your word that the matrix, damping included, is positive definite;
-            `tf.linalg.experimental.conjugate_gradient` asks for it.
+            Whether the matrix, damping included, is positive definite, as far as you know.
+            `tf.linalg.experimental.conjugate_gradient` requires it.
         name : str, optional
-            TensorFlow's name for the operator.
+            The name of the operator in TensorFlow.
 
         Returns
         -------
         tf.linalg.LinearOperator
-            Self-adjoint and square. Shares everything with this operator.
+            A self-adjoint, square operator that shares everything with this one.
 
         Examples
         --------
@@ -341,22 +339,22 @@ class SymmetricOperator(OneProcess, DtypePreserving):
         Raises
         ------
         NonFiniteError
-            If the loss or its gradient is not finite there. The operator then holds nothing until
-            a `refresh` succeeds.
+            If the loss or its gradient is not finite there. The operator is then unusable until a
+            `refresh` succeeds.
 
         Notes
         -----
-        Costs one evaluation of the gradient, as the constructor does. What was kept of the old
-        point is released first, so the two never have to fit in memory together.
+        This costs one evaluation of the gradient, as the constructor does. The residuals of the old
+        point are released first, so that the two never have to fit in memory together.
         """
         self._core.snapshot.refresh()
 
     def close(self) -> None:
-        """Release what is kept for products. Closing twice does nothing."""
+        """Release the residuals. Closing twice does nothing."""
         self._core.snapshot.close()
 
     def __enter__(self: Self) -> Self:
-        """Return itself."""
+        """Return the operator."""
         return self
 
     def __exit__(
@@ -365,7 +363,7 @@ class SymmetricOperator(OneProcess, DtypePreserving):
         error: BaseException | None,
         where: TracebackType | None,
     ) -> None:
-        """Release what is kept for products."""
+        """Release the residuals."""
         self.close()
 
     def _matvec(self, x: np.ndarray) -> np.ndarray:
@@ -392,13 +390,3 @@ class SymmetricOperator(OneProcess, DtypePreserving):
 def core_of(operator: SymmetricOperator) -> Core:
     """Return what the rest of the package uses of an operator."""
     return operator._core
-
-
-def check_damping(damping: Any) -> float:
-    """Return a number, NumPy scalar or tensor of no axes as a float."""
-    is_number = isinstance(damping, numbers.Real) or getattr(damping, "shape", None) == ()
-    value = np.asarray(damping) if is_number else None  # an object, if too large for a float
-    if value is None or value.dtype.kind not in "fiu" or not np.isfinite(value):
-        shown = damping if is_number or damping is None else f"of type {type(damping).__name__}"
-        raise HvpError(f"the damping is {shown}", "a finite real number")
-    return float(value)

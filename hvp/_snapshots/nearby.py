@@ -1,4 +1,4 @@
-"""The gradient at points near the one an operator was evaluated at, by a trace of its own."""
+"""The gradient at nearby points, from a trace that is independent of the operator's."""
 
 from __future__ import annotations
 
@@ -83,9 +83,10 @@ class Gradients:
         norms = [
             tf.sqrt(tf.reduce_mean(tf.square(tf.cast(v, tf.float64)))) for v in self._variables
         ]
-        found = np.array([float(norm) for norm in norms])
-        found[~(found > 0)] = found[found > 0].min() if (found > 0).any() else 1.0
-        return np.repeat(found, self._space.sizes)
+        scales = np.array([float(norm) for norm in norms])
+        positive = scales > 0
+        scales[~positive] = scales[positive].min() if positive.any() else 1.0
+        return np.repeat(scales, self._space.sizes)
 
     @contextlib.contextmanager
     def moved(self, change: np.ndarray) -> Iterator[None]:
@@ -97,5 +98,5 @@ class Gradients:
             yield
 
     def close(self) -> None:
-        """Release what is kept."""
+        """Release the snapshot."""
         self._snapshot.close()

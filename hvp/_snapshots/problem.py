@@ -95,7 +95,7 @@ class Problem:
         whole = batch_size is None and settings.memory_limit is None and weight is None
         if data is None and not whole:
             raise InvalidDataError(
-                "batch_size, memory_limit or weight is given, and no data",
+                "batch_size, memory_limit or weight is passed without data",
                 "data that can be divided",
                 "pass data=(x, y), and a loss that takes x and y",
             )

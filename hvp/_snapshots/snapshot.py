@@ -307,13 +307,13 @@ class Snapshot(OneProcess):
         return self._results, self._map
 
     def _stale(self, changed: Sequence[str]) -> HvpError:
-        said = f"variables that the loss reads have changed: {quoted(changed)}"
+        problem = f"variables that the loss reads have changed: {quoted(changed)}"
         remedy = "call refresh(), or pass on_stale='refresh'"
         if self.on_stale == "ignore":
-            said += "; and not all batches are kept"
+            problem += "; and not all batches are kept"
             remedy = "call refresh(), or raise memory_limit"
         expected = "the values at which the operator was evaluated"
-        return StaleOperatorError(said, expected, remedy)
+        return StaleOperatorError(problem, expected, remedy)
 
     def _release(self, reason: str) -> None:
         self._absent = reason

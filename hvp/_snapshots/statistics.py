@@ -1,4 +1,4 @@
-"""What an operator has done so far."""
+"""The counts that an operator shows as its `stats`."""
 
 from __future__ import annotations
 
@@ -7,29 +7,30 @@ from dataclasses import dataclass
 
 @dataclass
 class Statistics:
-    """Counts of an operator's work, shared by the operators made from it by `damped`.
+    """Counts of an operator's work, shared by all operators that `damped` derived from it.
 
     Attributes
     ----------
     gradient_evaluations : int
-        Whole evaluations of the loss and its gradient over all data.
+        Number of evaluations of the loss and its gradient over all data.
     batches, batches_kept : int or None
-        How many batches the data are, and of how many the linearizations are kept; None where the
-        data are one batch.
+        Number of batches, and number of batches whose residuals are kept. None if the data are not
+        divided.
     batch_evaluations : int
-        Evaluations of the loss and its gradient over single batches, or pieces of them.
+        Number of evaluations of the loss and its gradient over single batches, or pieces of them.
     products : int
-        Products with a vector; the columns of a block count one each.
+        Number of products with a vector. Each column of a block counts as one.
     traces : int
-        How often the loss was traced into a graph.
+        Number of times the loss was traced into a graph.
     residual_bytes : int or None
-        Size of what is kept for products, at most; 0 when closed, None where it cannot be told.
+        Upper bound on the size of the residuals; 0 when the operator is closed, None if the size is
+        not known.
     engine : str
-        What computes products: ``"graph"`` or ``"tape"``.
+        The engine that computes products: ``"graph"`` or ``"tape"``.
     jit_compile : bool or None
-        Whether XLA computes products with one vector; None until the first.
+        Whether XLA computes products with one vector; None before the first product.
     note : str
-        Why something is not as good as it could be; empty if nothing is.
+        The reason if something works less well than asked for, empty otherwise.
     """
 
     gradient_evaluations: int = 0

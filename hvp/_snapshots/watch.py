@@ -1,12 +1,12 @@
-"""Noticing that a variable changed after the loss was evaluated.
+"""Detection of variables that changed after the loss was evaluated.
 
-TensorFlow has no public version counter. What is kept is the value each variable had. A value read
-from a variable shares the variable's buffer, and TensorFlow writes into no buffer that somebody
-else still holds, so keeping it costs no memory while nothing changes, and as long as the variable
-answers with the same buffer its value is the same. When it answers with another one (it was
-assigned to; or rows were scattered into it once, since when every read is a copy) the values are
-compared bit for bit, on the device. So a change is noticed whoever made it and however, and an
-assignment of equal values is no change.
+TensorFlow has no public version counter, so the value that each variable had is stored. A value read
+from a variable shares the variable's buffer, and TensorFlow never writes into a buffer that somebody
+else still holds. Storing the value therefore costs no memory while nothing changes, and as long as
+the variable returns the same buffer its value is the same. If it returns another buffer (because it
+was assigned to, or because rows were scattered into it once, after which every read is a copy), the
+values are compared bit for bit on the device. This detects any change, whoever made it, and an
+assignment of equal values does not count as a change.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ class Watch:
         """
         if self._addresses is None:
             self._addresses = [_address(value) for value in self.values]
-        found = []
+        names = []
         for resource, value, address in zip(self.resources, self.values, self._addresses):
             now = resource.read()
             if address is not None and _address(now) == address:
                 continue
             if differ(now, value):
-                found.append(resource.name)
-        return found
+                names.append(resource.name)
+        return names
 
 
 def _address(value: tf.Tensor) -> int | None:

@@ -12,7 +12,7 @@ from scipy.sparse.linalg import LinearOperator, eigsh
 
 from hvp._errors import HvpError, TooLargeError
 from hvp._graphs.compiled import Compiled
-from hvp._operators.operator import check_damping
+from hvp._operators.damping import check_damping
 from hvp._runtime.arguments import check_count
 from hvp._solve.rows import Rows
 from hvp._vectors.arrays import check_array

@@ -16,7 +16,8 @@ import tensorflow as tf
 from scipy.sparse.linalg import LinearOperator
 
 from hvp._errors import HvpError
-from hvp._operators.operator import SymmetricOperator, check_damping
+from hvp._operators.damping import check_damping
+from hvp._operators.operator import SymmetricOperator
 from hvp._runtime.arguments import check_count
 from hvp._solve.nystrom import NystromSketch, nystrom_factors
 from hvp._solve.rows import Rows

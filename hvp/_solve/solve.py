@@ -18,7 +18,7 @@ import tensorflow as tf
 from scipy.sparse.linalg import LinearOperator, aslinearoperator
 
 from hvp._errors import ConvergenceWarning, GraphModeError, HvpError, InvalidVectorError
-from hvp._operators.operator import check_damping
+from hvp._operators.damping import check_damping
 from hvp._runtime.arguments import check_count
 from hvp._runtime.checkpoint import Checkpoint
 from hvp._runtime.digest import digest

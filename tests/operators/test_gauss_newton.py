@@ -1,12 +1,14 @@
 """The Gauss-Newton matrix, against dense Jacobians and against outer products of gradients."""
 
+import itertools
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import hvp
-from tests.cases import CASES, CASES_IN_SHORT, flat_gradient, random, relative_error
+from tests.cases import CASES, crossed, flat_gradient, long, random, relative_error
 
 layers = keras.layers
 
@@ -98,8 +100,16 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        *itertools.product(["dense"], WAYS),
+        *(("images", way) for way in ("one batch", "batches", "recomputed on the tape")),
+        *(("lstm", way) for way in ("one batch", "batches on the tape")),
+        *(long("images", way) for way in WAYS),
+        *(long("lstm", way) for way in WAYS),
+    ],
+)
 def test_it_is_the_dense_matrix(name, way):
     model, x, y = make(name)
     want = dense_gauss_newton(model, x, softmax_curvature)
@@ -122,9 +132,10 @@ def test_it_is_the_dense_matrix(name, way):
             assert G.stats.batches_kept < G.stats.batches
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("engine", ["graph", "tape"])
-@pytest.mark.parametrize("name", CASES_IN_SHORT)
+@pytest.mark.parametrize(
+    ("name", "engine", "dtype"),
+    crossed(CASES, ["graph", "tape", "graph"], ["float64", "float64", "float32"]),
+)
 def test_of_a_single_prediction_it_is_an_outer_product(name, engine, dtype):
     """A loss as a model, its square as the loss: the matrix is `g g^T`, for every case."""
     problem, truth = CASES[name](dtype), CASES[name]("float64")
