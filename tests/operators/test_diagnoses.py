@@ -92,9 +92,9 @@ def test_a_generator_function(model):
 def test_missing_labels_in_a_batch(model):
     with pytest.raises(hvp.InvalidDataError) as caught:
         hvp.HessianOperator.from_keras(model, [(X[:6], Y[:6]), (X[6:],)])
-    said = "it has 1 element where that has 2 elements; labels may be missing"
+    said = "it has 1 element instead of 2 elements; labels may be missing"
     assert said in caught.value.problem
-    with pytest.raises(hvp.InvalidDataError, match="the entries 'a' where that has the entries"):
+    with pytest.raises(hvp.InvalidDataError, match="the entries 'a' instead of the entries"):
         hvp.HessianOperator(
             lambda a, b=0.0: tf.reduce_sum(model(a)) ** 2, model, [{"a": X, "b": X}, {"a": X}]
         )

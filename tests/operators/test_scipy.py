@@ -174,7 +174,7 @@ def test_integers_and_booleans_are_cast(quadratic):
         (np.ones(16) * 1j, "complex128"),
         (np.array(["a"] * 16), "type <U1"),
         (np.array([None] * 16), "object"),
-        ([np.ones(8), np.ones((4, 2))], "[Nn]o array can be made of v, a list.*flatten"),
+        ([np.ones(8), np.ones((4, 2))], "v is a list that cannot be converted.*flatten"),
         (np.full(16, np.nan), "16 entries that are not finite"),
         (np.array([np.inf] + [0] * 15), "1 entries that are not finite"),
     ],
