@@ -58,5 +58,6 @@ def _normalized(name: str) -> str:
 
 if __name__ == "__main__":
     sys.meta_path.insert(0, HiddenPackages(hidden_modules()))
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+    # In place of this folder, in which tests of the room `keras` would hide the package.
+    sys.path[0] = str(Path(__file__).parents[1])
     runpy.run_path(sys.argv[1], run_name="__main__")

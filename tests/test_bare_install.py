@@ -50,5 +50,5 @@ def test_everything_works_with_the_required_packages_alone(tmp_path):
     command = [sys.executable, str(ROOT / "tests" / "bare.py"), str(script)]
     run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=600)
     assert run.returncode == 0, run.stderr[-2000:]
-    assert "asked for a bar: A progress bar was asked for, and tqdm is not installed" in run.stdout
+    assert "asked for a bar: A progress bar was requested, but tqdm is not installed" in run.stdout
     assert "pip install tqdm" in run.stdout

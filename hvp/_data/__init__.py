@@ -1,1 +1,1 @@
-"""Data in batches, and the memory that they may take."""
+"""Batches of data, and the memory limit for evaluating them."""

@@ -1,4 +1,9 @@
-"""The plan for many batches: a sum of which as many terms are held as memory allows."""
+"""The plan for many batches: holds the linear maps of as many batches as memory allows.
+
+The loss is the weighted mean `sum_b w_b L_b / sum_b w_b` over batches `b`, or the sum
+`sum_b w_b L_b`, plus the regularization. Its Hessian is the same combination of the batches'
+Hessians. The batches whose linear maps do not fit into memory are evaluated again for each product.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +31,15 @@ from hvp._vectors.slot import Slot
 from hvp._vectors.space import Space
 from hvp._vectors.variables import VariableNest
 
-# Shapes of batches that get a trace of their own; others share one, their lengths left open.
-_SHAPES = 3
-# Examples in a batch from which the memory of larger ones is estimated.
-_PROBE = 32
-_STREAMS = "keeps some batches and evaluates the others for each product"
+# This many shapes of batches get a trace of their own. All others share a trace for any lengths.
+_MAX_SHAPES = 3
+# The number of examples from which the memory for larger batches is estimated.
+_PROBE_EXAMPLES = 32
+_STREAMS = "holds some batches and evaluates the others again for each product"
 
 
 class BatchedPlan(Plan):
-    """The weighted mean of a rule over batches, plus what is added once.
+    """The weighted mean, or sum, of a rule over batches, plus a regularization.
 
     Parameters
     ----------
@@ -45,16 +50,16 @@ class BatchedPlan(Plan):
     batches : Batches
         The data.
     settings : Settings
-        How to evaluate each; how much memory to use; whether to show a bar.
+        How to evaluate each batch, how much memory to use and whether to show a progress bar.
     added : Rule or None
-        What is added once, whatever the batches: the regularization.
+        The regularization, which is added once, regardless of batching.
     total : bool
-        Whether to sum over examples, not to average.
+        Whether to sum over examples instead of averaging.
 
     Attributes
     ----------
     evaluations : int
-        How often a batch, or a piece of one, was evaluated.
+        The number of evaluations of batches, or pieces of batches.
     """
 
     divides = True
@@ -72,23 +77,24 @@ class BatchedPlan(Plan):
         self.nest, self.space = nest, Space.of_variables(nest)
         self._rule, self._batches, self._settings = rule, batches, settings
         self._budget, self._total = Budget(settings.memory_limit), total
-        self._shaped: dict[Any, _Shaped] = {}
+        self._shape_plans: dict[Any, _ShapePlan] = {}
         self._added = None if added is None else SinglePlan(added, nest, settings)
         self._all_held = True
-        self._nbytes_each, self._examples = 0.0, 0
+        # An estimate, and the number of examples in the batch that it comes from.
+        self._bytes_per_example, self._examples = 0.0, 0
         self.evaluations = 0
         if self._budget.limited and batches.examples is not None:
-            self._cut(batches.examples)
+            self._divide_arrays(batches.examples)
 
     @property
     def batches(self) -> int | None:  # type: ignore[override]
-        """How many batches there are; None before the end of the first pass."""
+        """The number of batches; None until the first pass has ended."""
         return self._batches.count
 
     @property
     def facts(self) -> Facts:
-        """What is known from all shapes of batches met so far, and from the regularization."""
-        plans = [shaped.plan for shaped in self._shaped.values()]
+        """The facts from all shapes of batches so far, and from the regularization."""
+        plans = [shape_plan.plan for shape_plan in self._shape_plans.values()]
         plans += [] if self._added is None else [self._added]
         facts = Facts.union([plan.facts for plan in plans])
         examples = self._batches.examples or self._examples
@@ -96,26 +102,28 @@ class BatchedPlan(Plan):
         return dataclasses.replace(
             facts,
             traces=facts.traces - (self._added is not None),
-            expected_nbytes=int(self._nbytes_each * examples),
+            expected_nbytes=int(self._bytes_per_example * examples),
             note="; ".join(filter(None, [facts.note, note])),
         )
 
     @outside_strategies
     def at_point(self) -> tuple[Results, LinearMap]:
-        """Go through the batches, at the variables' values now; hold the maps that fit."""
+        """Evaluate all batches at the current values of the variables; hold the maps that fit."""
         self._batches.forget()
-        mean = _Mean(self.space)
+        mean = _WeightedMean(self.space)
         held: list[tuple[float, LinearMap]] = []
         used, self._all_held = 0, True
         with contextlib.ExitStack() as on_error:
             on_error.callback(_close, held)
-            for batch in self._shown(self._batches):
+            for batch in self._with_progress(self._batches):
                 for elements, weight in self._pieces(batch):
-                    results, term, nbytes = self._evaluated(elements, batch.index)
+                    results, term, nbytes = self._evaluate(elements, batch.index)
                     mean.add(weight, results)
-                    self._budget.saw(nbytes)
-                    whole = elements is batch.elements
-                    fits = whole and self._budget.holds(used + nbytes)
+                    self._budget.record(nbytes)
+                    undivided = elements is batch.elements
+                    fits = undivided and self._budget.can_hold(used + nbytes)
+                    # Once a batch does not fit, no later one is held: the batches to evaluate again
+                    # are then all those from some index on.
                     self._all_held = self._all_held and (fits or not self._settings.products)
                     if self._all_held and self._settings.products:
                         held.append((weight, term))
@@ -136,45 +144,47 @@ class BatchedPlan(Plan):
                 mean.add(1.0, results)
                 terms.append((1.0, term))
             on_error.pop_all()
-        streamed = None
+        stream = None
         if not self._all_held:
             first = len(held)
 
-            def streamed() -> Iterator[tuple[float, LinearMap]]:
-                return self._streamed(first, scale)
+            def stream() -> Iterator[tuple[float, LinearMap]]:
+                return self._stream(first, scale)
 
-        total = BatchSum(terms, self.space, streamed, used, len(held))
+        total = BatchSum(terms, self.space, stream, used, len(held))
         return mean.results, total
 
     def fingerprint(self) -> dict[str, str]:
-        """Return digests of the weights, of all batches and of the function."""
-        first = next(iter(self._shaped.values()))
+        """Return digests of the weights, of all batches and of the loss."""
+        first = next(iter(self._shape_plans.values()))
         digests = first.plan.fingerprint()
         digests["data"] = f"{digests.get('data', '')} {self._batches.fingerprint()}"
         digests["reduction"] = "sum" if self._total else "mean"
         if self._added is not None:
             added = self._added.fingerprint()
-            digests.update({f"{name} of the regularization": text for name, text in added.items()})
+            for name, digest in added.items():
+                digests[f"{name} of the regularization"] = digest
         return digests
 
     def in_float64(self) -> WideGradient | None:
-        """Return the gradient over all batches in float64, if it can be had of each."""
-        wide = {id(s): s.plan.in_float64(s.inputs) for s in self._shaped.values()}
+        """Return a function for the gradient in float64; None if a batch has none."""
+        shape_plans = self._shape_plans.values()
+        gradients = {id(s): s.plan.in_float64(s.inputs) for s in shape_plans}
         added = None if self._added is None else self._added.in_float64()
-        if None in wide.values() or (self._added is not None and added is None):
+        if None in gradients.values() or (self._added is not None and added is None):
             return None
 
         def gradient(values: Sequence[tf.Tensor]) -> list[Any]:
-            mean = _Mean(self.space, tf.float64)
+            mean = _WeightedMean(self.space, tf.float64)
             for batch in self._batches:
                 for elements, weight in self._pieces(batch):
-                    evaluate = wide[id(self._of(elements))]
-                    assert evaluate is not None
+                    batch_gradient = gradients[id(self._shape_plan(elements))]
+                    assert batch_gradient is not None
                     inputs = [
                         t if t.dtype != tf.float32 else tf.cast(t, tf.float64)
                         for t in elements.tensors
                     ]
-                    mean.add(weight, Results(tf.zeros([]), evaluate([*values, *inputs])))
+                    mean.add(weight, Results(tf.zeros([]), batch_gradient([*values, *inputs])))
             if not self._total:
                 mean.divide()
             if added is not None:
@@ -183,90 +193,100 @@ class BatchedPlan(Plan):
 
         return gradient
 
-    def _cut(self, examples: int) -> None:
-        """Cut arrays into batches that fit: two small ones, traced, tell how large they may be."""
-        sizes, expected = (max(1, min(_PROBE, examples) // 2), min(_PROBE, examples)), []
+    def _divide_arrays(self, examples: int) -> None:
+        """Divide arrays into batches that fit into memory.
+
+        The loss is traced for two small batches. Their expected sizes determine both unknowns of
+        `bytes = shared + examples * per_example`.
+        """
+        probe = min(_PROBE_EXAMPLES, examples)
+        sizes, expected = (max(1, probe // 2), probe), []
         for size in sizes:
             elements = self._batches.head(size)
-            expected.append(self._of(elements).plan.facts.expected_nbytes + elements.nbytes)
-        self._shaped.clear()
-        each = (expected[1] - expected[0]) / max(1, sizes[1] - sizes[0])
-        if sizes[0] == sizes[1]:
-            each = expected[0]
-        fits = self._budget.fitting(expected[0] - each * sizes[0], each)
-        count = -(-examples // fits)
+            facts = self._shape_plan(elements).plan.facts
+            expected.append(facts.expected_nbytes + elements.nbytes)
+        self._shape_plans.clear()
+        per_example = (expected[1] - expected[0]) / max(1, sizes[1] - sizes[0])
+        if sizes[0] == sizes[1]:  # there is only one example
+            per_example = expected[0]
+        shared = expected[0] - per_example * sizes[0]
+        # Both quotients are rounded up, so that the batches have nearly equal sizes.
+        count = -(-examples // self._budget.batch_size(shared, per_example))
         self._batches.cut(-(-examples // count))
 
     def _pieces(self, batch: Batch) -> Iterator[tuple[Elements, float]]:
-        """Cut a batch into pieces that fit, with their weights."""
-        if not self._shaped:  # the first batch of all: its trace tells what one example takes
-            facts = self._of(batch.elements).plan.facts
+        """Divide a batch into pieces that fit into memory, with their weights."""
+        if not self._shape_plans:  # the trace of the first batch gives a first estimate
+            facts = self._shape_plan(batch.elements).plan.facts
             self._examples = batch.elements.examples
-            self._nbytes_each = (facts.expected_nbytes + batch.elements.nbytes) / self._examples
+            nbytes = facts.expected_nbytes + batch.elements.nbytes
+            self._bytes_per_example = nbytes / self._examples
         examples = batch.elements.examples
-        expected = round(self._nbytes_each * examples)
+        expected = round(self._bytes_per_example * examples)
         count = self._budget.pieces(expected)
         if count <= 1:
             yield batch.elements, batch.weight
             return
         if examples < count:
             raise self._budget.too_small(expected, examples)
-        size = -(-examples // count)  # all alike but the last: other shapes are other traces
+        # All pieces but the last have the same size, because each shape needs a trace.
+        size = -(-examples // count)
         for start in range(0, examples, size):
-            part = batch.elements.part(start, min(start + size, examples))
-            yield part, self._batches.weight_of(part, batch.index)
+            piece = batch.elements.part(start, min(start + size, examples))
+            yield piece, self._batches.weight_of(piece, batch.index)
 
-    def _streamed(self, first: int, scale: float) -> Iterator[tuple[float, LinearMap]]:
+    def _stream(self, first: int, scale: float) -> Iterator[tuple[float, LinearMap]]:
         """Evaluate the batches that are not held, one after the other, for one product."""
-        for batch in self._shown(self._batches.after(first)):
+        for batch in self._with_progress(self._batches.after(first)):
             for elements, weight in self._pieces(batch):
-                term = self._evaluated_outside(elements, batch.index)
+                term = self._evaluate_outside(elements, batch.index)
                 with contextlib.closing(term):
                     yield weight * scale, term
 
     @outside_strategies
-    def _evaluated_outside(self, elements: Elements, index: int) -> LinearMap:
-        return self._evaluated(elements, index)[1]
+    def _evaluate_outside(self, elements: Elements, index: int) -> LinearMap:
+        return self._evaluate(elements, index)[1]
 
-    def _shown(self, batches: Iterable[Batch]) -> Iterable[Batch]:
-        """Show a bar, if one is wanted."""
+    def _with_progress(self, batches: Iterable[Batch]) -> Iterable[Batch]:
+        """Wrap batches in a progress bar, if the settings ask for one."""
         progress = self._settings.progress
         if not progress:
             return batches
         return progress_bar(progress, batches, total=self._batches.count, unit="batch")
 
-    def _evaluated(self, elements: Elements, index: int) -> tuple[Results, LinearMap, int]:
-        shaped = self._of(elements)
-        results, term = shaped.at(elements)
+    def _evaluate(self, elements: Elements, index: int) -> tuple[Results, LinearMap, int]:
+        """Return the results, the linear map and its size in bytes, with the data."""
+        results, term = self._shape_plan(elements).at(elements)
         self.evaluations += 1
         with contextlib.ExitStack() as on_error:
             on_error.enter_context(contextlib.closing(term))
             check_finite(results, self.nest.names, batch=index)
             on_error.pop_all()
         nbytes = (term.nbytes or 0) + elements.nbytes
-        if elements.examples >= self._examples:  # smaller ones would count what they share
+        # In smaller batches the bytes that do not depend on the examples would weigh too much.
+        if elements.examples >= self._examples:
             self._examples = elements.examples
-            self._nbytes_each = max(self._nbytes_each, nbytes / elements.examples)
+            self._bytes_per_example = max(self._bytes_per_example, nbytes / elements.examples)
         return results, term, nbytes
 
-    def _of(self, elements: Elements) -> _Shaped:
-        """Return the plan for batches of a shape."""
+    def _shape_plan(self, elements: Elements) -> _ShapePlan:
+        """Return the plan for batches with the shapes of these elements."""
         shapes = tuple(tuple(tensor.shape) for tensor in elements.tensors)
-        shaped = self._shaped.get(shapes)
-        if shaped is None and len(self._shaped) >= _SHAPES:
+        shape_plan = self._shape_plans.get(shapes)
+        if shape_plan is None and len(self._shape_plans) >= _MAX_SHAPES:
             shapes = tuple((None,) * len(shape) for shape in shapes)
-            shaped = self._shaped.get(shapes)
-        if shaped is None:
-            shaped = _Shaped(self._rule, self.nest, self._settings, elements, shapes)
-            self._shaped[shapes] = shaped
-        return shaped
+            shape_plan = self._shape_plans.get(shapes)
+        if shape_plan is None:
+            shape_plan = _ShapePlan(self._rule, self.nest, self._settings, elements, shapes)
+            self._shape_plans[shapes] = shape_plan
+        return shape_plan
 
     def _refuse_draws(self) -> None:
         if self.facts.draws:
             raise HvpError(
-                "the loss draws random numbers, and not all batches fit in memory: those that are "
-                "evaluated for each product would be of another function each time",
-                "the same loss each time",
+                "the loss draws random numbers, and not all batches fit in memory: a batch that is "
+                "evaluated again for each product would draw other numbers each time",
+                "a loss that is the same in every evaluation",
                 "raise memory_limit, or draw with a Keras seed generator or tf.random.stateless_*",
             )
 
@@ -286,11 +306,11 @@ class BatchSum(Sum):
     space : Space
         The vectors' space.
     streamed : callable or None
-        Returns an iterator over the other batches.
+        Returns an iterator over the maps of the other batches.
     nbytes : int
-        What is held takes, the batches' data included.
+        Size of the maps that are held, with the data of their batches, in bytes.
     batches : int
-        Of how many batches the maps are held.
+        The number of batches whose maps are held.
     """
 
     def __init__(self, terms: Any, space: Space, streamed: Any, nbytes: int, batches: int) -> None:
@@ -299,12 +319,12 @@ class BatchSum(Sum):
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """What is held takes, the batches' data included."""
+        """Size of the maps that are held, with the data of their batches, in bytes."""
         return self._nbytes
 
 
-class _Shaped:
-    """A rule traced for batches of one shape, which it reads from variables."""
+class _ShapePlan:
+    """The plan for batches of one shape, traced once; the batch is passed in variables."""
 
     def __init__(
         self,
@@ -318,16 +338,16 @@ class _Shaped:
         self._slots = [Slot(t, tf.TensorShape(shape)) for t, shape in zip(tensors, shapes)]
 
         def batch() -> Elements:
-            # What a graph is told of a variable's shape is forgotten with the graph.
-            read = [tf.ensure_shape(s.read(), shape) for s, shape in zip(self._slots, shapes)]
-            return elements.with_tensors(read)
+            # Shapes from `set_shape` are not stored in the graph, whereas this operation is.
+            tensors = [tf.ensure_shape(s.read(), shape) for s, shape in zip(self._slots, shapes)]
+            return elements.with_tensors(tensors)
 
         self.inputs = [slot.variable for slot in self._slots]
         self.plan = SinglePlan(rule, nest, settings, batch, self.inputs)
         self._empty()
 
     def at(self, elements: Elements) -> tuple[Results, LinearMap]:
-        """Evaluate at a batch."""
+        """Evaluate on a batch."""
         for slot, tensor in zip(self._slots, elements.tensors):
             slot.assign(tensor)
         try:
@@ -340,29 +360,33 @@ class _Shaped:
             slot.empty()
 
 
-class _Mean:
-    """Weighted sums of values and gradients, and their means."""
+class _WeightedMean:
+    """Weighted sums of values and gradients over batches, and their means.
+
+    Batches are added to the sums `sum_b w_b L_b`. Dividing turns these into the means
+    `sum_b w_b L_b / sum_b w_b`.
+    """
 
     def __init__(self, space: Space, dtype: tf.DType | None = None) -> None:
         self._value = tf.zeros([], tf.float64)
         self._gradient: list[Any] = [None] * len(space.dtypes)
         self._dtypes = space.dtypes if dtype is None else [dtype] * len(space.dtypes)
-        self._wide = dtype or space.dtype
+        self._sum_dtype = dtype or space.dtype
         self._weight = 0.0
 
     def add(self, weight: float, results: Results) -> None:
-        """Add those of a batch."""
+        """Add the value and the gradient of a batch, times its weight."""
         self._value += weight * tf.cast(results.value, tf.float64)
         self._weight += weight
         for i, part in enumerate(results.gradient or ()):
             if part is not None:
-                part = tf.cast(part, self._wide) * tf.constant(weight, self._wide)
+                part = tf.cast(part, self._sum_dtype) * tf.constant(weight, self._sum_dtype)
                 self._gradient[i] = part if self._gradient[i] is None else self._gradient[i] + part
 
     def divide(self) -> float:
-        """Divide by the sum of the weights; return what that means for each."""
+        """Divide by the sum of the weights; return the factor `1 / sum_b w_b`."""
         if self._weight == 0:
-            raise HvpError("the weights of all batches are zero", "at least one that counts")
+            raise HvpError("the weights of all batches are zero", "at least one positive weight")
         scale = 1 / self._weight
         self._value *= scale
         self._gradient = [
@@ -372,11 +396,11 @@ class _Mean:
 
     @property
     def gradient(self) -> list[Any]:
-        """The gradient, in the variables' types."""
+        """The gradient, cast to the dtypes of the variables."""
         pairs = zip(self._gradient, self._dtypes)
         return [g if g is None else tf.cast(g, dtype) for g, dtype in pairs]
 
     @property
     def results(self) -> Results:
-        """Value and gradient."""
+        """The value and the gradient."""
         return Results(self._value, self.gradient)

@@ -1,4 +1,14 @@
-"""How much memory linearizations may take."""
+"""The memory limit: how large a batch may be, and how many linearizations are held.
+
+To linearize a batch and to multiply by it takes about `W r` bytes, where `r` is the size of its
+residuals and its data, and `W` is `_WORKING_FACTOR`. A limit `L` is divided between the batches
+that are held and the one that is being processed:
+
+    sum_b r_b + W max_b r_b <= L
+
+The sum is over the batches that are held, the maximum over all batches seen so far. A batch with
+`W r > L` is divided into `ceil(W r / L)` pieces.
+"""
 
 from __future__ import annotations
 
@@ -21,26 +31,28 @@ except ImportError:  # not on Windows
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _UNITS.update({f"{unit}i": 2 ** (10 * i) for i, unit in enumerate("KMGT", start=1)})
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?|)(?:B|bytes)?\s*", re.IGNORECASE)
-# What is needed to linearize a batch and to multiply by it, in units of what is kept of it.
-_WORKING = 3.0
-# Where arrays are cut, a batch at work takes one part in so many.
-_PART = 4
-# An amount is told with three digits; so it is raised by this, to be enough as it is told.
-_ROUNDED_UP = 1.01
-# What part of the memory that is left an advised limit takes.
-_FITTING = 0.4
+# Bytes needed to linearize a batch and to multiply by it, per byte of its residuals and data.
+_WORKING_FACTOR = 3.0
+# If arrays are divided, the batch being processed takes this part of the limit, and the rest is for
+# the batches that are held.
+_BATCH_PART = 1 / 4
+# Messages show amounts with three digits. This factor makes sure that rounding does not lower them.
+_ROUND_UP = 1.01
+# The limit that a message advises, as a part of the available memory or of the residuals, whichever
+# is smaller.
+_ADVISED_PART = 0.4
 
 
 @dataclass(frozen=True)
 class Share:
-    """Part of a limit that several share.
+    """A part of a memory limit, where several operators share one.
 
     Attributes
     ----------
     limit : int or str
-        The whole, as the user gave it.
+        The whole limit, as the user passed it.
     part : float
-        Which part of it.
+        The part, between 0 and 1.
     """
 
     limit: Any
@@ -48,18 +60,18 @@ class Share:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the part."""
+        """The size of the part in bytes."""
         return max(1, int(_bytes(self.limit) * self.part))
 
 
 class Budget:
-    """A limit on what is kept of batches, and used for one of them.
+    """Decides how large batches may be and how many are held, given a memory limit.
 
     Parameters
     ----------
     limit : int, str, Share or None
-        Bytes, also as ``"2GiB"`` or ``"500 MB"``; None for all there is. Messages speak of the
-        whole of which it is a share.
+        The limit in bytes, or as a text such as ``"2GiB"`` or ``"500 MB"``. None means no limit.
+        For a `Share`, messages name the whole limit.
     """
 
     def __init__(self, limit: Any) -> None:
@@ -74,91 +86,107 @@ class Budget:
         """Whether there is a limit."""
         return self._limit is not None
 
-    def fitting(self, shared: float, each: float) -> int:
-        """Tell how many examples a batch should have, if arrays are to be cut.
+    def batch_size(self, shared: float, per_example: float) -> int:
+        """Return the number of examples in a batch, where arrays are to be divided into batches.
+
+        It is the largest `n` with `W (shared + n per_example) <= L / 4`, which leaves three
+        quarters of the limit to batches that are held. If there is no such `n`, it is the largest
+        with `W (shared + n per_example) <= L`.
 
         Parameters
         ----------
         shared : float
-            Bytes that are kept of a batch of any size.
-        each : float
-            Bytes for each example besides.
+            Size of the residuals that does not depend on the number of examples, in bytes.
+        per_example : float
+            Additional size of the residuals and data for each example, in bytes.
+
+        Raises
+        ------
+        TooLargeError
+            If one example does not fit.
         """
         assert self._limit is not None
-        # Batches that leave most of the limit to what is kept, if that is possible.
-        for part in (1 / _PART, 1.0):
-            size = int((self._limit * part / _WORKING - shared) / max(each, 1.0))
+        for part in (_BATCH_PART, 1.0):
+            size = int((self._limit * part / _WORKING_FACTOR - shared) / max(per_example, 1.0))
             if size >= 1:
                 return size
-        raise self.too_small(round(shared + each), 1)
+        raise self.too_small(round(shared + per_example), 1)
 
     def pieces(self, expected: int) -> int:
-        """Tell in how many pieces to cut a batch of which so many bytes would be kept."""
+        """Return into how many pieces to divide a batch with residuals of the expected size."""
         if self._limit is None:
             return 1
-        return max(1, -int(-_WORKING * expected // self._limit))
+        return max(1, -int(-_WORKING_FACTOR * expected // self._limit))  # rounded up
 
-    def saw(self, nbytes: int) -> None:
-        """Note what is kept of a batch."""
+    def record(self, nbytes: int) -> None:
+        """Record the size of the residuals and data of a batch."""
         self._largest = max(self._largest, nbytes)
 
-    def holds(self, nbytes: int) -> bool:
-        """Whether so many bytes may be kept, with one batch more at work."""
-        working = _WORKING * self._largest
+    def can_hold(self, nbytes: int) -> bool:
+        """Return whether `nbytes` may be held while another batch is processed.
+
+        Without a limit this is always so, but there is a warning if memory becomes short.
+        """
+        working = _WORKING_FACTOR * self._largest
         if self._limit is not None:
             return nbytes + working <= self._limit
         available = _available()
         if available is not None and available < working and not self._warned:
             self._warned = True
             warnings.warn(
-                f"hvp keeps {amount(nbytes)} for products, and the machine has {amount(available)} "
-                "left: pass memory_limit to keep less, at the cost of time",
+                f"hvp holds {amount(nbytes)} for products, and the machine has {amount(available)} "
+                "left: pass memory_limit to hold less, at the cost of time",
                 RuntimeWarning,
                 stacklevel=2,
             )
         return True
 
     def too_small(self, expected: int, examples: int) -> HvpError:
-        """Return the error for a batch that cannot be cut into pieces that fit."""
-        needed, part = _WORKING * expected / examples, self._share.part
+        """Return the error to raise if a single example of a batch exceeds the limit."""
+        needed, part = _WORKING_FACTOR * expected / examples, self._share.part
         least = needed / part
-        shared = "" if part == 1 else f", of which {amount(self._limit or 0)} are for it"
+        available = "" if part == 1 else f" ({amount(self._limit or 0)} of it available here)"
         return TooLargeError(
             f"a batch of one example takes about {amount(needed)}, and memory_limit is "
-            f"{amount(_bytes(self._share.limit))}{shared}",
-            f"a memory_limit of at least {amount(_ROUNDED_UP * least)}",
+            f"{amount(_bytes(self._share.limit))}{available}",
+            f"a memory_limit of at least {amount(_ROUND_UP * least)}",
             "raise it, or let layers be recomputed: recompute=True, hvp.recompute",
         )
 
 
 def out_of_memory(error: Exception, doing: str, nbytes: int | None) -> HvpError:
-    """Tell a lack of memory in words, with a limit that would fit.
+    """Return the error for a lack of memory, which advises a limit that would fit.
 
     Parameters
     ----------
     error : Exception
-        TensorFlow's.
+        The error that TensorFlow raised.
     doing : str
-        What was done when it was raised.
+        What was being done when the error was raised.
     nbytes : int or None
-        Of what is kept for products, as far as it is known.
+        Size of the residuals that products need, in bytes, if it is known.
     """
     available = _available()
-    fits = [size for size in (available, nbytes) if size]
-    limit = f"memory_limit='{max(1, int(min(fits) * _FITTING / 2**20))}MiB'" if fits else ""
-    kept = f"; products need {amount(nbytes)} of residuals" if nbytes else ""
-    left = f", and {amount(available)} are left" if available else ""
+    sizes = [size for size in (available, nbytes) if size]
+    limit = "a memory_limit"
+    if sizes:
+        limit = f"memory_limit='{max(1, int(min(sizes) * _ADVISED_PART / 2**20))}MiB'"
+    residuals = f"; products need {amount(nbytes)} of residuals" if nbytes else ""
+    left = f", and {amount(available)} is available" if available else ""
     reason = line_of(error, about="OOM")
     return OutOfMemoryError(
-        f"there was not enough memory for {doing}{kept}{left} (TensorFlow: {reason})",
-        "an evaluation that fits",
-        f"pass {limit or 'a memory_limit'}, with the examples as data; or let layers be "
+        f"there was not enough memory for {doing}{residuals}{left} (TensorFlow: {reason})",
+        "an evaluation that fits into memory",
+        f"pass {limit}, with the examples as data; or let layers be "
         "recomputed: recompute=True for a Keras model, hvp.recompute for parts of a function",
     )
 
 
 def peak_nbytes() -> int | None:
-    """Bytes in use at most so far, on the device if there is one; None where it is not told."""
+    """Return the peak memory use so far in bytes, or None if it is not known.
+
+    It is that of the first GPU if there is one, otherwise that of the process.
+    """
     for device in tf.config.list_logical_devices("GPU"):
         return int(tf.config.experimental.get_memory_info(device.name)["peak"])
     if resource is None:
@@ -168,46 +196,48 @@ def peak_nbytes() -> int | None:
 
 
 def _bytes(limit: Any) -> int:
-    found = _SIZE.fullmatch(limit) if isinstance(limit, str) else None
-    if found is not None:
-        unit = found[2].upper().replace("I", "i")
-        number = float(found[1]) * _UNITS[unit]
+    match = _SIZE.fullmatch(limit) if isinstance(limit, str) else None
+    if match is not None:
+        unit = match[2].upper().replace("I", "i")
+        number = float(match[1]) * _UNITS[unit]
     elif isinstance(limit, (int, float)) and not isinstance(limit, bool):
         number = float(limit)
     else:
         number = 0.0
     if not 0 < number < float("inf"):
         raise HvpError(
-            f"the argument memory_limit is {limit!r}", "a number of bytes, or such as '2GiB'"
+            f"the argument memory_limit is {limit!r}", "a number of bytes, or text such as '2GiB'"
         )
     return int(number)
 
 
 def _available() -> int | None:
-    """Bytes that are left, on the device if there is one; None where that cannot be told."""
+    """Return the available memory in bytes, on the first GPU if there is one; None if unknown."""
     for device in tf.config.list_logical_devices("GPU"):
-        found = tf.config.experimental.get_memory_info(device.name)
-        return int(found["peak"] - found["current"])  # nearly all of it was in use at the peak
+        info = tf.config.experimental.get_memory_info(device.name)
+        # When memory runs out, the peak is close to all the memory of the device.
+        return int(info["peak"] - info["current"])
     limits = [_from_proc("/proc/meminfo", "MemAvailable:")]
     if resource is not None:
-        most = resource.getrlimit(resource.RLIMIT_AS)[0]
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]  # negative if there is none
         used = _from_proc("/proc/self/status", "VmSize:")
-        limits.append(None if most < 0 or used is None else most - used)
-    known = [limit for limit in limits if limit is not None]
+        limits.append(None if limit < 0 or used is None else limit - used)
+    known = [size for size in limits if size is not None]
     return max(0, min(known)) if known else None
 
 
 def _from_proc(path: str, name: str) -> int | None:
+    """Return the value, in bytes, of an entry of a file in /proc; None if there is none."""
     try:
         lines = Path(path).read_text().splitlines()
     except OSError:
         return None
-    found = [line.split()[1] for line in lines if line.startswith(name)]
-    return int(found[0]) * 1024 if found else None
+    kibibytes = [line.split()[1] for line in lines if line.startswith(name)]
+    return int(kibibytes[0]) * 1024 if kibibytes else None
 
 
 def amount(nbytes: float) -> str:
-    """Return a number of bytes in words, such as ``"1.5 GiB"``."""
+    """Return a number of bytes as text, such as ``"1.5 GiB"``."""
     for unit in ("bytes", "KiB", "MiB"):
         if nbytes < 1024:
             return f"{nbytes:.3g} {unit}" if unit != "bytes" else f"{nbytes:.0f} bytes"

@@ -1,4 +1,4 @@
-"""One batch of data: checked, converted, and passed to functions as arguments."""
+"""One batch of data: checks, conversion to tensors, and calls of functions with it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ EXPECTED = (
 
 
 class Elements(Arguments):
-    """The elements of one batch, as tensors: arguments of the loss; none, without data.
+    """The elements of one batch as tensors, which are the arguments of the loss.
+
+    Without data there are no elements.
 
     Parameters
     ----------
     elements : dict
-        Nests of tensors, by position or by name.
+        Nests of tensors, keyed by position or by name.
     by_name : bool
-        Whether they are keyword arguments.
+        Whether the elements are keyword arguments.
     """
 
     def __init__(self, elements: dict[Any, Any], by_name: bool) -> None:
@@ -36,26 +38,26 @@ class Elements(Arguments):
 
     @property
     def by_key(self) -> dict[Any, Any]:
-        """Nests of tensors, by position or by name."""
+        """Nests of tensors, keyed by position or by name."""
         return dict(self._elements)
 
     @property
     def tensors(self) -> list[tf.Tensor]:
-        """The tensors in it, parts of ragged and sparse ones one by one."""
+        """All dense tensors, with ragged and sparse tensors split into their components."""
         return tf.nest.flatten(self._elements, expand_composites=True)
 
     @property
     def examples(self) -> int:
-        """The length of the first axes."""
+        """The number of examples, which is the length of the first axes."""
         return int(tf.nest.flatten(self._elements)[0].shape[0])
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors."""
+        """The size of the tensors in bytes."""
         return sum(nbytes(tensor) for tensor in self.tensors)
 
     def with_tensors(self, tensors: Sequence[Any]) -> Elements:
-        """Return the same with other tensors."""
+        """Return elements of the same structure with other tensors."""
         packed = tf.nest.pack_sequence_as(self._elements, tensors, expand_composites=True)
         return Elements(packed, self._by_name)
 
@@ -67,44 +69,52 @@ class Elements(Arguments):
         return called(function, *self._elements.values())
 
     def part(self, start: int, end: int) -> Elements:
-        """Return some of the examples."""
-        cut = tf.nest.map_structure(lambda leaf: leaf[start:end], self._elements)
-        return Elements(cut, self._by_name)
+        """Return the examples from `start` up to `end`, exclusive."""
+        elements = tf.nest.map_structure(lambda leaf: leaf[start:end], self._elements)
+        return Elements(elements, self._by_name)
 
-    def taken(self, numbers: Any) -> Elements:
-        """Return some of the examples, in this order."""
-        cut = tf.nest.map_structure(lambda leaf: tf.gather(leaf, numbers), self._elements)
-        return Elements(cut, self._by_name)
+    def taken(self, indices: Any) -> Elements:
+        """Return the examples with these indices, in this order."""
+        elements = tf.nest.map_structure(lambda leaf: tf.gather(leaf, indices), self._elements)
+        return Elements(elements, self._by_name)
 
     @property
     def leaves(self) -> list[Any]:
-        """The tensors in it, ragged and sparse ones whole."""
+        """All tensors, with ragged and sparse tensors whole."""
         return tf.nest.flatten(self._elements)
 
-    def differs(self, other: Elements) -> str:
-        """Tell how another batch is not of this kind; empty if it is."""
+    def difference_from(self, other: Elements) -> str:
+        """Describe a difference in structure, dtype or rank from another batch.
+
+        Returns
+        -------
+        str
+            A phrase such as "1 element instead of 2 elements", which fits after "it has"; empty if
+            the batches are of the same kind.
+        """
         try:
-            tf.nest.assert_same_structure(self._elements, other._elements, expand_composites=False)
+            tf.nest.assert_same_structure(other._elements, self._elements, expand_composites=False)
         except (TypeError, ValueError):
-            return self._other_structure(other)
-        for one, two in zip(self.tensors, other.tensors):
-            if one.dtype != two.dtype:
-                return f"it has {two.dtype.name} where that has {one.dtype.name}"
-            if len(one.shape) != len(two.shape):
-                return f"it has the shape {two.shape} where that has {one.shape}"
+            return self._different_structure(other)
+        for tensor, expected in zip(self.tensors, other.tensors):
+            if tensor.dtype != expected.dtype:
+                return f"the dtype {tensor.dtype.name} instead of {expected.dtype.name}"
+            if len(tensor.shape) != len(expected.shape):
+                return f"the shape {tensor.shape} instead of {expected.shape}"
         return ""
 
-    def _other_structure(self, other: Elements) -> str:
-        ours, theirs = self._elements, other._elements
-        if self._by_name != other._by_name or (self._by_name and set(ours) != set(theirs)):
-            return f"it has {other._named()} where that has {self._named()}"
-        if len(ours) != len(theirs):
-            return f"it has {other._named()} where that has {self._named()}; labels may be missing"
-        outlines = (tf.nest.map_structure(lambda leaf: "...", e) for e in (theirs, ours))
-        return "it has the elements {} where that has {}".format(*outlines)
+    def _different_structure(self, other: Elements) -> str:
+        elements, expected = self._elements, other._elements
+        difference = f"{self._summary()} instead of {other._summary()}"
+        if self._by_name != other._by_name or (self._by_name and set(elements) != set(expected)):
+            return difference
+        if len(elements) != len(expected):
+            return f"{difference}; labels may be missing"
+        outlines = [tf.nest.map_structure(lambda leaf: "...", e) for e in (elements, expected)]
+        return "elements of the structure {} instead of {}".format(*outlines)
 
-    def _named(self) -> str:
-        """Tell what the elements are called, or how many there are."""
+    def _summary(self) -> str:
+        """Return the names of the elements, or their number if they have no names."""
         if self._by_name:
             return "the entries " + ", ".join(map(repr, self._elements))
         return f"{len(self._elements)} element{'s' if len(self._elements) != 1 else ''}"
@@ -114,38 +124,51 @@ NO_DATA = Elements({}, by_name=False)
 
 
 def called(function: Callable[..., Any], *elements: Any, **named: Any) -> Any:
-    """Call a function; raise `InvalidDataError` if it takes other arguments."""
+    """Call a function; raise `InvalidDataError` if its signature does not fit the elements."""
     try:
         return function(*elements, **named)
     except TypeError as error:
         try:
             signature = inspect.signature(getattr(function, "python_function", function))
-        except (TypeError, ValueError):  # there is none of some functions not written in Python
+        except (TypeError, ValueError):  # some compiled functions have no signature
             raise error from None
         try:
             signature.bind(*elements, **named)
         except TypeError:
-            bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
-            takes = signature.replace(parameters=bare, return_annotation=signature.empty)
+            parameters = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+            shown = signature.replace(parameters=parameters, return_annotation=signature.empty)
             name = getattr(function, "__name__", type(function).__name__)
-            given = "no data" if not named else f"data for {', '.join(named)}"
+            arguments = "no data" if not named else f"data for {', '.join(named)}"
             if elements:
-                given = f"data of {len(elements)} element{'s' if len(elements) > 1 else ''}"
+                arguments = f"data of {len(elements)} element{'s' if len(elements) > 1 else ''}"
             raise InvalidDataError(
-                f"the function {name}{takes} is called with {given}",
-                "an element of data for each of its arguments",
-                "pass data=(x, y) for two, or a dict for arguments by name",
+                f"the function {name}{shown} is called with {arguments}",
+                "one element of data for each argument of the function",
+                "pass data=(x, y) for two arguments, or a dict for keyword arguments",
             ) from error
         raise
 
 
 def checked_loss(loss: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuse what is no loss; return it, traced anew if it is a `tf.function`."""
+    """Check a loss and return it; a `tf.function` is replaced by a new one without traces.
+
+    Raises
+    ------
+    InvalidLossError
+        If it cannot be called, is a Keras model, or is a Keras loss that does not call the model.
+    """
     _check_loss(loss)
-    if isinstance(loss, tf.types.experimental.PolymorphicFunction):
-        # An older trace may hold operations whose second derivatives are wrong (`exact`).
-        return tf.function(loss.python_function)
-    return loss
+    return retraced(loss)
+
+
+def retraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function; in the place of a `tf.function` a new one without traces.
+
+    Existing traces may contain operations whose second derivatives TensorFlow gets wrong.
+    """
+    if isinstance(function, tf.types.experimental.PolymorphicFunction):
+        return tf.function(function.python_function)
+    return function
 
 
 def convert_batch(data: Any, name: str) -> Elements:
@@ -154,14 +177,14 @@ def convert_batch(data: Any, name: str) -> Elements:
     Parameters
     ----------
     data : tuple or dict, or Elements
-        Of nests of arrays and tensors; what was converted before is returned.
+        Nests of arrays and tensors. `Elements` are returned unchanged.
     name : str
-        What to call it in messages.
+        What to call the batch in messages.
 
     Raises
     ------
     InvalidDataError
-        If it is of another kind, empty, or the first axes differ.
+        If the batch is empty or not a tuple or dict, or if the first axes differ.
     """
     if isinstance(data, Elements):
         return data
@@ -181,16 +204,16 @@ def explain_mixed_precision(
 ) -> None:
     """Raise `InvalidDataError` if the loss may have failed because the data's precision differs.
 
-    What the loss itself raised comes first: the precision is only a guess.
+    The message begins with the error of the loss, because the precision is only a guess.
 
     Parameters
     ----------
     error : Exception
-        What was raised.
+        The error of the loss.
     data : tuple, dict or None
         The batch.
     variable_dtypes : callable
-        Tells the variables'.
+        Returns the dtypes of the variables.
     """
     if isinstance(data, Elements):
         data = data.by_key
@@ -202,13 +225,13 @@ def explain_mixed_precision(
         for leaf in tf.nest.flatten(element):
             dtype = tf.as_dtype(leaf.dtype)
             if dtype.is_floating and dtype not in dtypes:
-                wanted = dtypes[0].name
+                precision = dtypes[0].name
                 reason = textwrap.shorten(line_of(error), 200, placeholder=" ...")
                 raise InvalidDataError(
                     f"the loss raised {type(error).__name__}: {reason}",
                     "a loss that can be computed from the data",
-                    f"look at the loss; perhaps it is because data[{key!r}] is {dtype.name} where "
-                    f"the variables are {wanted}: then pass it as .astype({wanted!r})",
+                    f"check the loss; the cause may be that data[{key!r}] is {dtype.name} while "
+                    f"the variables are {precision}: if so, pass it as .astype({precision!r})",
                 ) from error
 
 
@@ -256,7 +279,7 @@ def _convert(element: Any, name: str) -> Any:
     def convert(leaf: Any) -> Any:
         if isinstance(leaf, tf.Variable) or isinstance(getattr(leaf, "value", None), tf.Variable):
             raise InvalidDataError(
-                f"{name} is a variable, whose changes and derivatives a copy would not see",
+                f"{name} is a variable, and a copy would miss its changes and its derivatives",
                 EXPECTED,
                 "let the loss read the variable itself",
             )
@@ -266,14 +289,15 @@ def _convert(element: Any, name: str) -> Any:
             return tf.convert_to_tensor(leaf)
         except (TypeError, ValueError) as error:
             raise InvalidDataError(
-                f"{name} is {type(leaf).__name__}, of which TensorFlow makes no tensor", EXPECTED
+                f"{name} is {type(leaf).__name__}, which TensorFlow cannot convert to a tensor",
+                EXPECTED,
             ) from error
 
     return tf.nest.map_structure(convert, element)
 
 
 def check_first_axes(batch: dict[Any, Any], name: str) -> None:
-    """Refuse elements that are not as many examples each."""
+    """Raise `InvalidDataError` unless all elements have the same number of examples."""
     lengths = {}
     for key, element in batch.items():
         for leaf in tf.nest.flatten(element):

@@ -1,7 +1,12 @@
-"""Gradients of complex numbers that XLA computes wrong: without the conjugates.
+"""Gradients of complex reciprocals and roots, which XLA computes without the conjugates.
 
-Of reciprocals and roots (TensorFlow 2.16 to 2.21, on the CPU): those of `tf.math.angle` and of
-quotients among them. TensorFlow alone has them right; written with the conjugates both do.
+They are wrong with XLA in TensorFlow 2.16 to 2.21, on the CPU, and right without XLA. The gradients
+of `tf.math.angle` and of quotients use them. Written with other operations, and with the result `y`
+and the upstream gradient `dy`, they are right with XLA too::
+
+    y = 1 / x          -dy conj(y)**2
+    y = sqrt(x)         dy / (2 conj(y))
+    y = 1 / sqrt(x)    -dy conj(y)**3 / 2
 """
 
 from __future__ import annotations
@@ -11,26 +16,26 @@ from typing import Any
 
 import tensorflow as tf
 
-# Of the upstream gradient, and of the result.
+# Functions of the result and of the upstream gradient.
 _FORMULAS: dict[str, Callable[[tf.Tensor, tf.Tensor], tf.Tensor]] = {
     "ReciprocalGrad": lambda y, dy: -dy * tf.math.conj(y) ** 2,
     "InvGrad": lambda y, dy: -dy * tf.math.conj(y) ** 2,
     "SqrtGrad": lambda y, dy: dy / (2 * tf.math.conj(y)),
     "RsqrtGrad": lambda y, dy: -dy * tf.math.conj(y) ** 3 / 2,
 }
-# What the operations call their result.
+# The name of the operations' output argument.
 OUTPUT = "z"
 
 
 def is_wrong(node: Any) -> bool:
-    """Whether XLA would compute a node wrong."""
+    """Whether XLA computes the operation wrong."""
     return node.op in _FORMULAS and tf.as_dtype(node.attr["T"].type).is_complex
 
 
 def replacement(
     node: Any,
 ) -> tuple[Any, Callable[..., tf.Tensor], list[tf.TensorSpec]]:
-    """Return a key, a function that computes what the node should, and its arguments."""
+    """Return a key, the function that replaces the operation, and its arguments' types."""
     dtype = tf.as_dtype(node.attr["T"].type)
     spec = tf.TensorSpec(None, dtype)
     return (node.op, dtype), _FORMULAS[node.op], [spec, spec]

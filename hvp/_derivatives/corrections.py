@@ -1,6 +1,6 @@
-"""Derivatives that TensorFlow lacks, or has wrong, written down: importing this puts them in force.
+"""Derivatives that TensorFlow lacks or has wrong. Importing this module registers them.
 
-They hold only where `corrected_derivatives` is entered; see the module `registry`.
+They are in force only inside `corrected_derivatives`; see the module `registry`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Finding derivatives TensorFlow would leave out, before anything runs.
+"""Finding derivatives that TensorFlow would leave out, before anything runs.
 
-TensorFlow answers None both where a derivative is zero and where nobody wrote it down, and a
-tape leaves such a term out of a sum without a word.
+TensorFlow returns None both for a derivative that is zero and for one that is not implemented. A
+tape leaves such a term out of a sum without a warning.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from hvp._errors import SecondDerivativeError, line_of
 from hvp._graphs.dataflow import Dataflow, Edge, Vertex, layer_of
 from hvp._graphs.source_lines import source_line
 
-# Not operations, but patterns of several: see `_moments_differentiated_twice` and
-# `_logarithms_from_above`.
+# These are not types of operations but patterns of several operations. See
+# `_moments_differentiated_twice` and `_logarithms_of_upstream`.
 _MOMENTS = "tf.nn.moments"
 _CUMULATIVE_LOGSUMEXP = "tf.math.cumulative_logsumexp"
 _REMEDIES = {kind: missing.remedy for kind, missing in MISSING_DERIVATIVES.items()}
 for _kind, _wrong in WRONG_AT_VALUES.items():
     _REMEDIES[_kind] = (
         f"where there are {_wrong.values} (and inside functions, loops, branches and recomputed "
-        f"parts, where that cannot be looked at), {_wrong.remedy}"
+        f"parts, where the values cannot be checked), {_wrong.remedy}"
     )
 _REMEDIES.update({name: BY_NAME.format(name) for name in (_MOMENTS, _CUMULATIVE_LOGSUMEXP)})
 
 
 class Doubt(NamedTuple):
-    """An operation whose derivative is in doubt: its name and type, and the line that made it."""
+    """The name and type of an operation whose derivative is in doubt, and the line of its code."""
 
     name: str
     kind: str
@@ -47,27 +47,27 @@ class Doubt(NamedTuple):
 
     @property
     def place(self) -> str:
-        """The layer or scope that it is in, or the line."""
+        """The layer or scope of the operation, or the line if it has none."""
         scope = layer_of(self.name).rpartition("/")[0]
         return repr(scope) if scope else self.line
 
     def __str__(self) -> str:
-        made = f" ({self.line})" if self.line else ""
-        return f"{self.kind} at {layer_of(self.name)!r}{made}"
+        line = f" ({self.line})" if self.line else ""
+        return f"{self.kind} at {layer_of(self.name)!r}{line}"
 
 
 @dataclass(frozen=True)
 class Doubts:
-    """Operations on the way from variables to results whose derivative is in doubt.
+    """Operations between variables and results whose derivative is in doubt.
 
     Attributes
     ----------
     missing : list of Doubt
-        Those without a derivative that is not zero.
+        Operations with a nonzero derivative that TensorFlow lacks.
     wrong_at_values : list of Doubt
-        Those whose derivative is wrong at some values, which can be looked at.
+        Operations whose derivative is wrong at some values, if the values can be checked.
     custom : list of Doubt
-        Those whose derivative is what a `tf.custom_gradient` says.
+        Operations whose derivative is defined by a `tf.custom_gradient`.
     """
 
     missing: list[Doubt]
@@ -76,16 +76,16 @@ class Doubts:
 
 
 def find_doubts(flow: Dataflow, sources: Iterable[Vertex], targets: Iterable[Vertex]) -> Doubts:
-    """Look through the operations between sources and targets.
+    """Find the operations between sources and targets whose derivative is in doubt.
 
     Parameters
     ----------
     flow : Dataflow
-        Of the traced function whose derivative is wanted.
+        The dataflow of the traced function that is to be differentiated.
     sources : iterable of Vertex
-        Where the variables enter.
+        The vertices of the variables.
     targets : iterable of Vertex
-        The function's results.
+        The vertices of the function's results.
 
     Returns
     -------
@@ -98,7 +98,7 @@ def find_doubts(flow: Dataflow, sources: Iterable[Vertex], targets: Iterable[Ver
 
     depends = flow.reachable(sources, passes=passes)
     matters = flow.reachable(targets, passes=passes, backward=True)
-    found: set[Vertex] = set()
+    without_derivative: set[Vertex] = set()
     wrong_at_values: set[Vertex] = set()
     for vertex in depends & matters:
         kind = flow.types.get(vertex, "")
@@ -111,16 +111,16 @@ def find_doubts(flow: Dataflow, sources: Iterable[Vertex], targets: Iterable[Ver
             if edge.source in depends and flow.differentiable(edge)
         }
         if kind in WRONG_AT_VALUES and 0 in entering:
-            # Inside a function or loop its values cannot be looked at.
-            (wrong_at_values if vertex[0] == () else found).add(vertex)
+            # Values can be checked only in the outermost graph, not in a function or loop.
+            (wrong_at_values if vertex[0] == () else without_derivative).add(vertex)
         if missing is None:
             continue
         if entering & set(missing.inputs) if missing.inputs else entering:
-            found.add(vertex)
-    doubts = {doubt_of(flow, vertex) for vertex in found}
+            without_derivative.add(vertex)
+    doubts = {doubt_of(flow, vertex) for vertex in without_derivative}
     for vertex in _moments_differentiated_twice(flow, depends, matters):
         doubts.add(doubt_of(flow, vertex, _MOMENTS))
-    for vertex in _logarithms_from_above(flow, depends & matters):
+    for vertex in _logarithms_of_upstream(flow, depends & matters):
         doubts.add(doubt_of(flow, vertex, _CUMULATIVE_LOGSUMEXP))
     custom = [doubt_of(flow, v) for v in flow.custom_gradients & depends & matters]
     return Doubts(
@@ -135,14 +135,14 @@ def doubt_of(flow: Dataflow, vertex: Vertex, kind: str = "") -> Doubt:
     return Doubt(flow.names[vertex], kind or flow.types[vertex], flow.source_line(vertex))
 
 
-def refuse_missing_derivatives(found: list[Doubt]) -> None:
-    """Raise `SecondDerivativeError`, naming each operation and what to use in its place."""
-    if not found:
+def refuse_missing_derivatives(doubts: list[Doubt]) -> None:
+    """Raise `SecondDerivativeError` if there are doubts, naming operations and alternatives."""
+    if not doubts:
         return
-    places = ", ".join(map(str, found[:5]))
-    if len(found) > 5:
-        places += f", and {len(found) - 5} more"
-    remedies = dict.fromkeys(_REMEDIES[doubt.kind] for doubt in found)
+    places = ", ".join(map(str, doubts[:5]))
+    if len(doubts) > 5:
+        places += f", and {len(doubts) - 5} more"
+    remedies = dict.fromkeys(_REMEDIES[doubt.kind] for doubt in doubts)
     raise SecondDerivativeError(
         f"TensorFlow has no derivative, or a wrong one, of {places}; a term that is not zero would "
         "be left out, and the product would be wrong",
@@ -153,30 +153,30 @@ def refuse_missing_derivatives(found: list[Doubt]) -> None:
 
 @contextlib.contextmanager
 def derivative_errors() -> Iterator[None]:
-    """Translate what TensorFlow raises where it has no derivative.
+    """Replace TensorFlow's errors about missing derivatives by `SecondDerivativeError`.
 
-    The operation is named, and the line that made it, if it is in the graph being traced.
+    The error names the operation, and the line that made it if it is in the graph being traced.
     """
     try:
         yield
     except (LookupError, NotImplementedError) as error:
         recomputes = "recompute_grad" in str(error)
-        found = _WITHOUT_GRADIENT.search(str(error))
-        if not (recomputes or found):  # what somebody's own code raises
+        match = _WITHOUT_GRADIENT.search(str(error))
+        if not (recomputes or match):  # an error of the user's own code
             raise
-        kind = next(filter(None, found.groups())) if found else ""
+        kind = next(filter(None, match.groups())) if match else ""
         remedy = "call the function without tf.recompute_grad or keras.remat"
         if not recomputes:
             remedy = WITHOUT_GRADIENT.get(kind, "replace that operation")
         reason = line_of(error).partition(". ")[0]
         raise SecondDerivativeError(
             f"TensorFlow cannot differentiate {_first_of(kind)} ({reason})",
-            "operations that can be differentiated as often as is asked",
+            "operations that have derivatives of every order",
             remedy,
         ) from error
 
 
-# How TensorFlow says that it has no gradient of an operation of some type.
+# TensorFlow's messages for an operation of a type without a gradient.
 _WITHOUT_GRADIENT = re.compile(
     r"registry has no entry for: (\w+)|op type: (\w+)|Gradient for (\w+) is not implemented"
 )
@@ -197,41 +197,42 @@ def _first_of(kind: str) -> str:
 def _moments_differentiated_twice(
     flow: Dataflow, depends: set[Vertex], matters: set[Vertex]
 ) -> list[Vertex]:
-    """Find variances about `stop_gradient(mean)` whose gradient is among the results.
+    """Find variances about `stop_gradient(mean)` whose gradient contributes to the results.
 
-    The function `mean((x - stop_gradient(mean(x)))**2)` may be differentiated once, not twice (see
-    the module `moments`). It was differentiated already where the stopped mean is used for
-    anything that matters besides the variance.
+    The function `mean((x - stop_gradient(mean(x)))**2)` can be differentiated once, not twice (see
+    the module `moments`). If the stopped mean is used for anything else that affects the results,
+    the variance has been differentiated already.
     """
-    found = []
+    variances_of = []
     for vertex, kind in flow.types.items():
         if kind != "StopGradient":
             continue
-        made_from = flow.producers(vertex)
-        if not any(flow.types.get(v) == "Mean" and v in depends for v in made_from):
+        producers = flow.producers(vertex)
+        if not any(flow.types.get(v) == "Mean" and v in depends for v in producers):
             continue
         users = flow.users(vertex)
         variances = {v for v in users if flow.types[v] == "SquaredDifference"}
         if variances and (users - variances) & matters:
-            found.append(vertex)
-    return found
+            variances_of.append(vertex)
+    return variances_of
 
 
-def _logarithms_from_above(flow: Dataflow, on_the_way: set[Vertex]) -> list[Vertex]:
+def _logarithms_of_upstream(flow: Dataflow, between: set[Vertex]) -> list[Vertex]:
     """Find gradients of `CumulativeLogsumexp` whose derivative by the upstream gradient matters.
 
-    Which is lost where that is zero (see the module `logsumexp`). It enters by `where(dy > 0,
-    log(dy), lowest)`, and where it is constant nothing is lost.
+    TensorFlow loses this derivative where the upstream gradient `dy` is zero (see the gradient of
+    `CumulativeLogsumexp` in the module `formulas`). The upstream gradient enters by `where(dy > 0,
+    log(dy), lowest)`. If it is constant, nothing is lost.
     """
 
-    def made_by(vertex: Vertex, kind: str) -> list[Vertex]:
+    def producers(vertex: Vertex, kind: str) -> list[Vertex]:
         return [v for v in flow.producers(vertex) if flow.types.get(v) == kind]
 
     return [
         vertex
         for vertex, kind in flow.types.items()
         if kind == "CumulativeLogsumexp"
-        for difference in made_by(vertex, "Sub")
-        for chosen in made_by(difference, "SelectV2")
-        if chosen in on_the_way and made_by(chosen, "Log")
+        for difference in producers(vertex, "Sub")
+        for chosen in producers(difference, "SelectV2")
+        if chosen in between and producers(chosen, "Log")
     ]

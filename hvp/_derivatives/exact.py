@@ -1,15 +1,15 @@
-"""TensorFlow functions that are differentiated wrong as a whole, replaced where a loss calls them.
+"""Replacing TensorFlow functions whose derivatives are wrong as a whole, where a loss calls them.
 
-What TensorFlow differentiates wrong operation by operation is corrected by the type of the
-operation (see the module `registry`), and needs no name. A few functions are compositions whose
-operations are right one by one and wrong together, or have a gradient of their own. Their names are
-replaced: `tf.nn.moments`, the weighted cross entropy, `tf.nn.ctc_loss` and nested forward
-accumulators. A rewritten graph could not do that, since a loss on the tape engine has none.
+Most wrong derivatives are those of single operations, and are corrected by the type of the
+operation (see the module `registry`). A few functions consist of operations whose derivatives are
+right separately and wrong in combination, or have a gradient of their own. These functions are
+replaced by name: `tf.nn.moments`, the weighted cross entropy, `tf.nn.ctc_loss` and nested forward
+accumulators. They cannot be replaced in the graph instead, because the tape engine has no graph.
 
-A name is replaced only in the context that linearizes, which is a thread's own: TensorFlow's
-modules are given properties that ask for the context. Everywhere else the name is TensorFlow's
-function itself. A copy that was bound earlier (`from tensorflow.nn import moments`, or an older
-trace of a `tf.function`) escapes, and is refused by the module `doubts` where it would be wrong.
+A name is replaced only in the context that linearizes, which belongs to one thread. TensorFlow's
+modules get properties that look up the context, and return TensorFlow's own function everywhere
+else. References that were bound earlier are not replaced (`from tensorflow.nn import moments`, or
+an older trace of a `tf.function`). The module `doubts` refuses them if they would be wrong.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _is_exact = contextvars.ContextVar("hvp_exact_functions", default=False)
 @contextlib.contextmanager
 def exact_functions() -> Iterator[None]:
     """Replace the functions in this context, and correct the derivatives of operations."""
-    _install()  # once more, since `import tensorflow.nn` may have put another module in its place
+    _install()  # again, because `import tensorflow.nn` may have replaced the module
     token = _is_exact.set(True)
     try:
         with corrected_derivatives():
@@ -71,8 +71,8 @@ def _install() -> None:
 
 
 def _install_in_version_1() -> None:
-    # These modules are of a class that allows no properties, so that a function that asks for the
-    # context stands there for good.
+    # The class of these modules does not allow properties. A function that looks up the context
+    # replaces TensorFlow's permanently.
     for name, functions in _REPLACED_IN_VERSION_1.items():
         module = getattr(tf.compat.v1, name)
         for function, replacement in functions.items():
@@ -80,14 +80,14 @@ def _install_in_version_1() -> None:
 
 
 def _modules(name: str) -> list[Any]:
-    """Return TensorFlow's modules of a name; an `import tensorflow.nn` makes a further one."""
+    """Return TensorFlow's modules of a name; `import tensorflow.nn` creates another one."""
     modules = [getattr(tf, name), getattr(tf.compat.v2, name)]
     modules.append(sys.modules.get(f"tensorflow.{name}", modules[0]))
     return list({id(module): module for module in modules}.values())
 
 
 def _class_of(functions: dict[str, Callable[..., Any]]) -> type:
-    """Return a class of modules in which some names depend on the context."""
+    """Return a class for modules in which some names depend on the context."""
     names = {name: _property(name, replacement) for name, replacement in functions.items()}
     return type("module", (types.ModuleType,), names)
 

@@ -1,4 +1,4 @@
-"""Gradients of operations that a formula of differentiable operations can stand for."""
+"""Gradients of operations that can be written as formulas of differentiable operations."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ raw = tf.raw_ops
 
 @gradient_of("SoftsignGrad")
 def _softsign_grad(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
+    # The gradient of x / (1 + |x|) is g / (1 + |x|)**2.
     def formula(gradients: tf.Tensor, features: tf.Tensor) -> tf.Tensor:
         return gradients / tf.square(1 + tf.abs(features))
 
@@ -30,7 +31,9 @@ def _softsign_grad(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
 
 @gradient_of("LRNGrad")
 def _lrn_grad(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
-    # It is g / s**beta - 2 alpha beta x sum(g x / s**(beta + 1)), with s = bias + alpha sum(x**2).
+    # The gradient of local response normalization, y = x / s**beta with s = bias + alpha sum(x**2),
+    # is g / s**beta - 2 alpha beta x sum(g x / s**(beta + 1)). The sums
+    # are over neighbouring channels.
     radius, bias, alpha, beta = (
         operation.get_attr(name) for name in ("depth_radius", "bias", "alpha", "beta")
     )
@@ -38,8 +41,8 @@ def _lrn_grad(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
     def along_channels(values: tf.Tensor) -> tf.Tensor:
         """Sum over neighbouring channels."""
         count = tf.shape(values)[-1]
-        apart = tf.abs(tf.range(count)[:, tf.newaxis] - tf.range(count))
-        return tf.tensordot(values, tf.cast(apart <= radius, values.dtype), 1)
+        distance = tf.abs(tf.range(count)[:, tf.newaxis] - tf.range(count))
+        return tf.tensordot(values, tf.cast(distance <= radius, values.dtype), 1)
 
     def formula(g: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
         s = bias + alpha * along_channels(tf.square(x))
@@ -50,6 +53,8 @@ def _lrn_grad(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
 
 @gradient_of("Dilation2D")
 def _dilation(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
+    # y[r, c, d] = max over i, j of (image[r s + i q, c s + j q, d] + kernel[i, j, d]), with strides
+    # s and rates q. The image is padded by the lowest number, which no maximum chooses.
     image, kernel = operation.inputs
     rows, columns, channels = (kernel.shape[axis] for axis in range(3))
     _, *strides, _ = operation.get_attr("strides")
@@ -57,15 +62,15 @@ def _dilation(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
     extent = [(size - 1) * rate + 1 for size, rate in zip((rows, columns), rates)]
     missing = tf.zeros([2], tf.int32)
     if operation.get_attr("padding") == b"SAME":
-        moves = -(-size_of(image) // strides)
-        missing = tf.maximum((moves - 1) * strides + extent - size_of(image), 0)
+        steps = -(-size_of(image) // strides)  # rounded up
+        missing = tf.maximum((steps - 1) * strides + extent - size_of(image), 0)
     before = missing // 2
     paddings = tf.pad(tf.stack([before, missing - before], axis=1), [[1, 1], [0, 0]])
 
     def formula(image: tf.Tensor, kernel: tf.Tensor) -> tf.Tensor:
-        wide = tf.pad(image, paddings, constant_values=image.dtype.min)
+        padded = tf.pad(image, paddings, constant_values=image.dtype.min)
         patches = tf.image.extract_patches(
-            tf.ensure_shape(wide, [None, None, None, channels]),
+            tf.ensure_shape(padded, [None, None, None, channels]),
             [1, rows, columns, 1],
             [1, *strides, 1],
             [1, *rates, 1],
@@ -79,7 +84,13 @@ def _dilation(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
 
 
 def _fake_quantization(kind: str, limits_are_inputs: bool, *others: str) -> None:
-    """Let gradients pass between the limits, and to the limits beyond them, by operations."""
+    """Register the gradient of a fake quantization.
+
+    Between the limits, quantization counts as the identity: its derivative by the values is one.
+    Beyond a limit, the result is the limit: the derivative by the values is zero, and that by the
+    limit is one. TensorFlow's kernel of this gradient is linear in the upstream gradient. Here it
+    computes only the constant mask of the values between the limits.
+    """
     kernel = getattr(raw, f"{kind}Gradient")
 
     @gradient_of(kind)
@@ -104,7 +115,7 @@ _fake_quantization("FakeQuantWithMinMaxVars", True)
 _fake_quantization("FakeQuantWithMinMaxVarsPerChannel", True)
 
 
-# TensorFlow's gradients by `x` are zero where `x` is, whatever `y`.
+# TensorFlow's gradients by `x` of the next three are zero where `x` is zero, for any `y`.
 
 
 @gradient_of("Xlogy")
@@ -124,30 +135,30 @@ def _xdivy(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
 
 @gradient_of("EuclideanNorm")
 def _euclidean_norm(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
-    # TensorFlow's is `x / (norm / dy)`, with the upstream gradient `dy` in a denominator. That is
-    # right to first order. To second order it is NaN wherever `dy` is zero, whatever the norm: in
-    # every row of a matrix of norms that the loss does not use.
+    # TensorFlow's gradient is `x / (norm / dy)`, with the upstream gradient `dy` in a denominator.
+    # That is right to first order. Its derivative is NaN where `dy` is zero, for any norm: for
+    # example, in every row of a matrix whose norm the loss does not use.
     x, axes = operation.inputs
-    keeps = operation.get_attr("keep_dims")
+    keepdims = operation.get_attr("keep_dims")
 
     def norm(x: tf.Tensor) -> tf.Tensor:
-        return tf.sqrt(tf.reduce_sum(x * tf.math.conj(x), axes, keepdims=keeps))
+        return tf.sqrt(tf.reduce_sum(x * tf.math.conj(x), axes, keepdims=keepdims))
 
     return [*gradient_of_formula(norm, [x], upstream), None]
 
 
 @gradient_of("CumulativeLogsumexp")
 def _cumulative_logsumexp(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
-    # TensorFlow's takes logarithms of the upstream gradient `dy`, in its positive and its negative
-    # part apart. To first order that is right. Its derivative by `dy` is lost, or NaN, where `dy`
-    # is zero: so are the products of a least squares fit at its solution, and every `jvp`.
+    # TensorFlow's gradient takes logarithms of the positive and the negative part of the upstream
+    # gradient `dy`. That is right to first order. Its derivative by `dy` is lost, or NaN, where
+    # `dy` is zero, which affects products of a least squares fit at its solution, and every `jvp`.
     x, axis = operation.inputs
-    known = tf.get_static_value(axis)
-    if known is None:  # which is refused if it is differentiated again
+    static_axis = tf.get_static_value(axis)
+    if static_axis is None:  # the module `doubts` refuses to differentiate this again
         return TENSORFLOWS["CumulativeLogsumexp"](operation, upstream)
     options = attributes(operation, "exclusive", "reverse")
 
     def summed(x: tf.Tensor) -> tf.Tensor:
-        return cumulative_logsumexp(x, int(known), **options)
+        return cumulative_logsumexp(x, int(static_axis), **options)
 
     return [*gradient_of_formula(summed, [x], upstream), None]

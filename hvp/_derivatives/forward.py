@@ -1,9 +1,9 @@
-"""`tf.autodiff.ForwardAccumulator`, which is refused where TensorFlow has its derivative wrong.
+"""Refusing nested `tf.autodiff.ForwardAccumulator`, which TensorFlow differentiates wrong.
 
-One accumulator inside a loss is right, also around or inside of tapes. Of one within another
-TensorFlow gives a wrong first derivative in graphs, without an error: terms are missing. Nothing in
-the graph tells; so it is noticed when the second accumulator is entered. A thread that does not
-linearize meanwhile may nest them.
+One accumulator inside a loss is right, also around or inside of tapes. For one accumulator inside
+another, TensorFlow's first derivative in graphs lacks terms, and there is no error. The graph does
+not show this, so nesting is detected when the second accumulator is entered. Threads that do not
+linearize can nest accumulators.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _local = threading.local()
 
 
 class OnlyForwardAccumulator(tf.autodiff.ForwardAccumulator):
-    """A forward accumulator that refuses to be entered within another."""
+    """A forward accumulator that cannot be entered inside another one."""
 
     def __enter__(self) -> Any:
-        """Record, unless another accumulator does already."""
+        """Start recording, unless another accumulator is recording."""
         depth = getattr(_local, "depth", 0)
         if depth and is_linearizing():
             raise SecondDerivativeError(
-                "the function has a tf.autodiff.ForwardAccumulator within another, of which "
-                "TensorFlow's derivative is wrong in graphs",
+                "the function has a tf.autodiff.ForwardAccumulator inside another one, which "
+                "TensorFlow differentiates wrong in graphs",
                 "one forward accumulator at a time",
                 "use a tf.GradientTape inside the accumulator, or two tapes",
             )

@@ -21,25 +21,26 @@ def value_and_gradient(
     loss : callable
         Takes nothing, returns a real scalar.
     inputs : sequence of tf.Variable or tf.Tensor
-        What to differentiate with respect to.
+        The inputs to differentiate with respect to.
 
     Returns
     -------
     value : tf.Tensor
         The loss.
     gradient : list of (tf.Tensor or None)
-        Dense tensors shaped like the inputs, None for those the loss does not depend on.
+        Dense tensors with the shapes of the inputs; None for inputs that the loss does not depend
+        on.
 
     Raises
     ------
     InvalidLossError
         If the loss is not a real scalar tensor.
     SecondDerivativeError
-        If TensorFlow has no gradient of an operation on the way.
+        If TensorFlow has no gradient of an operation in the loss.
     """
     with tf.GradientTape(watch_accessed_variables=False) as tape:
         tape.watch(inputs)
-        with derivative_errors():  # a tf.function's gradient is made when it is called
+        with derivative_errors():  # calling a tf.function makes its gradient, too
             value = check_scalar(loss())
     with derivative_errors():
         gradient = tape.gradient(value, list(inputs))
@@ -47,9 +48,10 @@ def value_and_gradient(
 
 
 def densify(gradient: Any, shape: Sequence[int]) -> tf.Tensor | None:
-    """Make a gradient dense: of rows gathered from a variable it comes as `tf.IndexedSlices`.
+    """Make a gradient dense.
 
-    Inside a tape the conversion is recorded, without which the next derivative would be lost.
+    The gradient of rows that are gathered from a variable is a `tf.IndexedSlices`. The conversion
+    is made of operations that tapes record, so that the result can be differentiated.
     """
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
@@ -58,12 +60,12 @@ def densify(gradient: Any, shape: Sequence[int]) -> tf.Tensor | None:
 
 
 def check_scalar(value: Any) -> tf.Tensor:
-    """Refuse what is not a real floating-point scalar tensor."""
+    """Refuse a value that is not a real floating-point scalar tensor."""
     if not isinstance(value, (tf.Tensor, tf.Variable)):
         raise InvalidLossError(
             f"the loss returned {type(value).__name__}",
             "a scalar tensor",
-            "return the tensor itself; .numpy() and float() cut it off from the variables",
+            "return the tensor itself; .numpy() and float() disconnect it from the variables",
         )
     value = tf.convert_to_tensor(value)
     if not value.dtype.is_floating:
@@ -72,7 +74,8 @@ def check_scalar(value: Any) -> tf.Tensor:
             "a real floating-point scalar",
             "take a real part or norm, or cast to float32",
         )
-    if value.shape.rank not in (0, None):  # None only while tracing: it is seen when it runs
+    # The rank is None only while tracing. The shape is then checked when the function runs.
+    if value.shape.rank not in (0, None):
         raise InvalidLossError(
             f"the loss has shape {value.shape}", "a scalar", "take its mean: tf.reduce_mean(...)"
         )

@@ -1,7 +1,8 @@
-"""Gradients of linear operations, most of which TensorFlow has as gradients of others.
+"""Gradients of linear operations that TensorFlow lacks.
 
-TensorFlow lacks their gradients. Since they are linear in the upstream gradient, each is the
-operation again whose gradient it was.
+Most of these operations are gradients themselves. If `y = A x` is a linear operation, its gradient
+is `x' = Aᵀ y'`, which is an operation of its own. The gradient of this operation, in turn, is
+multiplication by `A`, which is the first operation again.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ def _scale_and_translate_grad(operation: Any, upstream: tf.Tensor) -> Sequence[A
 
 @gradient_of("ResizeBilinear")
 def _resize_bilinear(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
-    # A tape forgets the inputs of ResizeBilinearGrad, which TensorFlow takes for a constant; so it
-    # is told here what the gradient of that is.
+    # TensorFlow takes ResizeBilinearGrad for a constant, so that tapes do not keep its inputs. Its
+    # gradient is therefore recorded here, with the inputs.
     options = attributes(operation, "align_corners", "half_pixel_centers")
     image = operation.inputs[0]
     with record.stop_recording():
@@ -56,9 +57,9 @@ def _resize_bilinear(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
     return result, None
 
 
-@gradient_of("ResizeBilinearGrad")  # in functions, where no tape looks on
+@gradient_of("ResizeBilinearGrad")  # in the graphs of functions
 def _resize_bilinear_grad(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
-    if operation.inputs is None:  # called by itself, on a tape
+    if operation.inputs is None:  # the operation was called directly under a tape
         raise LookupError("gradient registry has no entry for: ResizeBilinearGrad")
     options = attributes(operation, "align_corners", "half_pixel_centers")
     size = size_of(operation.inputs[0])
@@ -81,20 +82,22 @@ def _crop_and_resize_grad_image(operation: Any, upstream: tf.Tensor) -> Sequence
 @gradient_of("MaxPoolGradWithArgmax")
 def _max_pool_grad_with_argmax(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
     image, grad, argmax = operation.inputs
+    # The gradient puts `grad` at the places of the maxima; its transpose gathers from there.
     places = argmax
     if not operation.get_attr("include_batch_in_index"):
-        each = tf.cast(tf.reduce_prod(tf.shape(image)[1:]), argmax.dtype)
-        first = each * tf.range(tf.shape(image)[0], dtype=argmax.dtype)
+        image_size = tf.cast(tf.reduce_prod(tf.shape(image)[1:]), argmax.dtype)
+        first = image_size * tf.range(tf.shape(image)[0], dtype=argmax.dtype)
         places += tf.reshape(first, [-1, 1, 1, 1])
     return None, tf.gather(tf.reshape(upstream, [-1]), tf.reshape(places, tf.shape(grad))), None
 
 
 @gradient_of("FractionalAvgPoolGrad")
 def _fractional_avg_pool_grad(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
+    # Pooling by means is y = R x Cᵀ, with matrices that take means of rows and of columns.
     overlapping = operation.get_attr("overlapping")
 
     def means(sequence: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
-        """Return the matrix that takes means along an axis, between the edges of a sequence."""
+        """Return the matrix that takes means of windows along an axis, given their edges."""
         # TensorFlow infers one edge too few.
         sequence = tf.compat.v1.placeholder_with_default(sequence, [None])
         ends = sequence[1:] + (1 if overlapping else 0)
@@ -116,7 +119,7 @@ def _fractional_max_pool_grad(operation: Any, upstream: tf.Tensor) -> Sequence[A
     overlap = 1 if operation.get_attr("overlapping") else 0
 
     def windows(sequence: tf.Tensor, size: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return the places in each window along an axis, and which of them are in it."""
+        """Return the places of each window along an axis, padded, and which are not padding."""
         # TensorFlow infers one edge too few.
         sequence = tf.compat.v1.placeholder_with_default(sequence, [None])
         widths = sequence[1:] - sequence[:-1] + overlap
@@ -131,7 +134,7 @@ def _fractional_max_pool_grad(operation: Any, upstream: tf.Tensor) -> Sequence[A
     along, is_column = windows(columns, shape[2])
 
     def in_windows(values: tf.Tensor) -> tf.Tensor:
-        """Shape values as window, place, window, place along rows and columns."""
+        """Return values by window and place in the window, for rows and for columns."""
         return tf.gather(tf.gather(values, across, axis=1), along, axis=3)
 
     inside = is_row[:, :, tf.newaxis, tf.newaxis] & is_column
@@ -153,34 +156,36 @@ def _ragged_tensor_to_variant_gradient(operation: Any, upstream: tf.Tensor) -> S
 
 @gradient_of("SparseSliceGrad")
 def _sparse_slice_grad(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
-    # Each entry of the slice is one of the whole, of which the indices are in order.
+    # Each entry of the slice is an entry of the whole tensor. The entries of that are in order of
+    # their indices, so that numbering the indices row by row allows a binary search.
     _, indices, start, of_slice = operation.inputs
     sizes = tf.reduce_max(indices, axis=0) + 1
     strides = tf.math.cumprod(sizes, exclusive=True, reverse=True)
     numbers = tf.reduce_sum(indices * strides, axis=1)
-    wanted = tf.reduce_sum((of_slice + start) * strides, axis=1)
-    return tf.gather(upstream, tf.searchsorted(numbers, wanted)), None, None, None
+    numbers_of_slice = tf.reduce_sum((of_slice + start) * strides, axis=1)
+    return tf.gather(upstream, tf.searchsorted(numbers, numbers_of_slice)), None, None, None
 
 
 @gradient_of("SparseAdd")
 def _sparse_add(operation: Any, upstream_of_indices: Any, upstream: tf.Tensor, *_: Any) -> Any:
-    # By gathers, which can be differentiated, in place of an operation that cannot.
+    # TensorFlow's gradient is an operation without a derivative. A gather has one: each entry of
+    # the terms gets the upstream gradient of the entry with the same index in the sum.
     total = operation.outputs[0]
     both = [operation.inputs[0], operation.inputs[3]]
     sizes = tf.reduce_max(tf.concat([total, *both], 0), axis=0) + 1
     strides = tf.math.cumprod(sizes, exclusive=True, reverse=True)
     numbers = tf.reduce_sum(total * strides, axis=1)
-    # What was below the threshold is not in the sum, and gets the zero behind the rest.
-    known = tf.concat([upstream, tf.zeros([1], upstream.dtype)], 0)
+    # Entries below the threshold are not in the sum. They get the zero at the end.
+    upstream_or_zero = tf.concat([upstream, tf.zeros([1], upstream.dtype)], 0)
     padded = tf.concat([numbers, -tf.ones([1], numbers.dtype)], 0)
 
-    def of(indices: tf.Tensor) -> tf.Tensor:
-        wanted = tf.reduce_sum(indices * strides, axis=1)
-        places = tf.searchsorted(numbers, wanted)
-        is_there = tf.equal(tf.gather(padded, places), wanted)
-        return tf.gather(known, tf.where(is_there, places, tf.size(numbers)))
+    def gradient_at(indices: tf.Tensor) -> tf.Tensor:
+        own_numbers = tf.reduce_sum(indices * strides, axis=1)
+        places = tf.searchsorted(numbers, own_numbers)
+        in_sum = tf.equal(tf.gather(padded, places), own_numbers)
+        return tf.gather(upstream_or_zero, tf.where(in_sum, places, tf.size(numbers)))
 
-    return None, of(both[0]), None, None, of(both[1]), None, None
+    return None, gradient_at(both[0]), None, None, gradient_at(both[1]), None, None
 
 
 @gradient_of("SparseFillEmptyRowsGrad")
@@ -195,13 +200,13 @@ def _sparse_fill_empty_rows_grad(
 
 
 def _segments(kind: str) -> None:
-    """Put the gradients of the gradients of sums, means, ... over segments of rows in force."""
-    along = getattr(raw, f"SparseSegment{kind}WithNumSegments")
+    """Register gradients of the gradients of sums, means, ... over segments of rows."""
+    reduce = getattr(raw, f"SparseSegment{kind}WithNumSegments")
 
     @gradient_of(f"SparseSegment{kind}Grad")
     def gradient(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
         grad, indices, segments, _ = operation.inputs
-        again = along(
+        again = reduce(
             data=upstream, indices=indices, segment_ids=segments, num_segments=tf.shape(grad)[0]
         )
         return again, None, None, None
@@ -213,7 +218,7 @@ def _segments(kind: str) -> None:
         # The result holds one row for each number among the indices, in order.
         grad, indices, segments, _ = operation.inputs
         numbers = operation.outputs[1]
-        again = along(
+        again = reduce(
             data=upstream,
             indices=tf.searchsorted(numbers, indices),
             segment_ids=segments,

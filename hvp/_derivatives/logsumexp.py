@@ -12,42 +12,44 @@ def cumulative_logsumexp(
 ) -> tf.Tensor:
     """Return logarithms of cumulative sums of exponentials.
 
-    They are summed in steps that each double the number of summands, so that `n` entries take
-    `log2(n)` steps.
+    The result is ``y[i] = log(exp(x[0]) + ... + exp(x[i]))``. Each step doubles the number of
+    summands, so that `n` entries take about `log2(n)` steps. If ``y[i]`` is the logarithm of the
+    sum over the last ``c`` entries up to ``i``, that over ``2 c`` entries is
+    ``logsumexp(y[i], y[i - c])``.
 
     Parameters
     ----------
     x : tf.Tensor
-        Real.
+        Real tensor of known rank.
     axis, exclusive, reverse
-        As in `tf.math.cumulative_logsumexp`.
+        The arguments of `tf.math.cumulative_logsumexp`.
 
     Returns
     -------
     tf.Tensor
-        Shaped and typed like `x`.
+        The shape and dtype are those of `x`.
     """
     rank = x.shape.rank
     with tf.name_scope("CumulativeLogsumexp"):
-        last = [i for i in range(rank) if i != axis % rank] + [axis % rank]
-        summed = tf.transpose(x, last)
+        axis_last = [i for i in range(rank) if i != axis % rank] + [axis % rank]
+        summed = tf.transpose(x, axis_last)
         if reverse:
             summed = tf.reverse(summed, [-1])
         if exclusive:
-            nothing = tf.fill(tf.shape(summed[..., :1]), tf.constant(-float("inf"), x.dtype))
-            summed = tf.concat([nothing, summed[..., :-1]], -1)
+            empty = tf.fill(tf.shape(summed[..., :1]), tf.constant(-float("inf"), x.dtype))
+            summed = tf.concat([empty, summed[..., :-1]], -1)
         summed = _cumulative(summed)
         if reverse:
             summed = tf.reverse(summed, [-1])
-        back = [last.index(i) for i in range(rank)]
-        return tf.ensure_shape(tf.transpose(summed, back), x.shape)
+        inverse = [axis_last.index(i) for i in range(rank)]
+        return tf.ensure_shape(tf.transpose(summed, inverse), x.shape)
 
 
 def _cumulative(y: tf.Tensor) -> tf.Tensor:
-    """Sum along the last axis."""
+    """Return logarithms of cumulative sums along the last axis."""
 
     def doubled(count: Any, y: tf.Tensor) -> tuple[Any, tf.Tensor]:
-        """From sums of `count` entries (or all before) to sums of twice as many."""
+        """Turn sums of `count` entries (or fewer, at the beginning) into sums of twice as many."""
         both = tf.stack([y[..., count:], y[..., : tf.shape(y)[-1] - count]])
         return 2 * count, tf.concat([y[..., :count], tf.reduce_logsumexp(both, 0)], -1)
 

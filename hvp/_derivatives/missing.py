@@ -1,6 +1,6 @@
-"""The table of operations whose derivative TensorFlow drops, does not have, or has wrong.
+"""Tables of operations whose derivative TensorFlow leaves out, lacks, or has wrong.
 
-Most are themselves gradients of common operations, so they are met at the second derivative.
+Most of these operations are gradients of common operations, and occur in second derivatives.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class MissingDerivative:
-    """An operation TensorFlow cannot differentiate although its derivative is not zero.
+    """An operation with a nonzero derivative that TensorFlow cannot compute.
 
     Attributes
     ----------
     inputs : tuple of int
-        The inputs whose derivative is missing; of the others it is there, or truly zero. All
-        inputs, if empty.
+        The inputs by which the derivative is missing; all inputs if empty. By other inputs, the
+        derivative is right or truly zero.
     remedy : str
-        What to use in its place.
+        What to use instead.
     """
 
     inputs: tuple[int, ...]
@@ -32,10 +32,10 @@ class WrongAtValues:
     Attributes
     ----------
     values : "zeros" or "equal values"
-        Which: zeros in its first input, or values in its first output (eigenvalues, singular
-        values) that are equal, or nearly.
+        The values: zeros in the first input, or (nearly) equal values in the first output, which
+        are eigenvalues or singular values.
     remedy : str
-        What to do, or to use in its place.
+        What to do or use instead.
     """
 
     values: str
@@ -56,14 +56,14 @@ _POOL = "use tf.nn.max_pool2d"
 _DECODER = "leave decoding out of the loss, and use tf.nn.ctc_loss"
 _CUDNN = "build the layer with use_cudnn=False"
 
-# What to do where the name of a function is replaced, and the replacement did not reach.
+# The remedy if a function is replaced by name, but the loss has an older reference to it.
 BY_NAME = (
     "call {} by that name, and in a tf.function that has not been traced yet (pass its "
     "python_function)"
 )
 
 MISSING_DERIVATIVES = {
-    # Registered as not differentiable: a tape answers None and says nothing.
+    # Registered as not differentiable. A tape returns None without a warning.
     "CTCBeamSearchDecoder": MissingDerivative((0,), _DECODER),
     "CTCGreedyDecoder": MissingDerivative((0,), _DECODER),
     "DrawBoundingBoxes": MissingDerivative((0,), "leave drawing out of the loss"),
@@ -72,7 +72,7 @@ MISSING_DERIVATIVES = {
     "FakeQuantWithMinMaxVarsGradient": MissingDerivative((0,), _QUANTIZE),
     "FakeQuantWithMinMaxVarsPerChannelGradient": MissingDerivative((0,), _QUANTIZE),
     "GenerateBoundingBoxProposals": MissingDerivative(
-        (0, 1, 2, 3), "take proposals for constants, with tf.stop_gradient"
+        (0, 1, 2, 3), "treat proposals as constants, with tf.stop_gradient"
     ),
     "HSVToRGB": MissingDerivative((0,), "write the conversion with TensorFlow arithmetic"),
     "LinSpace": MissingDerivative((0, 1), "start + (stop - start) * a constant tf.linspace(0, 1)"),
@@ -96,11 +96,11 @@ MISSING_DERIVATIVES = {
     "PadV2": MissingDerivative((2,), "tf.pad with zeros, and add the constant by a mask"),
     "StatelessParameterizedTruncatedNormal": MissingDerivative((), _DRAWS),
     "Zeta": MissingDerivative((0,), _PARAMETER),
-    # Registered, but computed in place, and wrong: see the module `pools`.
+    # Registered, but computed in place and wrong; see the module `pools`.
     "MaxPoolGradV2": MissingDerivative((2,), _POOL),
-    # Registered, but good for one first derivative: the second is None, in silence.
+    # Registered, but only the first derivative is right. The second is None, without a warning.
     "EagerPyFunc": MissingDerivative((), _PYTHON),
-    # Not registered: a tape raises LookupError when it gets there, without naming the layer.
+    # Not registered. A tape raises LookupError, which does not name the layer.
     "CropAndResizeGradBoxes": MissingDerivative((0, 1), _RESIZE),
     "CudnnRNNBackprop": MissingDerivative((), _CUDNN),
     "CudnnRNNBackpropV2": MissingDerivative((), _CUDNN),
@@ -112,9 +112,9 @@ MISSING_DERIVATIVES = {
     "RandomGammaGrad": MissingDerivative((0, 1), _DRAWS),
 }
 
-# Why rows are refused and not put right; the documentation shows it.
+# Why the operations are refused instead of corrected. The documentation shows this.
 _FIRST = "TensorFlow has no first derivative either"
-_BY_ITSELF = "right through {}; refused where the operation is called by itself"
+_BY_ITSELF = "right through {}; refused if the operation is called directly"
 WHY = {
     **dict.fromkeys(
         """
@@ -126,7 +126,7 @@ WHY = {
         _FIRST,
     ),
     **dict.fromkeys(
-        ("EagerPyFunc", "PyFunc", "PyFuncStateless"), "nothing is known of Python code"
+        ("EagerPyFunc", "PyFunc", "PyFuncStateless"), "derivatives of Python code are not known"
     ),
     **dict.fromkeys(
         ("CudnnRNNBackprop", "CudnnRNNBackpropV2", "CudnnRNNBackpropV3"),
@@ -134,7 +134,7 @@ WHY = {
     ),
     **dict.fromkeys(
         ("IgammaGradA", "RandomGammaGrad"),
-        "TensorFlow has no function that it could be written with",
+        "TensorFlow has no function to write it with",
     ),
     **dict.fromkeys(
         (
@@ -157,25 +157,25 @@ WHY = {
         _BY_ITSELF.format("``tf.quantization``"),
     ),
     "SparseAddGrad": _BY_ITSELF.format("``tf.sparse.add``"),
-    "CropAndResizeGradBoxes": "right by the image; by the boxes TensorFlow has no operation for it",
+    "CropAndResizeGradBoxes": "right by the image; TensorFlow has no operation for it by the boxes",
     "MaxPoolGradV2": "its window is a tensor, and TensorFlow computes it in place",
-    "PreventGradient": "right through ``tf.nn.ctc_loss`` called by that name",
+    "PreventGradient": "right through ``tf.nn.ctc_loss`` if called by that name",
 }
 
-# What to use in place of operations that have no gradient in TensorFlow at all, of which there are
-# more than these.
+# What to use instead of some operations for which TensorFlow has no gradient at all. There are more
+# of these operations.
 WITHOUT_GRADIENT = {
     "ResizeArea": "use tf.nn.avg_pool2d, or tf.image.resize with antialias=True",
     "SparseDenseCwiseAdd": _DENSE,
 }
 
-# Operations whose derivative by input 0, first or second, TensorFlow has wrong at some values.
-# Zeros in it: there it divides by the entries, or takes one for a limit that is a half, or zero for
-# what is not. Equal ones in output 0: it divides by their differences, and takes zero where it
-# cannot.
+# Operations whose first or second derivative by input 0 is wrong in TensorFlow at some values. At
+# zeros in input 0, TensorFlow divides by the entries, or takes a wrong limit (one instead of a
+# half, or zero). For equal values in output 0, it divides by their differences, and returns zero
+# where these are zero.
 _APART = (
     "keep them apart (add small numbers, all different, to the diagonal), or write the loss with "
-    "tf.linalg.trace, logdet, cholesky or solve, which need none"
+    "tf.linalg.trace, logdet, cholesky or solve, which need no eigenvalues"
 )
 _PRODUCT = "multiply the entries one by one, or add logarithms"
 WRONG_AT_VALUES = {
@@ -188,8 +188,8 @@ WRONG_AT_VALUES = {
     "UnsortedSegmentProd": WrongAtValues("zeros", _PRODUCT),
 }
 
-# Through these no derivative flows, and truly none: the outputs do not move with the inputs'
-# values, or only by jumps, or the caller asked for it to stop.
+# Operations whose derivative is truly zero: the results do not depend on the values of the inputs,
+# or are piecewise constant, or the caller stopped the gradient.
 CONSTANT_OPERATIONS = frozenset(
     """
     Ceil Floor FloorDiv OnesLike Rint Round Sign StopGradient TruncateDiv

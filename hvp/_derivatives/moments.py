@@ -1,12 +1,13 @@
 """`tf.nn.moments` with right derivatives of every order.
 
-TensorFlow computes a variance about `stop_gradient(mean)`. That leaves the first derivative as it
-is, because the derivative by the mean is zero there; it leaves the *second* derivative wrong, by
-the derivative of that zero. Layer and group normalization, and batch normalization in training
-mode, go through it, so every Hessian of a loss with one of them would be wrong in silence.
+TensorFlow computes a variance about `stop_gradient(mean)`. The first derivative is right, because
+the derivative of `mean((x - m)**2)` by `m`, which is `-2 mean(x - m)`, is zero at the mean. The
+derivative of this zero is not zero, and the *second* derivative lacks it. Layer and group
+normalization, and batch normalization in training mode, use this function. Every Hessian of a loss
+with one of them would be wrong without an error.
 
-The function here has the same values and first derivatives to the bit. TensorFlow's own, where it
-escapes the replacement (see the module `exact`), is found by `second_derivatives` instead.
+The function in this module has the same values and first derivatives to the bit. If TensorFlow's
+own function escapes the replacement (see the module `exact`), the module `doubts` detects it.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ import tensorflow as tf
 def moments(
     x: Any, axes: Any, shift: Any = None, keepdims: bool = False, name: str | None = None
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Mean and variance, as `tf.nn.moments` gives them.
+    """Return mean and variance, like `tf.nn.moments`.
 
     Parameters
     ----------
     x, axes, shift, keepdims, name
-        As in `tf.nn.moments`; `shift` is not used there either.
+        The arguments of `tf.nn.moments`, which does not use `shift` either.
 
     Returns
     -------
     mean, variance : tf.Tensor
-        In the dtype of `x`; computed in float32 for float16.
+        They have the dtype of `x`. For float16 they are computed in float32.
     """
     del shift
     with tf.name_scope(name or "moments"):
@@ -50,5 +51,5 @@ def moments_of_version_1(
     keep_dims: bool | None = None,
     keepdims: bool | None = None,
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Mean and variance, by the arguments of `tf.compat.v1.nn.moments`."""
+    """Return mean and variance for the arguments of `tf.compat.v1.nn.moments`."""
     return moments(x, axes, shift, bool(keep_dims or keepdims), name)

@@ -1,11 +1,10 @@
-"""Gradients of our own in TensorFlow's registry, in force only while a function is linearized.
+"""Gradients of this package in TensorFlow's registry, in force while a function is linearized.
 
-TensorFlow looks up the gradient of an operation by the operation's type. A gradient that is
-registered here therefore also reaches functions that were imported under another name, and
-whatever Keras calls.
+TensorFlow looks up the gradient of an operation by its type. A gradient that is registered here is
+therefore used however the function that runs the operation was imported, and in Keras too.
 
-The gradients are in force only in the context that linearizes, which is a thread's own. Everywhere
-else TensorFlow answers as it did before.
+The gradients are in force only in the context that linearizes, which belongs to one thread.
+Everywhere else TensorFlow's own gradients are used.
 """
 
 from __future__ import annotations
@@ -20,18 +19,19 @@ import tensorflow as tf
 from hvp._derivatives.gradient import densify
 from hvp._graphs.private import gradient_of_type, op_def_registry, replace_gradient_of_type
 
-# Takes an operation, of which only what TensorFlow's own gradient uses is sure to be there, and the
-# gradients of its results; returns those of its inputs.
+# Takes an operation and the gradients of its results, returns the gradients of its inputs. A tape
+# keeps only those inputs and results of the operation that TensorFlow's own gradient uses.
 GradientFunction = Callable[..., Sequence[Any]]
 
 _in_force = contextvars.ContextVar("hvp_derivatives", default=False)
-# The gradients that TensorFlow has, or what stands for those it lacks, of corrected operations.
+# TensorFlow's own gradients of corrected operations. Where it has none, a function that does the
+# same as TensorFlow without a gradient.
 TENSORFLOWS: dict[str, GradientFunction] = {}
 
 
 @contextlib.contextmanager
 def corrected_derivatives() -> Iterator[None]:
-    """Differentiate with the gradients of this module, in this context."""
+    """Use the registered gradients in this context."""
     token = _in_force.set(True)
     try:
         yield
@@ -40,22 +40,22 @@ def corrected_derivatives() -> Iterator[None]:
 
 
 def is_linearizing() -> bool:
-    """Whether the gradients of this module are in force in this context."""
+    """Whether the registered gradients are in force in this context."""
     return _in_force.get()
 
 
 def gradient_of(*kinds: str) -> Callable[[GradientFunction], GradientFunction]:
-    """Put a gradient in the place of TensorFlow's for operations of some types."""
+    """Register a function as the gradient of operations of some types."""
 
     def decorated(function: GradientFunction) -> GradientFunction:
         for kind in kinds:
-            _put_in_force(kind, function)
+            _register(kind, function)
         return function
 
     return decorated
 
 
-def _put_in_force(kind: str, function: GradientFunction) -> None:
+def _register(kind: str, function: GradientFunction) -> None:
     def chosen(operation: Any, *upstream: Any) -> Sequence[Any]:
         if _in_force.get():
             return function(operation, *map(dense, upstream))
@@ -65,7 +65,7 @@ def _put_in_force(kind: str, function: GradientFunction) -> None:
         raise LookupError(f"gradient registry has no entry for: {kind}")
 
     def none(operation: Any, *upstream: Any) -> Sequence[Any]:
-        # A tape keeps no inputs of such an operation, not even how many there were.
+        # A tape does not keep the inputs of such an operation, nor their number.
         return [None] * len(op_def_registry.get(kind).input_arg)
 
     is_known, gradient = gradient_of_type(kind)
@@ -79,27 +79,29 @@ def _put_in_force(kind: str, function: GradientFunction) -> None:
 
 
 def dense(upstream: Any) -> Any:
-    """Make rows that are scattered dense: not every gradient can take them."""
+    """Convert `tf.IndexedSlices`, which not every gradient function accepts, to a tensor."""
     if isinstance(upstream, tf.IndexedSlices):
         return densify(upstream, upstream.dense_shape)
     return upstream
 
 
 def attributes(operation: Any, *names: str) -> dict[str, Any]:
-    """Return attributes of an operation, as arguments to make another like it."""
-    found = {name: operation.get_attr(name) for name in names}
-    return {k: v.decode() if isinstance(v, bytes) else v for k, v in found.items()}
+    """Return attributes of an operation as arguments of a function of `tf.raw_ops`."""
+    values = {name: operation.get_attr(name) for name in names}
+    return {k: v.decode() if isinstance(v, bytes) else v for k, v in values.items()}
 
 
 def size_of(images: tf.Tensor) -> tf.Tensor:
+    """Return the height and width of images."""
     return tf.shape(images)[1:3]
 
 
 def gradient_of_formula(
     formula: Callable[..., tf.Tensor], inputs: Sequence[tf.Tensor], upstream: tf.Tensor
 ) -> list[Any]:
-    """Differentiate a formula that has the values of an operation, in place of the operation."""
-    # In the gradient of a loop they belong to another graph, where a tape does not follow them.
+    """Return the gradient of a formula that computes the same as an operation."""
+    # In the gradient of a loop, the inputs belong to another graph, where a tape does not follow
+    # them.
     inputs = [tf.identity(tensor) for tensor in inputs]
     with tf.GradientTape(watch_accessed_variables=False) as tape:
         tape.watch(inputs)

@@ -1,4 +1,4 @@
-"""Operations that TensorFlow or XLA computes wrong, replaced in traced graphs by others."""
+"""Replacing operations that TensorFlow or XLA computes wrong in traced graphs."""
 
 from __future__ import annotations
 
@@ -9,52 +9,53 @@ import tensorflow as tf
 
 from hvp._derivatives import complex_gradients, pools
 
-# Each tells whether it is about a node, and gives a function of the same inputs and result.
-_KINDS = (pools, complex_gradients)
+# Modules with a predicate `is_wrong` of a node, and a `replacement`: a function of the same inputs.
+_CORRECTIONS = (pools, complex_gradients)
 
 
 def replace_operations(graph_def: Any) -> Any:
-    """Return a graph in which no operation is one that is computed wrong.
+    """Return a graph without operations that are computed wrong.
 
     Parameters
     ----------
     graph_def : GraphDef
-        Of a traced function.
+        The graph of a traced function.
 
     Returns
     -------
     GraphDef
-        With calls of functions in place of such operations; the same one if there are none.
+        The graph with calls of functions in place of such operations. If there are none, it is the
+        same object.
     """
-    if not any(_kind_of(node) for node in _all_nodes(graph_def)):
+    if not any(_correction_of(node) for node in _all_nodes(graph_def)):
         return graph_def
-    made = tf.compat.v1.GraphDef()
-    made.CopyFrom(graph_def)
-    known = {function.signature.name for function in made.library.function}
-    _replace(made.node, made, known)
-    for function in list(made.library.function):
-        renamed = _replace(function.node_def, made, known)
+    corrected = tf.compat.v1.GraphDef()
+    corrected.CopyFrom(graph_def)
+    known = {function.signature.name for function in corrected.library.function}
+    _replace(corrected.node, corrected, known)
+    for function in list(corrected.library.function):
+        renamed = _replace(function.node_def, corrected, known)
         for node in function.node_def:
             for index, name in enumerate(node.input):
                 node.input[index] = renamed.get(name, name)
         for output, name in function.ret.items():
             function.ret[output] = renamed.get(name, name)
-    return made
+    return corrected
 
 
 def _replace(nodes: Sequence[Any], graph_def: Any, known: set[str]) -> dict[str, str]:
-    """Replace nodes by calls; return how results are called in a function, and were."""
+    """Replace nodes by calls, and return a map from the old names of results to the new ones."""
     renamed = {}
     for node in nodes:
-        kind = _kind_of(node)
-        if kind is None:
+        correction = _correction_of(node)
+        if correction is None:
             continue
-        definition, dtype = _definition(*kind.replacement(node)), node.attr["T"].type
+        definition, dtype = _definition(*correction.replacement(node)), node.attr["T"].type
         if definition.signature.name not in known:
             graph_def.library.function.add().CopyFrom(definition)
             known.add(definition.signature.name)
         name, inputs = node.name, list(node.input)
-        renamed[f"{name}:{kind.OUTPUT}:0"] = f"{name}:output:0"
+        renamed[f"{name}:{correction.OUTPUT}:0"] = f"{name}:output:0"
         node.Clear()
         node.name, node.op = name, "PartitionedCall"
         node.input.extend(inputs)
@@ -79,8 +80,8 @@ def _definition(
     return _definitions[key]
 
 
-def _kind_of(node: Any) -> Any:
-    return next((kind for kind in _KINDS if kind.is_wrong(node)), None)
+def _correction_of(node: Any) -> Any:
+    return next((module for module in _CORRECTIONS if module.is_wrong(node)), None)
 
 
 def _all_nodes(graph_def: Any) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""Gradients that TensorFlow has, and that are wrong, or fail, somewhere."""
+"""Gradients that TensorFlow has but that are wrong, or raise an error, in some cases."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ raw = tf.raw_ops
 
 @gradient_of("TanhGrad")
 def _tanh_grad(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
-    # TensorFlow's own multiplies the upstream gradient by a Python number, which rows cannot take.
+    # The gradient of dy (1 - y**2). TensorFlow's own multiplies the upstream gradient by a Python
+    # number, which fails for `tf.IndexedSlices`.
     y, dy = (tf.math.conj(tensor) for tensor in operation.inputs)
     return -2.0 * upstream * dy * y, raw.TanhGrad(y=y, dy=upstream)
 
 
 @gradient_of("SegmentMean")
 def _segment_mean(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
-    # Of a segment without rows TensorFlow divides by zero, which shows in the second derivative.
+    # For a segment without rows TensorFlow divides by zero, which makes second derivatives NaN.
     data, segments = operation.inputs
     counts = tf.math.segment_sum(tf.ones_like(segments, upstream.dtype), segments)
     shape = tf.concat([tf.shape(counts), tf.ones([tf.rank(data) - 1], tf.int32)], 0)
@@ -30,6 +31,7 @@ def _segment_mean(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
 
 @gradient_of("SegmentMin", "SegmentMax")
 def _segment_extreme(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
+    # The gradient of a segment is divided equally among the entries that are the extreme.
     data, segments = operation.inputs
     chosen = tf.equal(data, tf.gather(operation.outputs[0], segments))
     counts = tf.math.segment_sum(tf.cast(chosen, upstream.dtype), segments)
@@ -39,6 +41,7 @@ def _segment_extreme(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
 
 @gradient_of("UnsortedSegmentMin", "UnsortedSegmentMax")
 def _unsorted_segment_extreme(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
+    # Rows with a negative segment do not take part.
     data, segments, count = operation.inputs
     inside = segments >= 0
     places = tf.maximum(segments, 0)
@@ -52,22 +55,23 @@ def _unsorted_segment_extreme(operation: Any, upstream: tf.Tensor) -> Sequence[A
 
 @gradient_of("SparseSoftmax")
 def _sparse_softmax(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
-    # In TensorFlow's an operation enters that it cannot differentiate.
+    # p (dy - sum(p dy)), with the sum over each row. TensorFlow's uses an operation that it cannot
+    # differentiate.
     indices, _, shape = operation.inputs
     probabilities = operation.outputs[0]
     strides = tf.math.cumprod(shape[:-1], exclusive=True, reverse=True)
     numbers = tf.reduce_sum(indices[:, :-1] * strides, axis=1)
     distinct, rows = tf.unique(numbers)
-    along = tf.math.unsorted_segment_sum(upstream * probabilities, rows, tf.size(distinct))
-    return None, probabilities * (upstream - tf.gather(along, rows)), None
+    row_sums = tf.math.unsorted_segment_sum(upstream * probabilities, rows, tf.size(distinct))
+    return None, probabilities * (upstream - tf.gather(row_sums, rows)), None
 
 
 @gradient_of("SoftmaxCrossEntropyWithLogits")
 def _softmax_cross_entropy(
     operation: Any, upstream: tf.Tensor, upstream_of_gradient: Any
 ) -> Sequence[Any]:
-    # The second result is the gradient by the logits, softmax(logits) - labels, of which TensorFlow
-    # leaves the derivative by the labels out.
+    # The second result is the gradient by the logits, softmax(logits) - labels. TensorFlow leaves
+    # out its derivative by the labels, which is -1.
     tensorflows = TENSORFLOWS["SoftmaxCrossEntropyWithLogits"]
     by_logits, by_labels = tensorflows(operation, upstream, upstream_of_gradient)
     if upstream_of_gradient is not None:

@@ -1,8 +1,8 @@
-"""TensorFlow functions that have wrong derivatives at zero, with right ones.
+"""Functions whose derivatives at zero are wrong in TensorFlow, with right derivatives.
 
-The gradients of `xlogy`, `xlog1py` and `xdivy` by `x` are zero where `x` is, whatever `y`; that of
-the weighted cross entropy is composed of those of `abs` and `relu`, which turn where logits are
-zero, although the whole does not. Zeros are common: as starting values, padding and masks.
+TensorFlow's gradients of `xlogy`, `xlog1py` and `xdivy` by `x` are zero where `x` is zero, for any
+`y`. Its weighted cross entropy is composed of `abs` and `relu`, which have kinks where logits are
+zero, although the loss has none. Zeros are common, as starting values, padding and masks.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import tensorflow as tf
 
 
 def xlogy(x: Any, y: Any, name: str | None = None) -> tf.Tensor:
-    """`x * log(y)`, and zero where `x` is and the logarithm is not finite."""
+    """Return `x * log(y)`, and zero where `x` is zero and the logarithm is not finite."""
     return _function_or_zero(lambda x, y: x * tf.math.log(y), x, y, name or "xlogy")
 
 
 def xlog1py(x: Any, y: Any, name: str | None = None) -> tf.Tensor:
-    """`x * log1p(y)`, and zero where `x` is and the logarithm is not finite."""
+    """Return `x * log1p(y)`, and zero where `x` is zero and the logarithm is not finite."""
     return _function_or_zero(lambda x, y: x * tf.math.log1p(y), x, y, name or "xlog1py")
 
 
 def xdivy(x: Any, y: Any, name: str | None = None) -> tf.Tensor:
-    """`x / y`, and zero where both are zero."""
+    """Return `x / y`, and zero where both are zero."""
     return _function_or_zero(lambda x, y: x / y, x, y, name or "xdivy")
 
 
@@ -35,7 +35,11 @@ def weighted_cross_entropy_with_logits(
     name: str | None = None,
     targets: Any = None,
 ) -> tf.Tensor:
-    """Weighted cross entropy, by the arguments of both versions of TensorFlow's function."""
+    """Return the weighted cross entropy, for the arguments of both versions of TensorFlow.
+
+    With labels z, logits x and the weight q of positive labels, it is
+    ``(1 - z) x + (1 + (q - 1) z) log(1 + exp(-x))``.
+    """
     with tf.name_scope(name or "weighted_cross_entropy_with_logits"):
         logits = tf.convert_to_tensor(logits)
         labels = tf.convert_to_tensor(targets if labels is None else labels, logits.dtype)
@@ -47,7 +51,10 @@ def weighted_cross_entropy_with_logits(
 def _function_or_zero(
     function: Callable[[tf.Tensor, tf.Tensor], tf.Tensor], x: Any, y: Any, name: str
 ) -> tf.Tensor:
-    """Apply a function proportional to `x`; give a constant zero where that would not be finite."""
+    """Apply a function that is proportional to `x`, or return a constant zero.
+
+    The zero is returned where `x` is zero and the factor of `x` is not finite.
+    """
     with tf.name_scope(name):
         dtype = next((a.dtype for a in (x, y) if isinstance(a, (tf.Tensor, tf.Variable))), None)
         x = tf.convert_to_tensor(x, dtype)

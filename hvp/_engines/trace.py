@@ -59,8 +59,8 @@ class TracedGraph:
     transposed_doubts : callable
         Finds the operations between `vectors` and `products` whose derivative is in doubt.
     recomputed : list
-        The objects that hold the derivatives of recomputed functions in the graph. They must live as
-        long as the graph.
+        The objects that hold the derivatives of recomputed functions in the graph. They must live
+        as long as the graph.
     """
 
     graph_def: Any

@@ -1,1 +1,1 @@
-"""Graph surgery, without derivatives."""
+"""Traced graphs: how values depend on each other, and how to cut and rewrite them."""

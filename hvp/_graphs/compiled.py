@@ -18,36 +18,37 @@ from hvp._runtime.interrupts import Uninterrupted
 
 JitCompile = Union[bool, Literal["auto"]]
 
-# Rounds in which the two are timed against each other, unless one is so many times faster.
-_ROUNDS = 5
-_CLEARLY = 2.0
+# Upper bound on the rounds in which two functions are timed, and the ratio of their times that ends
+# the comparison early.
+_MAX_ROUNDS = 5
+_CLEAR_RATIO = 2.0
 
 _log = logging.getLogger("hvp")
 
 
 class Compiled:
-    """A function of tensors, traced once for given shapes; XLA is tried when it is first called.
+    """A function of tensors, traced once for fixed shapes, and compiled by XLA if that is faster.
 
     Parameters
     ----------
     function : callable
         Takes and returns tensors.
     specs : sequence of tf.TensorSpec
-        Of its arguments.
+        Types and shapes of its arguments.
     jit_compile : bool or "auto"
-        Whether XLA is to compile it; with ``"auto"`` whichever is faster at the first call, which
-        stays chosen.
+        Whether XLA compiles the function. With ``"auto"``, the first call times both and chooses
+        the faster one for good.
     report : callable, optional
-        Told, in words, when XLA cannot compile it; TensorFlow alone then serves. The log is told
-        in any case.
+        Called with a message if XLA cannot compile the function, so that TensorFlow runs it without
+        XLA. The message is logged in any case.
     forgets : bool, optional
-        Whether to let go of the Python function once it is traced, which is then never traced for
-        XLA: what it refers to is not kept alive.
+        Whether to release the Python function, and everything it refers to, once it is traced. It
+        can then not be traced for XLA.
 
     Attributes
     ----------
     uses_xla : bool or None
-        Which was chosen; None before.
+        Whether XLA was chosen; None before the choice.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Compiled:
         function: Callable[..., Any],
         specs: Sequence[tf.TensorSpec],
         jit_compile: JitCompile,
-        report: Callable[[str], None] = lambda said: None,
+        report: Callable[[str], None] = lambda message: None,
         forgets: bool = False,
     ) -> None:
         self._function: Any = function
@@ -79,32 +80,32 @@ class Compiled:
         return call_flat(self._chosen, tensors)
 
     def inline(self, *tensors: tf.Tensor) -> Any:
-        """Add the function to the graph being traced, compiled as that is.
+        """Add a call of the function to the graph being traced, which decides how to compile it.
 
-        As a call: a tape does not see operations that are imported, and would take what they give
-        for constants.
+        Importing the operations instead would hide them from tapes, which would then take the
+        results for constants.
         """
         return self._nested(*tensors)
 
     @property
     def outputs(self) -> list[tf.Tensor]:
-        """The results in the graph: their shapes and types."""
+        """The symbolic results, with their shapes and types."""
         return list(self._chosen.outputs)
 
     @property
     def graph(self) -> Any:
-        """The graph, of which names of operations may be others in another process."""
+        """The graph. Names of its operations may differ between processes."""
         return self._chosen.graph
 
     def choose(self, *tensors: tf.Tensor) -> None:
-        """Settle, on these arguments, whether XLA compiles the function; done once."""
+        """Choose, with these arguments, whether XLA compiles the function, if not chosen yet."""
         if self.uses_xla is not None:
             return
         with Uninterrupted():
             self._choose(tensors)
 
     def _choose(self, tensors: Sequence[tf.Tensor]) -> None:
-        # XLA's graph comes first if XLA was demanded, the other if it is to be compared.
+        # If XLA was demanded, its graph has been traced already; otherwise it is traced now.
         first = self._chosen
         demanded = self._jit_compile is True
         xla = first if demanded else self._traced(True)
@@ -115,7 +116,7 @@ class Compiled:
         except tf.errors.OpError as error:
             reason = _reason(error)
             _log.warning("XLA cannot compile a product: %s", reason)
-            self._report(f"XLA cannot compile a product ({reason}); TensorFlow alone does it")
+            self._report(f"XLA cannot compile a product ({reason}); TensorFlow runs it without XLA")
             self._chosen = self._traced(False) if demanded else first
             self.uses_xla = False
             return
@@ -123,7 +124,7 @@ class Compiled:
         self._chosen = xla if self.uses_xla else first
 
     def choose_for(self, symbolic: Sequence[tf.Tensor], rest: Sequence[tf.Tensor]) -> None:
-        """Settle it for tensors of a graph, on zeros in their place and the other arguments."""
+        """Choose like `choose`, with zeros in place of symbolic tensors, followed by `rest`."""
         if self.uses_xla is None:
             shapes = [[8 if size is None else size for size in t.shape] for t in symbolic]
             zeros = [tf.zeros(shape, t.dtype) for shape, t in zip(shapes, symbolic)]
@@ -136,14 +137,14 @@ class Compiled:
 
 
 def _faster(one: Any, other: Any, tensors: Sequence[tf.Tensor]) -> bool:
-    """Whether the first takes less time than the second, in turns, by the least time of each."""
+    """Whether the first is faster. They run in turns, and the least times are compared."""
     best = [math.inf, math.inf]
-    for turn in range(_ROUNDS):
+    for turn in range(_MAX_ROUNDS):
         for index, function in enumerate((one, other)):
             if turn == 0:
                 _seconds(function, tensors)  # to warm up
             best[index] = min(best[index], _seconds(function, tensors))
-        if max(best) > _CLEARLY * min(best):
+        if max(best) > _CLEAR_RATIO * min(best):
             break
     return best[0] < best[1]
 
@@ -158,6 +159,6 @@ def _seconds(function: Any, tensors: Sequence[tf.Tensor]) -> float:
 def _reason(error: Exception) -> str:
     text = line_of(error)
     if "variant" in text:
-        return "a loop or branch in the loss hands on lists, which it does not take"
+        return "a loop or branch in the loss passes on lists of tensors, which XLA does not support"
     text = re.sub(r"\{\{.*?\}\}|\b__\w+", "", text)
     return textwrap.shorten(text, 160, placeholder=" ...")

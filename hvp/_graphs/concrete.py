@@ -1,4 +1,4 @@
-"""Traced functions: making them, and finding the variables that they read and write."""
+"""Tracing functions, and finding the variables that they read and write."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ _READS = re.compile(r"ReadVariableOp|ResourceGather\w*|ResourceStridedSlice\w*")
 
 
 def concrete_function(function: Callable[..., Any], *specs: Any) -> Any:
-    """Trace as plain Python; with AutoGraph only where there is control flow on tensors.
+    """Trace a function as plain Python, and with AutoGraph only if it branches on tensors.
 
-    AutoGraph warns about every function whose source it cannot find (a lambda, a prompt).
+    AutoGraph warns about every function whose source it cannot find, such as a lambda or a function
+    that was typed at a prompt.
     """
     try:
         return tf.function(function, autograph=False).get_concrete_function(*specs)
@@ -27,7 +28,7 @@ def concrete_function(function: Callable[..., Any], *specs: Any) -> Any:
 
 
 def captures(concrete: Any) -> list[tuple[tf.Tensor, tf.Tensor]]:
-    """Pair each placeholder for something captured with the tensor it stands for."""
+    """Pair the placeholder of each captured tensor with the tensor itself."""
     captured = concrete.captured_inputs
     return list(zip(concrete.inputs[len(concrete.inputs) - len(captured) :], captured))
 
@@ -35,17 +36,17 @@ def captures(concrete: Any) -> list[tuple[tf.Tensor, tf.Tensor]]:
 def captured_resources(
     concrete: Any, flow: Dataflow, variables: Sequence[tf.Variable]
 ) -> list[tuple[Resource, Vertex]]:
-    """Pair each variable the function captured with its vertex in the graph."""
+    """Pair each variable that the function captured with its vertex in the graph."""
     known = {id(v.handle): Resource.of(v) for v in (*concrete.variables, *variables)}
-    found = []
+    resources = []
     for inside, outside in captures(concrete):
         if outside.dtype != tf.resource:
             continue
         vertex = flow.vertex(inside.name)
         resource = known.get(id(outside)) or _unnamed_resource(outside, flow, vertex)
         if resource is not None:
-            found.append((resource, vertex))
-    return found
+            resources.append((resource, vertex))
+    return resources
 
 
 def is_written(flow: Dataflow, vertex: Vertex) -> bool:
@@ -54,12 +55,15 @@ def is_written(flow: Dataflow, vertex: Vertex) -> bool:
 
 
 def is_read(flow: Dataflow, vertex: Vertex, reaching: set[Vertex]) -> bool:
-    """Whether one of some operations reads a variable."""
+    """Whether one of the operations `reaching` reads a variable."""
     return any(_READS.fullmatch(flow.types[user]) for user in flow.users(vertex) & reaching)
 
 
 def _unnamed_resource(handle: tf.Tensor, flow: Dataflow, vertex: Vertex) -> Resource | None:
-    """Make out a variable known by its handle only; None for what is none, such as a table."""
+    """Describe a variable that is known only by its handle.
+
+    Returns None if the handle is not that of a variable, but of a table, for example.
+    """
     for user in flow.users(vertex):
         kind = flow.types[user]
         if kind.startswith("Rng"):

@@ -1,4 +1,4 @@
-"""What depends on what in a traced graph, nested functions and control flow included."""
+"""How values depend on each other in a traced graph, in called functions and loops too."""
 
 from __future__ import annotations
 
@@ -14,34 +14,37 @@ import tensorflow as tf
 from hvp._graphs.private import op_def_registry
 from hvp._graphs.source_lines import source_line
 
-# (scope, name), or a port: (scope, name, "arg" or "ret", index) of a called function.
+# An operation is (scope, name), and a port of a called function is (scope, name, "arg" or "ret",
+# index). The scope is the tuple of calls that lead to the operation, () in the outermost graph.
 Vertex = tuple[Any, ...]
 
 _LOOPS = frozenset({"While", "StatelessWhile"})
 CONTROL_FLOW = _LOOPS | {"Case", "If", "StatelessCase", "StatelessIf"}
-# What the names of gradient functions begin with that `hvp.recompute` registers.
+# Prefix of the names of the gradient functions that `hvp.recompute` registers.
 RECOMPUTED_GRADIENT = "HvpRecomputed"
 CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
-# What TensorFlow calls the gradient of an operation in a function, loop or branch.
+# The name that TensorFlow gives to the gradient of an operation in a function, loop or branch.
 _IN_A_FUNCTION = re.compile(r"(?:.*gradients?(?:_\d+)?/)?(.+)_grad/([^/]+)")
-# Others that have functions among their attributes (datasets) are operations like any.
+# Operations whose functions run on their inputs. Others that have functions among their attributes
+# (datasets) are treated as ordinary operations.
 _WITH_BODIES = CONTROL_FLOW | CALLS
 
 
 @dataclass(frozen=True)
 class Edge:
-    """One input of one operation: from the vertex that makes it to the vertex that takes it.
+    """A tensor that passes from one vertex to an input of another.
 
     Attributes
     ----------
     source, target : Vertex
-        Maker and taker.
+        The vertex that computes the tensor, and the one that uses it.
     input_index : int
-        Which of the taker's inputs.
+        The place of the tensor among the inputs of the target.
     dtype : tf.DType or None
-        Of the tensor; None where it passes a function's boundary.
+        Type of the tensor; None at the boundary of a function, where it is not known.
     decides : bool
-        Whether it only decides which branch runs or how often: a predicate or loop condition.
+        Whether the tensor only decides which branch runs or how often a loop runs. No derivative
+        flows along such an edge.
     """
 
     source: Vertex
@@ -52,22 +55,22 @@ class Edge:
 
 
 class Dataflow:
-    """Vertices are operations; edges carry tensors from one to the next.
+    """The dataflow of a graph: vertices are operations, and edges are tensors between them.
 
-    Calls (`PartitionedCall`, `If`, `While`, ...) are dissolved: the body's operations stand in
-    place of the call, once for each call, so that one input of a call is never mistaken for
-    another.
+    Calls (`PartitionedCall`, `If`, `While`, ...) have no vertex. The operations of the called
+    function stand in their place, once for each call, and ports stand for its arguments and
+    results. Dependencies between single inputs and results of a call are therefore exact.
 
     Parameters
     ----------
     graph_def : GraphDef
-        Of a traced function.
+        The graph of a traced function.
     graph : tf.Graph, optional
-        The graph it is of, which knows where its operations were made.
+        The same graph as TensorFlow traced it, which knows the lines of code that made it.
     """
 
     def __init__(self, graph_def: Any, graph: tf.Graph | None = None) -> None:
-        # Not kept alive: a Dataflow may live as long as an operator.
+        # A weak reference, because a Dataflow may live as long as an operator.
         self._graph = None if graph is None else weakref.ref(graph)
         self.types: dict[Vertex, str] = {}
         self.names: dict[Vertex, str] = {}
@@ -75,18 +78,20 @@ class Dataflow:
         self.outgoing: dict[Vertex, list[Edge]] = defaultdict(list)
         self.incoming: dict[Vertex, list[Edge]] = defaultdict(list)
         self._functions = {f.signature.name: f for f in graph_def.library.function}
-        # For operations with a gradient function of their own: which outputs are used.
+        # Operations with a gradient function of their own, those among them that come from
+        # `tf.custom_gradient`, and for each operation the places of the outputs that are used.
         self._overridden: set[Vertex] = set()
         self.custom_gradients: set[Vertex] = set()
         self._used_outputs: dict[Vertex, set[int]] = defaultdict(set)
         self._add_nodes((), graph_def.node, {})
 
     def source_line(self, vertex: Vertex) -> str:
-        """Return the line of the user's code that made an operation; empty if it is not known."""
+        """Return the line of the user's code that made an operation, empty if it is not known."""
         graph = self._graph() if self._graph is not None else None
         if graph is None:
             return ""
-        # Of a gradient made inside a function, what it is the gradient of is in another function.
+        # The gradient of a function, loop or branch is a function of its own. The operation that it
+        # differentiates is in another function, under a name contained in the gradient's name.
         match = _IN_A_FUNCTION.fullmatch(vertex[1])
         forward = match and match[1]
         alike = [
@@ -100,7 +105,7 @@ class Dataflow:
     def vertex(self, tensor_name: str) -> Vertex:
         """Return the vertex of a tensor of the outermost graph, named `operation:index`."""
         name, _, index = tensor_name.partition(":")
-        # Calls, loops and branches have no vertex of their own, but one for each result.
+        # Calls, loops and branches have no vertex, but a port for each result.
         result = ((), name, "ret", int(index or 0))
         return result if result in self.incoming else ((), name)
 
@@ -111,16 +116,16 @@ class Dataflow:
         passes: Callable[[Edge], bool] = lambda edge: True,
         backward: bool = False,
     ) -> set[Vertex]:
-        """Return the vertices reached from `starts`, these included.
+        """Return the vertices that can be reached from `starts`, including these.
 
         Parameters
         ----------
         starts : iterable of Vertex
-            Where to begin.
+            The vertices to begin with.
         passes : callable, optional
-            Which edges may be followed; all by default.
+            Whether an edge may be followed; by default all may.
         backward : bool, optional
-            Follow edges from where a tensor is taken to where it is made.
+            Whether to follow edges from target to source.
         """
         seen = set(starts)
         queue = deque(seen)
@@ -134,34 +139,37 @@ class Dataflow:
         return seen
 
     def users(self, start: Vertex) -> set[Vertex]:
-        """Return the operations that take what `start` makes as an input.
+        """Return the operations that use a result of `start` as an input.
 
-        Passing through calls and identities counts as taking it directly: this is how a
-        variable's handle is followed to the operations that read or write it.
+        Calls and identities in between do not count. The operations that read or write a variable
+        are found in this way from its handle.
         """
         transparent = self.reachable([start], passes=lambda edge: self._is_transparent(edge.target))
-        found = {edge.target for vertex in transparent for edge in self.outgoing[vertex]}
-        return found - transparent
+        targets = {edge.target for vertex in transparent for edge in self.outgoing[vertex]}
+        return targets - transparent
 
     def producers(self, target: Vertex) -> set[Vertex]:
-        """Return the operations that make the inputs of `target`, calls and identities aside."""
+        """Return the operations that compute the inputs of `target`.
+
+        Calls and identities in between do not count.
+        """
         transparent = self.reachable(
             [target], passes=lambda edge: self._is_transparent(edge.source), backward=True
         )
-        found = {edge.source for vertex in transparent for edge in self.incoming[vertex]}
-        return found - transparent
+        sources = {edge.source for vertex in transparent for edge in self.incoming[vertex]}
+        return sources - transparent
 
     def _is_transparent(self, vertex: Vertex) -> bool:
         return self.types.get(vertex, "Identity") == "Identity"
 
     def differentiable(self, edge: Edge) -> bool:
-        """Whether a derivative may flow along an edge at all.
+        """Whether a derivative may flow along an edge.
 
-        Not along integers, booleans and text, nor along what only decides. And a
-        `tf.custom_gradient`, as a recomputed function, ends in an `IdentityN` over its results and
-        its arguments, whose gradient goes from the results straight to the arguments: what the
-        function did inside to get the results does not matter. Its arguments are those whose
-        outputs nobody takes.
+        No derivative flows along integers, booleans and strings, nor along tensors that only
+        decide. A `tf.custom_gradient`, like a recomputed function, ends in an `IdentityN` over its
+        results and its arguments. The gradient of this operation goes from the results directly to
+        the arguments, and does not depend on how the results were computed. Only the edges of the
+        arguments are therefore differentiable. They are the inputs whose outputs are not used.
         """
         if edge.decides or (edge.dtype is not None and not _carries_derivatives(edge.dtype)):
             return False
@@ -172,7 +180,13 @@ class Dataflow:
     def _add_nodes(
         self, scope: tuple[str, ...], nodes: Iterable[Any], arguments: dict[str, Vertex]
     ) -> Callable[[str], tuple[Vertex, tf.DType | None]]:
-        """Add a graph's or function's nodes; return what finds a tensor's maker and dtype."""
+        """Add the nodes of a graph or function.
+
+        Returns
+        -------
+        callable
+            From the name of a tensor to the vertex that computes it and its type.
+        """
         by_name = {node.name: node for node in nodes}
 
         def producer(tensor: str) -> tuple[Vertex, tf.DType | None]:
@@ -214,6 +228,18 @@ class Dataflow:
         called: list[str],
         inputs: list[tuple[Vertex, tf.DType | None]],
     ) -> None:
+        """Add a call, loop or branch: the functions it calls, and edges from and to their ports.
+
+        A call connects its inputs with the function's arguments, and the function's results with
+        its own. A branch does so for each of its functions. A loop has the edges::
+
+            input i -> argument i of the condition and of the body
+            result i of the body -> result i
+            result i -> argument i of both         (the next iteration)
+            input i -> result i                    (if no iteration runs)
+            condition -> every result              (decides how many iterations run)
+
+        """
         loop = node.op in _LOOPS
         results = [(scope, node.name, "ret", index) for index in range(self._result_count(called))]
         for name in called:
@@ -221,7 +247,8 @@ class Dataflow:
             inner = (*scope, f"{node.name}/{name}")
             names = [argument.name for argument in function.signature.input_arg]
             ports: dict[str, Vertex] = {arg: (inner, "", "arg", i) for i, arg in enumerate(names)}
-            # What comes before the function's arguments is a predicate or branch index.
+            # The predicate of an `If`, or the index of a `Case`, comes before the function's
+            # arguments. It decides about all results.
             skipped = len(inputs) - len(names)
             for source, dtype in inputs[:skipped]:
                 for result in results:
@@ -229,22 +256,26 @@ class Dataflow:
             for (source, dtype), port in zip(inputs[skipped:], ports.values()):
                 self._connect(Edge(source, port, 0, dtype))
             if loop:
+                # The value of one iteration is the argument of the next. This closes a cycle, so
+                # that a variable which enters the loop in one place reaches results in other
+                # places after enough iterations.
                 for result, port in zip(results, ports.values()):
                     self._connect(Edge(result, port, 0))
             producer = self._add_nodes(inner, function.node_def, ports)
             makers = [producer(function.ret[out.name]) for out in function.signature.output_arg]
+            # The condition's only result is a boolean, which is not a result of the loop.
             if loop and name == node.attr["cond"].func.name:
                 for result in results:
                     self._connect(Edge(makers[0][0], result, 0, decides=True))
                 continue
             for (source, dtype), result in zip(makers, results):
                 self._connect(Edge(source, result, 0, dtype))
-        if loop:  # which may also not run at all
+        if loop:  # it may run no iteration, and then returns its inputs
             for (source, dtype), result in zip(inputs, results):
                 self._connect(Edge(source, result, 0, dtype))
 
     def _called(self, node: Any) -> list[str]:
-        """Names of the functions a node calls with its inputs as arguments."""
+        """Return the names of the functions that a node calls with its inputs."""
         if node.op not in _WITH_BODIES:
             return []
         return [f.name for f in functions_of(node) if f.name in self._functions]
@@ -258,26 +289,26 @@ class Dataflow:
 
 
 def _carries_derivatives(dtype: tf.DType) -> bool:
-    # A variable is reached through its resource, a list of tensors through a variant.
+    # Derivatives flow to variables through resources, and through lists of tensors as variants.
     return dtype.is_floating or dtype.is_complex or dtype in (tf.resource, tf.variant)
 
 
 def is_stateful(node: Any, functions: Mapping[str, Any]) -> bool:
-    """Whether running a node has an effect, or depends on more than its inputs.
+    """Whether running a node has a side effect, or depends on more than its inputs.
 
     Parameters
     ----------
     node : NodeDef
         The node.
     functions : mapping of str to FunctionDef
-        Bodies of calls, loops and branches, by name. One of these is as stateful as what is in
-        them; without its body, as stateful as TensorFlow's definition of it.
+        Bodies of calls, loops and branches, by name. A call is stateful if an operation in its body
+        is. If its body is not known, TensorFlow's definition of the operation decides.
     """
     bodies = [functions[f.name] for f in functions_of(node) if f.name in functions]
     if bodies and node.op in _WITH_BODIES:
         return any(is_stateful(inner, functions) for body in bodies for inner in body.node_def)
     definition = op_def_registry.get(node.op)
-    # A variable's shape does not change.
+    # TensorFlow counts `VariableShape` as stateful, but the shape of a variable does not change.
     return definition is not None and definition.is_stateful and node.op != "VariableShape"
 
 
@@ -288,27 +319,30 @@ def functions_of(node: Any) -> Iterator[Any]:
 
 
 def _outputs(node: Any) -> list[tuple[str, tf.DType]]:
-    """Name of the output argument, and dtype, of each output of a node."""
+    """Return the name of the output argument, and the type, of each output of a node."""
     definition = op_def_registry.get(node.op)
-    found: list[tuple[str, tf.DType]] = []
+    outputs: list[tuple[str, tf.DType]] = []
     for argument in definition.output_arg if definition is not None else ():
         if argument.type_list_attr:
             types = list(node.attr[argument.type_list_attr].list.type)
         else:
             count = node.attr[argument.number_attr].i if argument.number_attr else 1
             types = [argument.type or node.attr[argument.type_attr].type] * count
-        found += [(argument.name, tf.as_dtype(type_)) for type_ in types]
-    return found
+        outputs += [(argument.name, tf.as_dtype(type_)) for type_ in types]
+    return outputs
 
 
 def output_offset(node: Any, output: str) -> int:
-    """Where an output argument begins: in a function, tensors are named `node:argument:index`."""
+    """Return the place of the first output of an output argument.
+
+    In functions, tensors are named `node:argument:index`, with the index within the argument.
+    """
     names = [name for name, _ in _outputs(node)]
     return names.index(output) if output in names else 0
 
 
 def layer_of(operation_name: str) -> str:
-    """Return an operation's name without what TensorFlow's gradient machinery put in front.
+    """Return an operation's name without the prefixes that TensorFlow gives to gradients.
 
     Examples
     --------
@@ -327,6 +361,6 @@ def _beside(match: re.Match[str]) -> str:
 
 
 def _outermost(vertex: Vertex) -> str:
-    """Return the operation of the outermost graph that a vertex is, or is in."""
+    """Return the operation of the outermost graph that a vertex is, or is inside of."""
     scope, name = vertex[:2]
     return scope[0].rpartition("/")[0] if scope else name

@@ -1,4 +1,4 @@
-"""Dissolving function calls in a traced graph, so that it can be split anywhere."""
+"""Inlining function calls in a traced graph, so that it can be split anywhere."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ import tensorflow as tf
 from hvp._graphs.dataflow import CALLS, functions_of, output_offset
 
 _serials = itertools.count()
-# In the names of functions that stay as they are, and whose calls are operations like any.
+# Part of the names of functions whose calls are not inlined.
 KEPT_WHOLE = "hvp_recomputed"
 
 
 def inline_calls(graph_def: Any) -> tuple[Any, Callable[[str], str]]:
-    """Put the bodies of called functions in place of the calls.
+    """Replace calls by the bodies of the called functions.
 
     Parameters
     ----------
     graph_def : GraphDef
-        Of a traced function. Loops, branches and calls that recompute stay as they are.
+        The graph of a traced function. Loops, branches and calls of recomputed functions remain.
 
     Returns
     -------
     flat : GraphDef
-        Without calls. The nodes of a body are named `call/node`; a call's control inputs go to all
-        of them, and a control edge from the call becomes one from each of its results.
+        The graph without calls. The nodes of a body are named `call/node`. The control inputs of a
+        call are passed on to all of them, and a control edge from the call becomes one from each of
+        its results.
     rename : callable
-        From a tensor's name in the graph to its name in the flat one.
+        From the name of a tensor in `graph_def` to its name in `flat`.
     """
     functions = {f.signature.name: f for f in graph_def.library.function}
     flat = tf.compat.v1.GraphDef(versions=graph_def.versions)
@@ -44,10 +45,10 @@ def inline_calls(graph_def: Any) -> tuple[Any, Callable[[str], str]]:
 
 
 def _rename_functions(flat: Any, functions: dict[str, Any]) -> None:
-    """Add the functions that loops and branches still need, under names of their own.
+    """Add the functions of the remaining loops and branches, under new names.
 
-    TensorFlow has functions of the old names already, and changed some of them since; but not those
-    that recompute, nor what these call.
+    TensorFlow knows functions of the old names already, and may have changed them since. It does
+    not change recomputed functions and those that they call, which therefore keep their names.
     """
     serial = next(_serials)
     names: dict[str, str] = {}
@@ -68,9 +69,10 @@ def _rename_functions(flat: Any, functions: dict[str, Any]) -> None:
 
 
 def register_functions(graph_def: Any) -> None:
-    """Make a graph's functions known to the runtime, which importing it does not.
+    """Make the functions of a graph known to the runtime.
 
-    A loop over a function the runtime does not know ends the process (TensorFlow 2.16 to 2.21).
+    Importing the graph does not. A loop over a function that the runtime does not know crashes the
+    process (TensorFlow 2.16 to 2.21).
     """
     if not graph_def.library.function:
         return
@@ -79,11 +81,17 @@ def register_functions(graph_def: Any) -> None:
 
 
 def _add_in_pairs(nodes: Any, output: str) -> None:
-    """Replace each sum of three terms or more by sums of two.
+    """Replace each sum of three or more terms by sums of two.
 
-    `AddN` begins with whichever of its terms is no longer needed elsewhere, so that the order, and
-    with it the rounding, depends on what happened to run first. In the graph or function that has
-    these nodes, the result of one is named by its own name and `output`.
+    `AddN` starts with a term whose memory it can reuse. Which one that is depends on the order in
+    which operations ran, and rounding depends on it, too. Sums of two are reproducible.
+
+    Parameters
+    ----------
+    nodes : repeated NodeDef
+        The nodes of a graph or function, which are changed in place.
+    output : str
+        The suffix that turns the name of a sum into the name of its result.
     """
     for node in list(nodes):
         terms = [name for name in node.input if not name.startswith("^")]
@@ -110,6 +118,8 @@ def _refer(nodes: Any, names: dict[str, str]) -> None:
 
 
 class _Inliner:
+    """Copies nodes to a flat graph, and the bodies of functions in place of their calls."""
+
     def __init__(self, functions: dict[str, Any], flat: Any) -> None:
         self._functions = functions
         self._flat = flat
@@ -117,13 +127,13 @@ class _Inliner:
     def add(
         self, prefix: str, nodes: Any, arguments: dict[str, str], controls: list[str]
     ) -> _Scope:
-        """Add the nodes of a graph or function, in an order that makers come before takers."""
+        """Add the nodes of a graph or function in topological order."""
         scope = _Scope(prefix, {node.name: node for node in nodes}, arguments)
         for node in _in_order(scope.nodes):
             inputs = [scope.tensor(name) for name in node.input if not name.startswith("^")]
             waits = [c for name in node.input if name.startswith("^") for c in scope.control(name)]
             waits += controls
-            if self._is_dissolved(node):
+            if self._is_inlined(node):
                 self._add_call(scope, node, inputs, waits)
                 continue
             copy = self._flat.node.add()
@@ -131,11 +141,11 @@ class _Inliner:
             copy.name = prefix + node.name
             del copy.input[:]
             copy.input.extend([*inputs, *dict.fromkeys(waits)])
-            # Colocation names nodes that may be gone.
+            # This attribute names nodes to be colocated with, which may no longer exist.
             copy.attr.pop("_class", None)
         return scope
 
-    def _is_dissolved(self, node: Any) -> bool:
+    def _is_inlined(self, node: Any) -> bool:
         name = node.attr["f"].func.name if node.op in CALLS else ""
         return name in self._functions and KEPT_WHOLE not in name
 
@@ -148,12 +158,12 @@ class _Inliner:
         outputs = [function.ret[out.name] for out in function.signature.output_arg]
         scope.results[node.name] = [inner.tensor(name) for name in outputs]
         effects = [c for name in function.control_ret.values() for c in inner.control("^" + name)]
-        made = [f"^{tensor.partition(':')[0]}" for tensor in scope.results[node.name]]
-        scope.effects[node.name] = effects + made + waits
+        results = [f"^{tensor.partition(':')[0]}" for tensor in scope.results[node.name]]
+        scope.effects[node.name] = effects + results + waits
 
 
 class _Scope:
-    """Names inside one graph or function body, and what they have become outside."""
+    """Maps names inside one graph or function body to names in the flat graph."""
 
     def __init__(self, prefix: str, nodes: dict[str, Any], arguments: dict[str, str]) -> None:
         self.prefix = prefix
@@ -163,7 +173,7 @@ class _Scope:
         self._arguments = arguments
 
     def tensor(self, name: str) -> str:
-        """Return the flat name, `node:index`, of a tensor named as in a graph or a function."""
+        """Return the flat name, `node:index`, of a tensor of the graph or function."""
         node, _, rest = name.partition(":")
         if node in self._arguments:
             return self._arguments[node]
@@ -174,7 +184,7 @@ class _Scope:
         return f"{self.prefix}{node}:{number}"
 
     def control(self, name: str) -> list[str]:
-        """Return the control inputs that stand for one."""
+        """Return the control inputs of the flat graph that replace a control input."""
         node = name[1:]
         if node in self._arguments:
             return [f"^{self._arguments[node].partition(':')[0]}"]
@@ -182,6 +192,7 @@ class _Scope:
 
 
 def _in_order(nodes: dict[str, Any]) -> list[Any]:
+    """Return nodes in topological order."""
     ordered: list[Any] = []
     done: set[str] = set()
     for start in nodes:

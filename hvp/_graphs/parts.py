@@ -1,4 +1,4 @@
-"""Parts of a graph: which nodes make some tensors, cutting them out, importing them elsewhere."""
+"""Parts of a graph: finding the nodes that compute tensors, cutting them out, importing them."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import tensorflow as tf
 
 from hvp._graphs.dataflow import functions_of
 
-# Taken for the size of an axis whose size is not known.
-_UNKNOWN = 32
+# Stands for the size of an axis whose size is not known.
+_UNKNOWN_SIZE = 32
 
 
 def node_of(tensor: str) -> str:
-    """Return the name of the node that makes a tensor, or that a control input waits for."""
+    """Return the name of the node that computes a tensor, or of a control input's node."""
     return tensor.lstrip("^").partition(":")[0]
 
 
 def data_inputs(node: Any) -> list[str]:
-    """Return a node's inputs without those that it only waits for."""
+    """Return a node's inputs without its control inputs."""
     return [tensor for tensor in node.input if not tensor.startswith("^")]
 
 
@@ -31,42 +31,42 @@ def ancestors(
     *,
     controls: bool = False,
 ) -> set[str]:
-    """Return the nodes that are needed to make some tensors.
+    """Return the names of the nodes that are needed to compute tensors.
 
     Parameters
     ----------
     nodes : dict
         All nodes, by name.
     tensors : iterable of str
-        What is wanted.
+        Names of the tensors.
     inside : callable, optional
-        Which nodes to go to; all by default.
+        Whether to visit a node; by default all are visited.
     controls : bool, optional
-        Whether to count nodes that are only waited for.
+        Whether to follow control inputs.
     """
-    found: set[str] = set()
+    needed: set[str] = set()
     queue = [node_of(tensor) for tensor in tensors]
     while queue:
         name = queue.pop()
-        if name in found or not inside(name):
+        if name in needed or not inside(name):
             continue
-        found.add(name)
+        needed.add(name)
         inputs = nodes[name].input if controls else data_inputs(nodes[name])
         queue += [node_of(tensor) for tensor in inputs]
-    return found
+    return needed
 
 
 def cut_out(graph_def: Any, names: set[str], *, keep_controls: bool) -> Any:
-    """Return a GraphDef of the named nodes, and of the functions they call.
+    """Return a GraphDef with the named nodes and the functions that they call.
 
     Parameters
     ----------
     graph_def : GraphDef
-        The whole.
+        The whole graph.
     names : set of str
-        The nodes.
+        Names of the nodes.
     keep_controls : bool
-        Whether they wait for each other as they did.
+        Whether to keep the control edges between them.
     """
     part = tf.compat.v1.GraphDef(versions=graph_def.versions)
     for node in graph_def.node:
@@ -91,21 +91,35 @@ def cut_out(graph_def: Any, names: set[str], *, keep_controls: bool) -> Any:
     return part
 
 
-def import_part(part: Any, known: dict[str, tf.Tensor], wanted: Sequence[str]) -> list[tf.Tensor]:
-    """Import a part into the graph being traced, given some of its tensors; return the wanted."""
-    taken = {
+def import_part(part: Any, known: dict[str, tf.Tensor], results: Sequence[str]) -> list[tf.Tensor]:
+    """Import a part of a graph into the graph being traced.
+
+    Parameters
+    ----------
+    part : GraphDef
+        The part.
+    known : dict of str to tf.Tensor
+        Its inputs, by name.
+    results : sequence of str
+        Names of the tensors to return. They may be inputs.
+
+    Returns
+    -------
+    list of tf.Tensor
+    """
+    used = {
         tensor if ":" in tensor else f"{tensor}:0" for node in part.node for tensor in node.input
     }
-    # An identity brings here what belongs to a graph further out.
-    inputs = {name: tf.identity(tensor) for name, tensor in known.items() if name in taken}
-    made = [name for name in wanted if name not in known]
-    tensors = tf.graph_util.import_graph_def(part, inputs, made, name="")
-    found = {**known, **dict(zip(made, tensors))}
-    return [found[name] for name in wanted]
+    # An identity captures a tensor that belongs to an outer graph.
+    inputs = {name: tf.identity(tensor) for name, tensor in known.items() if name in used}
+    computed = [name for name in results if name not in known]
+    tensors = tf.graph_util.import_graph_def(part, inputs, computed, name="")
+    values = {**known, **dict(zip(computed, tensors))}
+    return [values[name] for name in results]
 
 
-def without_names(part: Any, inputs: Sequence[str], wanted: Sequence[str]) -> tuple[Any, ...]:
-    """Return what is the same for parts that differ in the names of their tensors only."""
+def without_names(part: Any, inputs: Sequence[str], results: Sequence[str]) -> tuple[Any, ...]:
+    """Return a key that is equal for parts which differ in the names of their tensors only."""
     names = {node_of(tensor): f"input_{i}" for i, tensor in enumerate(inputs)}
     names.update({node.name: f"node_{i}" for i, node in enumerate(part.node)})
 
@@ -119,28 +133,28 @@ def without_names(part: Any, inputs: Sequence[str], wanted: Sequence[str]) -> tu
         node.name = names[node.name]
         for i, tensor in enumerate(node.input):
             node.input[i] = renamed(tensor)
-    return copy.SerializeToString(deterministic=True), tuple(map(renamed, wanted))
+    return copy.SerializeToString(deterministic=True), tuple(map(renamed, results))
 
 
 def nbytes(tensor: Any) -> int:
-    """Return the bytes of a tensor; an unknown size counts as if it were small."""
+    """Return the bytes of a tensor. Axes of unknown size count as small."""
     shape, dtype = tf.TensorShape(tensor.shape), tf.as_dtype(tensor.dtype)
     if shape.rank is None or not dtype.size:
         return 0
     total = dtype.size
     for size in shape:
-        total *= _UNKNOWN if size is None else size
+        total *= _UNKNOWN_SIZE if size is None else size
     return int(total)
 
 
 def digest_of_graph(graph_def: Any) -> str:
-    """Return a short text that is another for other operations or constants.
+    """Return a hash of the operations and constants of a graph.
 
-    Names are left out, which number what was traced before in the same process.
+    Names do not enter, because they depend on what the process has traced before.
     """
-    found = []
+    digests = []
     for nodes in (graph_def.node, *(function.node_def for function in graph_def.library.function)):
         for node in nodes:
             value = node.attr["value"].tensor.SerializeToString() if node.op == "Const" else b""
-            found.append(node.op.encode() + hashlib.blake2b(value, digest_size=16).digest())
-    return hashlib.blake2b(b"".join(sorted(found)), digest_size=16).hexdigest()
+            digests.append(node.op.encode() + hashlib.blake2b(value, digest_size=16).digest())
+    return hashlib.blake2b(b"".join(sorted(digests)), digest_size=16).hexdigest()

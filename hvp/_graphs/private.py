@@ -1,6 +1,7 @@
-"""The private names of TensorFlow that are used, all of them, each with its reason.
+"""All private names of TensorFlow that this package uses, each with the reason.
 
-`tests/graphs/test_private.py` holds what is expected of each, and fails first when one moves.
+`tests/graphs/test_private.py` tests what is expected of each of them, so that a change in
+TensorFlow is noticed there first.
 """
 
 from __future__ import annotations
@@ -10,19 +11,19 @@ from typing import Any
 
 import tensorflow as tf
 
-# `tf.custom_gradient` is the public way to record an operation with a gradient of its own. But its
-# derivatives refer to tensors of the graph in which it was called, so that a `tf.function` with one
-# inside can be differentiated from outside once, not twice. And only
-# `GradientTape.stop_recording` is public, which stops the tape it belongs to, whereas here every
-# tape and forward accumulator has to look away.
+# `tf.custom_gradient` is the public way to record an operation with a custom gradient. But its
+# derivatives refer to tensors of the graph in which it was called, so that a `tf.function` that
+# contains one can be differentiated from outside once, not twice. The public
+# `GradientTape.stop_recording` stops one tape, whereas every tape and forward accumulator has to
+# stop recording here.
 from tensorflow.python.eager import record
 
-# The definitions of operations tell which are stateful, and how many results of which types each
-# has, which a FunctionDef leaves out.
+# The definitions of operations say which are stateful, and list the number and types of their
+# results, which a FunctionDef does not contain.
 from tensorflow.python.framework import op_def_registry, ops
 
-# There is no public way to know that a graph is being traced for XLA, which cannot call Python,
-# not even in a branch that is never taken.
+# There is no public way to know whether a graph is being traced for XLA. XLA cannot call Python,
+# not even in a branch that never runs.
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 __all__ = [
@@ -36,30 +37,30 @@ __all__ = [
 
 
 def is_for_xla() -> bool:
-    """Whether the graph being traced is for XLA."""
+    """Whether the graph being traced will be compiled by XLA."""
     return bool(GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()))
 
 
 def call_flat(concrete: Any, tensors: Sequence[tf.Tensor]) -> Any:
     """Call a concrete function on eager tensors of the right types and shapes.
 
-    Its public `__call__` binds arguments by name and checks each, which takes about as long as a
-    small product.
+    The public `__call__` binds arguments by name and checks each of them, which takes about as long
+    as a small product.
     """
     return concrete._call_flat(list(tensors), concrete.captured_inputs)
 
 
 def gradient_of_type(kind: str) -> tuple[bool, Any]:
-    """Return whether TensorFlow knows of a gradient for a type of operation, and which.
+    """Return whether a gradient is registered for a type of operation, and the gradient.
 
-    It may know that there is none, which is None.
+    TensorFlow registers None for operations that are not differentiable.
     """
     registry = _gradient_registry()
     return (True, registry.lookup(kind)) if kind in registry.list() else (False, None)
 
 
 def replace_gradient_of_type(kind: str, gradient: Any) -> None:
-    """Replace the gradient that TensorFlow has; `tf.RegisterGradient` only adds new ones."""
+    """Replace a registered gradient; `tf.RegisterGradient` only adds new ones."""
     registry = _gradient_registry()
     registry._registry[kind] = {**registry._registry[kind], "type": gradient}
 

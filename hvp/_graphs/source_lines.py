@@ -1,4 +1,4 @@
-"""Where in the user's code an operation of a traced graph was made."""
+"""The line of the user's code that made an operation of a traced graph."""
 
 from __future__ import annotations
 
@@ -10,29 +10,32 @@ from typing import Any
 
 import tensorflow as tf
 
-# What TensorFlow's tapes put in front of the names of operations they add.
+# Prefix of the names of operations that TensorFlow's tapes add.
 _TAPE = "gradient_tape/"
 
 
 def source_line(graph: tf.Graph, operation_name: str) -> str:
-    """Return the file and line that made an operation, or, of a gradient, what it is a gradient of.
+    """Return the file and line of the code that made an operation.
+
+    For a gradient, this is the line of the operation that it is the gradient of.
 
     Parameters
     ----------
     graph : tf.Graph
-        That was traced.
+        The traced graph.
     operation_name : str
-        Of the outermost graph: for what is inside a function, the operation that calls it.
+        Name of an operation of the outermost graph. For an operation inside a function, pass the
+        operation that calls the function.
 
     Returns
     -------
     str
-        As ``"model.py, line 12"``; empty where no line outside of TensorFlow, Keras and this
-        package made it.
+        The file and line, such as ``"model.py, line 12"``. Empty if the operation was not made by
+        code outside of TensorFlow, Keras and this package.
     """
     try:
         operation = graph.get_operation_by_name(operation_name)
-    except KeyError:  # inside a gradient that was made anew, as for a loop
+    except KeyError:  # in the gradient of a loop, for example, which TensorFlow adds later
         return ""
     if operation_name.startswith(_TAPE):
         operation = _differentiated(graph, operation)
@@ -42,17 +45,17 @@ def source_line(graph: tf.Graph, operation_name: str) -> str:
     for frame in reversed(operation.traceback):
         path = Path(frame.filename)
         if ours in path.parents:
-            return ""  # what called this package is not what made the operation
+            return ""  # this package made the operation, not the code that called it
         if not any(folder in path.parents for folder in libraries):
             return f"{path.name}, line {frame.lineno}"
     return ""
 
 
 def _differentiated(graph: tf.Graph, gradient: tf.Operation) -> tf.Operation | None:
-    """Find the operation of which another is the gradient.
+    """Find the operation that another operation is the gradient of.
 
-    A tape keeps the scope of its name, but not the name. It is of a type that begins alike, and
-    most have an input in common.
+    The name of a gradient contains the scope of this operation, but not its name. The type of a
+    gradient begins with the type of this operation, and the two mostly have an input in common.
     """
     scope = gradient.name[len(_TAPE) :].rpartition("/")[0]
     alike = [
@@ -74,13 +77,13 @@ def _names(tensors: Iterable[Any]) -> set[str]:
 
 @functools.cache
 def _folders() -> tuple[Path, list[Path]]:
-    """Return the folders of this package, and of those between it and the user's code."""
+    """Return the folder of this package, and the folders of TensorFlow and Keras."""
     ours = Path(__file__).parents[1]
     others = [sys.modules.get(name) for name in ("tensorflow", "keras", "tf_keras")]
     files: list[str | None] = [
         module.__file__ for module in others if module is not None and module.__file__
     ]
-    # TensorFlow's own modules tell where it is; its public name may be a package beside it.
+    # The public package may be in another folder than TensorFlow's own modules.
     files.append(sys.modules[tf.Graph.__module__].__file__)
     return ours, [_root(Path(file)) for file in files if file]
 

@@ -1,7 +1,7 @@
-"""Splitting a traced graph into what depends on a vector and what does not.
+"""Splitting a traced graph into the part that depends on a vector and the part that does not.
 
-The part that does not runs once for each point; what it hands over are the *residuals*. The part
-that does runs for each product.
+The part that does not depend on the vector runs once for each point. Its results that the other
+part uses are the *residuals*. The part that depends on the vector runs for each product.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 from hvp._graphs.dataflow import is_stateful
 from hvp._graphs.parts import ancestors, cut_out, data_inputs, node_of
 
-# Not kept but made again for each product, from inputs that are smaller than the result or share
-# its buffer: constants of a product's graph, or views and repetitions of what is kept anyway.
-_REMADE = frozenset(
+# Operations that run for each product instead of keeping their results as residuals. Their inputs
+# are smaller than the result or share its buffer: constants, views and repetitions.
+_RECOMPUTED = frozenset(
     """
     BroadcastTo Const EnsureShape ExpandDims Fill Identity OnesLike Reshape Squeeze Tile ZerosLike
     """.split()
@@ -25,12 +25,12 @@ _REMADE = frozenset(
 
 @dataclass(frozen=True)
 class Split:
-    """The two parts of a graph, and what passes between them.
+    """The two parts of a graph, and the tensors that pass between them.
 
     Attributes
     ----------
     once, product : GraphDef
-        The parts.
+        The part that runs once, and the part that runs for each product.
     residuals : list of str
         Names of the tensors that pass from the first to the second.
     """
@@ -41,7 +41,7 @@ class Split:
 
 
 class UnsplittableError(Exception):
-    """The graph cannot be split; the message says because of what."""
+    """The graph cannot be split; the message names the operation that prevents it."""
 
 
 def split(
@@ -52,13 +52,13 @@ def split(
     Parameters
     ----------
     flat : GraphDef
-        As `inline_calls` makes it.
+        A graph that `inline_calls` returned.
     vectors : sequence of str
-        Names of the placeholders for the vector's parts.
+        Names of the placeholders for the parts of the vector.
     results : sequence of str
-        Names of the product's tensors.
+        Names of the tensors that make up the product.
     once_results : sequence of str
-        Names of the tensors wanted from the first part, besides residuals.
+        Names of the tensors that the first part returns besides residuals.
 
     Returns
     -------
@@ -78,15 +78,16 @@ def split(
             raise UnsplittableError(
                 f"{nodes[name].op} at {name!r} has effects and depends on the vector"
             )
-    product, residuals = _with_remade(nodes, needed, results)
+    product, residuals = _with_recomputed(nodes, needed, results)
     effects = [
         f"{name}:0"
         for name, node in nodes.items()
         if name not in dependent and has_effects(node, functions) and name not in product
     ]
-    # A control edge from what depends on the vector is only TensorFlow's order of tracing.
-    wanted = [*once_results, *residuals, *effects]
-    once = ancestors(nodes, wanted, lambda name: name not in dependent, controls=True)
+    # Control edges from operations that depend on the vector only reflect the order of tracing, and
+    # are dropped.
+    targets = [*once_results, *residuals, *effects]
+    once = ancestors(nodes, targets, lambda name: name not in dependent, controls=True)
     vector_nodes = {node_of(name) for name in vectors}
     return Split(
         once=cut_out(flat, once, keep_controls=True),
@@ -96,23 +97,24 @@ def split(
 
 
 def _dependent(nodes: dict[str, Any], starts: set[str]) -> set[str]:
-    takers: dict[str, list[str]] = {name: [] for name in nodes}
+    """Return the nodes that depend on some nodes, including these."""
+    consumers: dict[str, list[str]] = {name: [] for name in nodes}
     for name, node in nodes.items():
         for tensor in data_inputs(node):
-            takers[node_of(tensor)].append(name)
+            consumers[node_of(tensor)].append(name)
     seen, queue = set(starts), deque(starts)
     while queue:
-        for taker in takers[queue.popleft()]:
-            if taker not in seen:
-                seen.add(taker)
-                queue.append(taker)
+        for consumer in consumers[queue.popleft()]:
+            if consumer not in seen:
+                seen.add(consumer)
+                queue.append(consumer)
     return seen
 
 
-def _with_remade(
+def _with_recomputed(
     nodes: dict[str, Any], needed: set[str], results: Sequence[str]
 ) -> tuple[set[str], list[str]]:
-    """Add to the product's part what is remade; return it, and what is left to be kept."""
+    """Add recomputed operations to the product's part; return that part and the residuals."""
     product, residuals = set(needed), dict[str, None]()
     queue = [t for name in needed for t in data_inputs(nodes[name])]
     queue += [t for t in results if node_of(t) not in needed]
@@ -121,7 +123,7 @@ def _with_remade(
         name = node_of(tensor)
         if name in product:
             continue
-        if nodes[name].op in _REMADE:
+        if nodes[name].op in _RECOMPUTED:
             product.add(name)
             queue += data_inputs(nodes[name])
         else:
@@ -130,6 +132,7 @@ def _with_remade(
 
 
 def has_effects(node: Any, functions: Mapping[str, Any]) -> bool:
+    """Whether a node is stateful, and not merely a read of a variable."""
     return is_stateful(node, functions) and not node.op.startswith(
         ("ReadVariable", "ResourceGather")
     )

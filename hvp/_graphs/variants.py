@@ -1,6 +1,6 @@
-"""The size of what loops and branches hand on: lists and optional values, in variants.
+"""The size of variants: lists of tensors and optional values, which loops and branches pass on.
 
-A variant does not tell what is in it: types are tried until one is right.
+A variant does not reveal the type of its content. Types are tried until one fits.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ _DTYPES = (
 
 
 def variant_nbytes(variant: tf.Tensor) -> int | None:
-    """Return the bytes of a list's elements, taken to be of one size, or of an optional value.
+    """Return the bytes of a list, assuming elements of equal size, or of an optional value.
 
     Parameters
     ----------
     variant : tf.Tensor
-        Of dtype variant, without axes.
+        A scalar of dtype variant.
 
     Returns
     -------
     int or None
-        None for anything else, and for what holds that.
+        None if the variant is, or contains, anything else.
     """
 
     def element(dtype: tf.DType) -> tf.Tensor:
@@ -42,16 +42,17 @@ def variant_nbytes(variant: tf.Tensor) -> int | None:
     try:
         length = int(tf.raw_ops.TensorListLength(input_handle=variant))
         return 0 if length == 0 else _times(length, _first_that_fits(element))
-    except tf.errors.InvalidArgumentError:  # no list
+    except tf.errors.InvalidArgumentError:  # not a list
         pass
     try:
         full = bool(tf.raw_ops.OptionalHasValue(optional=variant))
         return _first_that_fits(optional) if full else 0
-    except tf.errors.InvalidArgumentError:  # nor an optional value
+    except tf.errors.InvalidArgumentError:  # not an optional value either
         return None
 
 
 def _first_that_fits(get: Callable[[tf.DType], tf.Tensor]) -> int | None:
+    """Return the bytes of a value, read with the first type that does not fail."""
     for dtype in _DTYPES:
         try:
             value = get(dtype)

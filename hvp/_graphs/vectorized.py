@@ -1,11 +1,15 @@
-"""A function of one element applied to many at once.
+"""Applying a function of one element to many elements at once.
 
-`tf.vectorized_map` gives operations a further first axis. Of a product `(1, m, p) @ (p, q)`, of a
-sequence of length `m` in a batch of one, that makes `(k, 1, m, p) @ (p, q)`, where TensorFlow's
+`tf.vectorized_map` adds a first axis to operations. The product `(1, m, p) @ (p, q)`, of a sequence
+of length `m` in a batch of one, becomes `(k, 1, m, p) @ (p, q)`. For these shapes, TensorFlow's
 kernel from oneDNN writes beyond its buffers (float32, float16 and bfloat16; TensorFlow 2.16 to
-2.21, on processors with AVX-512). The result is right, and sooner or later the process crashes. So
-where such a product would arise, products by one matrix are written as products of two matrices
-first, which is no slower.
+2.21, on processors with AVX-512). The result is right, but sooner or later the process crashes. If
+such a product would arise, products of many matrices by one are first written as products of two
+matrices::
+
+    (a, ..., m, p) @ (p, q)  =  reshape(reshape(left, (a ... m, p)) @ right, (a, ..., m, q))
+
+which is no slower.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import tensorflow as tf
 
 from hvp._graphs.dataflow import CALLS, CONTROL_FLOW
 from hvp._graphs.inline import inline_calls
-from hvp._graphs.parts import ancestors, cut_out, import_part
+from hvp._graphs.parts import ancestors, cut_out, import_part, node_of
 
 _PRODUCT = "BatchMatMulV2"
 _DANGEROUS = (tf.float32, tf.float16, tf.bfloat16)
@@ -30,25 +34,31 @@ class NotVectorizedError(Exception):
 
 
 def vectorized(function: Callable[[Any], Any], elements: Any) -> Any:
-    """Apply a function along the first axis, as `tf.vectorized_map`, which says less about it.
+    """Apply a function along the first axis, like `tf.vectorized_map`, but only if it is safe.
 
     Parameters
     ----------
     function : callable
-        Takes one element; returns a nest of tensors.
+        Takes one element, returns a nest of tensors.
     elements : nest of tf.Tensor
-        With a further first axis; of the graph being traced.
+        Tensors of the graph being traced, with the elements along the first axis.
+
+    Returns
+    -------
+    nest of tf.Tensor
+        The results, stacked along the first axis.
 
     Raises
     ------
     NotVectorizedError
-        If TensorFlow cannot vectorize the function, or only unsafely. `tf.map_fn` then applies it
-        to one element after the other, and raises what is wrong with the function itself.
+        If TensorFlow cannot vectorize the function, or not safely. You can then use `tf.map_fn`,
+        which applies the function to one element after the other and raises the function's own
+        errors.
 
     Notes
     -----
-    An operation that TensorFlow cannot apply to all elements at once runs in a loop in the graph;
-    TensorFlow says so to its own developers.
+    An operation that TensorFlow cannot apply to all elements at once runs in a loop in the graph.
+    TensorFlow logs a message about this for its own developers, which is suppressed here.
     """
     results, dangerous = _vectorized(function, elements)
     if dangerous:
@@ -59,16 +69,16 @@ def vectorized(function: Callable[[Any], Any], elements: Any) -> Any:
 
 
 def _vectorized(function: Callable[[Any], Any], elements: Any) -> tuple[Any, bool]:
-    """Return the results, and whether a dangerous product is among what was added to the graph."""
+    """Return the results, and whether a dangerous product was added to the graph."""
     graph, logger = tf.compat.v1.get_default_graph(), tf.get_logger()
     before = {operation.name for operation in graph.get_operations()}
-    logger.addFilter(_is_of_use)
+    logger.addFilter(_is_relevant)
     try:
         results = tf.vectorized_map(function, elements, warn=False)
-    except Exception as error:  # of any kind: its errors about an operation may themselves fail
+    except Exception as error:  # of any kind, because TensorFlow's error handling itself may fail
         raise NotVectorizedError(f"{type(error).__name__}: {error}") from error
     finally:
-        logger.removeFilter(_is_of_use)
+        logger.removeFilter(_is_relevant)
     added = [operation for operation in graph.get_operations() if operation.name not in before]
     return results, _is_any_dangerous(graph, added)
 
@@ -81,7 +91,7 @@ def _is_any_dangerous(graph: tf.Graph, operations: Sequence[tf.Operation]) -> bo
                 return True
     if not any(operation.type in CONTROL_FLOW | CALLS for operation in operations):
         return False
-    # In loops and branches only the results' shapes are told.
+    # In loops and branches, only the shapes of results are known.
     return any(
         node.op == _PRODUCT
         and not node.attr["adj_x"].b
@@ -93,7 +103,7 @@ def _is_any_dangerous(graph: tf.Graph, operations: Sequence[tf.Operation]) -> bo
 
 
 def _may_be_dangerous(left: tf.TensorShape, right: tf.TensorShape) -> bool:
-    """Whether two operands may be of the shapes `(k, 1, m, p)` and `([1, 1,] p, q)`."""
+    """Whether two operands may have the shapes `(k, 1, m, p)` and `([1, 1,] p, q)`."""
     if left.rank is not None and (left.rank != 4 or left[1] not in (1, None)):
         return False
     return right.rank is None or all(size in (1, None) for size in right[:-2])
@@ -105,7 +115,7 @@ def _shape_of_result(node: Any) -> tf.TensorShape:
 
 
 def _folded(function: Callable[[Any], Any], elements: Any) -> Callable[[Any], Any]:
-    """Return the same function, products by one matrix written as products of two matrices."""
+    """Return the same function, with products of many matrices by one as products of two."""
     specs = [tf.TensorSpec(x.shape[1:], x.dtype) for x in tf.nest.flatten(elements)]
 
     def flat(*parts: tf.Tensor) -> Any:
@@ -115,37 +125,38 @@ def _folded(function: Callable[[Any], Any], elements: Any) -> Callable[[Any], An
     outside = list(concrete.captured_inputs)
     names = [tensor.name for tensor in concrete.inputs]
     without_calls, rename = inline_calls(concrete.graph.as_graph_def())
-    wanted = [rename(tensor.name) for tensor in concrete.outputs]
+    outputs = [rename(tensor.name) for tensor in concrete.outputs]
     inputs = [rename(name) for name in names]
 
     def imported(*tensors: tf.Tensor) -> list[tf.Tensor]:
-        return _import(without_calls, dict(zip(inputs, tensors)), wanted)
+        return _import(without_calls, dict(zip(inputs, tensors)), outputs)
 
-    # Imported once for the shapes of all tensors, which the definition of a graph does not have.
+    # This import infers the shapes of all tensors, which a GraphDef does not contain.
     all_specs = [tf.TensorSpec(t.shape, t.dtype) for t in concrete.inputs]
     shaped = tf.function(imported, autograph=False).get_concrete_function(*all_specs)
     definition = shaped.graph.as_graph_def()
     _fold(definition, shaped.graph)
-    given = [tensor.name for tensor in shaped.inputs]
+    arguments = [tensor.name for tensor in shaped.inputs]
     results = [tensor.name for tensor in shaped.outputs]
 
     def folded(element: Any) -> Any:
-        known = dict(zip(given, [*tf.nest.flatten(element), *outside]))
-        made = _import(definition, known, results)
-        return tf.nest.pack_sequence_as(concrete.structured_outputs, made)
+        known = dict(zip(arguments, [*tf.nest.flatten(element), *outside]))
+        values = _import(definition, known, results)
+        return tf.nest.pack_sequence_as(concrete.structured_outputs, values)
 
     return folded
 
 
-def _import(graph_def: Any, known: dict[str, tf.Tensor], wanted: Sequence[str]) -> list[tf.Tensor]:
+def _import(graph_def: Any, known: dict[str, tf.Tensor], results: Sequence[str]) -> list[tf.Tensor]:
+    """Import the nodes that are needed to compute some tensors from known ones."""
     nodes = {node.name: node for node in graph_def.node}
-    given = {name.partition(":")[0] for name in known}
-    needed = ancestors(nodes, wanted, lambda name: name not in given)
-    return import_part(cut_out(graph_def, needed, keep_controls=False), known, wanted)
+    known_nodes = {node_of(name) for name in known}
+    needed = ancestors(nodes, results, lambda name: name not in known_nodes)
+    return import_part(cut_out(graph_def, needed, keep_controls=False), known, results)
 
 
 def _fold(graph_def: Any, graph: tf.Graph) -> None:
-    """Write products of many matrices by one as products of two, where shapes are known."""
+    """Write products of many matrices by one as products of two matrices if shapes are known."""
     for node in list(graph_def.node):
         if node.op != _PRODUCT or node.attr["adj_x"].b:
             continue
@@ -177,7 +188,7 @@ def _fold(graph_def: Any, graph: tf.Graph) -> None:
 
 
 def _reshape(name: str, tensor: str, sizes: Sequence[int], dtype: int) -> Iterator[Any]:
-    """Yield a node that reshapes a tensor, and the node of the constant that it takes for that."""
+    """Yield a node that reshapes a tensor, and the node of the constant shape."""
     reshape = tf.compat.v1.NodeDef(name=name, op="Reshape", input=[tensor, f"{name}/shape"])
     reshape.attr["T"].type = dtype
     reshape.attr["Tshape"].type = tf.int32.as_datatype_enum
@@ -188,5 +199,5 @@ def _reshape(name: str, tensor: str, sizes: Sequence[int], dtype: int) -> Iterat
     yield shape
 
 
-def _is_of_use(record: logging.LogRecord) -> bool:
+def _is_relevant(record: logging.LogRecord) -> bool:
     return "while_loop" not in record.getMessage()

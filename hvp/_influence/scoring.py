@@ -139,13 +139,13 @@ class Scoring:
         except Exception as error:  # the user's loss, or Keras, may raise anything
             # Other errors of this package do not come from the kind of the data.
             may_be_data = isinstance(error, InvalidDataError) or not isinstance(error, HvpError)
-            difference = self._train.first.differs(test.first) if may_be_data else ""
+            difference = test.first.difference_from(self._train.first) if may_be_data else ""
             if not difference:
                 raise
             reason = line_of(error)
             raise InvalidDataError(
                 f"the loss of the test data cannot be computed ({type(error).__name__}: {reason}); "
-                f"compared with the training data, {difference}",
+                f"compared with the training data, they have {difference}",
                 "examples like those of the training data, with labels of the same kind",
             ) from error
         return test

@@ -1,1 +1,1 @@
-"""What is known of Keras beyond its public interface."""
+"""Access to Keras models and layers, beyond the public interface of Keras."""

@@ -14,25 +14,25 @@ from hvp._keras.private import mask_of
 def compiled_problem(
     model: Any, data: Any, variables: Any, training: bool | None, options: Mapping[str, Any]
 ) -> tuple[Callable[..., Any], Any]:
-    """Return the compiled loss, and the variables it is to be differentiated by.
+    """Return the compiled loss, and the variables to differentiate it with respect to.
 
     Parameters
     ----------
     model : keras.Model
-        Compiled.
+        A compiled model.
     data : tuple of arrays, or iterable of such
-        What it is to be evaluated on.
+        The data that the loss is evaluated on.
     variables : nest or None
-        The model's trainable variables if None.
+        The variables; if None, the trainable variables of the model.
     training : bool or None
         Whether layers behave as in training.
     options : mapping
-        Other arguments of the call, of which some divide the data.
+        Other arguments of the call. Some of them divide the data into batches.
 
     Raises
     ------
     HvpError
-        As `loss_of_model`; if an option is one of `model.fit`.
+        If an option is an argument of `model.fit`, and in the cases of `loss_of_model`.
     """
     check_options_of_fit(options)
     split = ("batch_size", "memory_limit", "hessian_batch_size")
@@ -41,18 +41,18 @@ def compiled_problem(
     loss = loss_of_model(model, training=training, by_examples=by_examples)
     if options.get("reduction") == "sum" and model.losses:
         raise InvalidLossError(
-            "reduction='sum' would multiply the model's regularizers too",
+            "reduction='sum' would multiply the model's regularizers, too",
             "a model without regularizers, or reduction='mean'",
-            "pass a loss without them to HessianOperator, and them as regularization=",
+            "pass a loss without the regularizers to HessianOperator, and them as regularization=",
         )
     return loss, model if variables is None else variables
 
 
 def check_options_of_fit(options: Mapping[str, Any]) -> None:
-    """Refuse arguments of `model.fit`, and say what there is instead."""
+    """Refuse arguments of `model.fit`, and name alternatives."""
     for name in [name for name in _OF_FIT if name in options]:
         raise HvpError(
-            f"the argument {name} is given, which is one of model.fit",
+            f"the argument {name} is an argument of model.fit",
             "arguments of this call",
             _OF_FIT[name],
         )
@@ -63,7 +63,7 @@ _OF_FIT = {
     "sample_weight = np.array([class_weight[label] for label in y])",
     "sample_weight": "pass it as data: (x, y, sample_weight)",
     "epochs": "pass maxiter= for the iterations of an optimizer",
-    "validation_data": "evaluate on it afterwards",
+    "validation_data": "evaluate the model on it afterwards",
 }
 
 
@@ -72,12 +72,12 @@ def _check_labels(model: Any, outputs: Any, labels: Any) -> None:
     if not (isinstance(outputs, dict) and isinstance(labels, dict)):
         return
     losses = model.loss
-    wanted = set(losses) if isinstance(losses, dict) else set(outputs)
-    unknown, missing = set(labels) - set(outputs), wanted - set(labels)
+    required = set(losses) if isinstance(losses, dict) else set(outputs)
+    unknown, missing = set(labels) - set(outputs), required - set(labels)
     if unknown or missing:
         raise InvalidDataError(
             f"the labels have the keys {sorted(labels)}, and the model's outputs {sorted(outputs)}",
-            f"labels for {sorted(wanted)}",
+            f"labels for {sorted(required)}",
             f"rename {sorted(unknown)} to {sorted(missing)}" if unknown and missing else "",
         )
 
@@ -90,23 +90,24 @@ def loss_of_model(
     Parameters
     ----------
     model : keras.Model
-        Compiled.
+        A compiled model.
     training : bool or None
         Whether layers behave as in training.
     by_examples : bool
-        Whether a batch counts as many times as it has examples, which a mask would make wrong.
+        Whether batches are weighted by their number of examples. Models whose outputs have masks
+        are then refused, because Keras averages over unmasked entries.
     regularized : bool
-        Whether the model's regularizers count.
+        Whether to include the model's regularizers.
 
     Returns
     -------
     callable
-        Takes `x`, `y` and perhaps `sample_weight`; returns the mean.
+        Takes `x`, `y` and optionally `sample_weight`, returns the mean loss.
 
     Raises
     ------
     InvalidLossError
-        If the model is not compiled, or its loss is a sum over the batch, not a mean.
+        If the model is not compiled, or if its loss is a sum over the batch instead of a mean.
     """
     if not getattr(model, "compiled", False):
         raise InvalidLossError(
@@ -123,16 +124,16 @@ def loss_of_model(
             )
 
     def loss(x: Any, y: Any, sample_weight: Any = None) -> Any:
-        made = model(x, training=training)
-        _check_labels(model, made, y)
-        if by_examples and any(mask_of(output) is not None for output in tf.nest.flatten(made)):
+        outputs = model(x, training=training)
+        _check_labels(model, outputs, y)
+        if by_examples and any(mask_of(output) is not None for output in tf.nest.flatten(outputs)):
             raise InvalidLossError(
-                "an output of the model has a mask, so that Keras averages over what is not "
-                "masked, and not over examples",
-                "weight=, a function that tells how much a batch counts",
-                "for token 0 as mask: weight=lambda x, y: tf.math.count_nonzero(x)",
+                "an output of the model has a mask, so that Keras averages over unmasked entries "
+                "instead of examples",
+                "weight=, a function that returns the weight of a batch",
+                "if token 0 is masked, pass weight=lambda x, y: tf.math.count_nonzero(x)",
             )
-        value = model.compute_loss(x=x, y=y, y_pred=made, sample_weight=sample_weight)
+        value = model.compute_loss(x=x, y=y, y_pred=outputs, sample_weight=sample_weight)
         if not regularized and model.losses:
             value -= tf.add_n([tf.cast(part, value.dtype) for part in model.losses])
         return value

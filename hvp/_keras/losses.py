@@ -1,7 +1,7 @@
-"""What Keras layers note during a call, put back.
+"""Restoring the losses that Keras layers collect during a call.
 
-A layer with an activity regularizer, or that calls `add_loss`, keeps the loss's tensor in a list.
-A trace would leave a symbolic tensor there, for whoever reads `model.losses` next.
+A layer that has an activity regularizer or calls `add_loss` keeps the tensor of the loss in a list.
+A trace would leave a symbolic tensor there, which `model.losses` would return later.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from hvp._keras.private import layers_of, lists_of_losses, losses_of
 
 @contextlib.contextmanager
 def kept_losses(variables: Any) -> Iterator[None]:
-    """Put back the losses that the layers of Keras models among `variables` hold.
+    """Restore the losses that the layers of Keras models hold when the context ends.
 
     Parameters
     ----------
     variables : nest
-        What was given as variables; only layers and models in it are known.
+        Keras models and layers. Other objects, such as variables, are ignored.
     """
     saved = [
         (holder, holder.copy())
@@ -39,7 +39,7 @@ def kept_losses(variables: Any) -> Iterator[None]:
 
 
 def layers_with_new_losses(model: Any) -> list[str]:
-    """Return the names of layers that have noted a loss in the graph that is being traced."""
+    """Return the names of layers that have added a loss in the graph being traced."""
     graph = tf.compat.v1.get_default_graph()
     return [
         layer.name

@@ -1,8 +1,8 @@
-"""What Keras layers are told by the layers around them, told again when they are traced later.
+"""Restoring the settings of Keras layers when they are traced later.
 
-A layer that is called inside another's `call` learns from it whether this is training, and in which
-precision to read variables. But a derivative is traced when that other layer has long returned, and
-every trace is made in a thread of its own.
+A layer that is called inside another layer gets settings from that layer: whether it is training,
+and the precision in which to read variables. A derivative is traced after that other layer has
+returned, and every trace is made in a separate thread.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from hvp._keras.private import SCOPE_ATTRIBUTES, global_state
 
 
 class KerasScope:
-    """What layers are told where this is made.
+    """The settings that are in force for Keras layers where the object is created.
 
     Attributes
     ----------
     key : tuple
         Equal for scopes in which layers compute the same.
     passes : bool
-        Whether other values stand for the variables here, or they have none yet, so that a trace
-        is good for this call only.
+        Whether this is a stateless call, in which other values replace those of the variables, or
+        the variables have no values yet. A trace then serves this call only.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class KerasScope:
 
     @contextlib.contextmanager
     def resumed(self) -> Iterator[None]:
-        """Tell layers the same again."""
+        """Put the settings in force again."""
         state = global_state()
         if state is None:
             yield
@@ -52,7 +52,10 @@ class KerasScope:
 
 @contextlib.contextmanager
 def carried_over() -> Iterator[Callable[[Callable[[], Any]], Any]]:
-    """Take all that Keras keeps for this thread over to another, and back."""
+    """Yield a function that runs another one with this thread's Keras state, in another thread.
+
+    When the context ends, this thread gets the state that the function left.
+    """
     state = global_state()
     if state is None:
         yield lambda function: function()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from scipy.sparse.linalg import LinearOperator
 
 from hvp._graphs.compiled import Compiled
 from hvp._vectors.arrays import check_array
+from hvp._vectors.resources import restored
 from hvp._vectors.space import Space
 from hvp._vectors.variables import VariableNest, collect_variables
 
@@ -53,17 +53,9 @@ class Position:
         """Assign a vector, which is an array or a tensor, to the variables."""
         self._write(tf.cast(x, self._space.dtype))
 
-    @contextlib.contextmanager
-    def restored(self, only_on_error: bool = False) -> Iterator[None]:
+    def restored(self, only_on_error: bool = False) -> AbstractContextManager[None]:
         """Restore the variables on exit, or only if an exception is raised inside."""
-        before = self.read()
-        try:
-            yield
-        except BaseException:
-            self.write(before)
-            raise
-        if not only_on_error:
-            self.write(before)
+        return restored([self], only_on_error=only_on_error)
 
     # Reading and writing are compiled into one call each: with one operation per variable they
     # would take as long as a small evaluation of the loss.

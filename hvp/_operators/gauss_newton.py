@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvp._data.elements import retraced
 from hvp._engines.gauss_newton import GaussNewtonRule
 from hvp._errors import InvalidDataError, InvalidLossError
 from hvp._operators.core import evaluated
@@ -121,13 +122,6 @@ def _checked_prediction(part: Any) -> tf.Tensor:
             f"the model returned a {kind}", "floating-point tensors, the predictions"
         )
     return tf.convert_to_tensor(part)
-
-
-def retraced(function: Any) -> Callable[..., Any]:
-    """Return a `tf.function` without its traces, which may hold wrong derivatives."""
-    if isinstance(function, tf.types.experimental.PolymorphicFunction):
-        return tf.function(function.python_function)
-    return function
 
 
 def _checked_output_loss(output_loss: Any) -> Callable[..., Any]:

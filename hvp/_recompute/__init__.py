@@ -1,1 +1,1 @@
-"""Layer 1: functions whose intermediate values are computed again instead of kept."""
+"""Functions whose derivatives recompute intermediate values instead of keeping them."""

@@ -1,4 +1,4 @@
-"""`recompute_model`: a Keras model in segments, each recomputed."""
+"""`recompute_model`: Keras models divided into segments that derivatives recompute."""
 
 from __future__ import annotations
 
@@ -21,38 +21,39 @@ from hvp._runtime.interrupts import Uninterrupted
 
 
 def recompute_model(model: Any, segments: int | Sequence[Any] | None = None) -> Callable[..., Any]:
-    """Call a Keras model in segments that derivatives compute again, instead of keeping them.
+    """Divide a Keras model into segments whose values derivatives recompute instead of keeping.
 
     Parameters
     ----------
     model : keras.Model
-        Sequential, functional or subclassed, and built. Its weights are used, not copied.
+        A sequential, functional or subclassed model that is built. Its weights are used, not
+        copied.
     segments : int or sequence of (str or keras.Layer), optional
-        How many segments, or the sublayers that are to be segments, or their names. By default
-        about the square root of the depth, chosen by the sizes of what the layers compute. A
-        subclassed model has to be given its sublayers.
+        The number of segments, or the sublayers that become segments, or their names. By default,
+        the number is about the square root of the depth, and the sizes of the layers' results
+        decide where to cut. For a subclassed model you have to list sublayers.
 
     Returns
     -------
     callable
-        Called like the model, gives what the model gives. Attributes: `segments`, a list of the
-        names of each segment's layers, and `__wrapped__`, the model.
+        A function that you call like the model and that returns the same. Its attribute `segments`
+        lists the names of the layers of each segment, and its attribute `__wrapped__` is the model.
 
     Raises
     ------
     RecomputeError
-        If the model is not built, cannot be cut into so many segments, or has no such layer; if
-        `segments` is missing for a subclassed model.
+        If the model is not built, cannot be cut into that many segments, or has no such layer, or
+        if you do not list sublayers of a subclassed model.
 
     Notes
     -----
     A sequential or functional model is cut where a single tensor, besides the model's inputs,
-    passes from one side to the other, so that branches stay whole. What is kept of a Hessian-vector
-    product are three tensors for each cut, and what the largest segment computes.
+    passes from one side to the other. Branches therefore stay whole. A Hessian-vector product holds
+    three tensors for each cut, and the values that the largest segment computes.
 
     See Also
     --------
-    recompute : for functions and single layers; its notes on cost and state hold here too.
+    recompute : The same for functions and layers. Its notes on cost and state apply here too.
 
     Examples
     --------
@@ -83,7 +84,7 @@ def recompute_model(model: Any, segments: int | Sequence[Any] | None = None) -> 
         return _by_layers(model, segments)
     if any(kind.__module__.startswith("tf_keras") for kind in type(model).__mro__):
         raise RecomputeError(
-            f"the model {model.name!r} is of tf_keras",
+            f"the model {model.name!r} is a model of tf_keras",
             "a Keras 3 model, or a list of its sublayers",
             "pass segments=[...] with the sublayers to recompute, or their names",
         )
@@ -92,7 +93,9 @@ def recompute_model(model: Any, segments: int | Sequence[Any] | None = None) -> 
         raise RecomputeError(
             f"the model {model.name!r} is "
             + (
-                "not built" if is_sequential else "subclassed, so that its layers' order is unknown"
+                "not built"
+                if is_sequential
+                else "subclassed, so the order of its layers is unknown"
             ),
             "a model with known inputs and outputs, or a list of its sublayers",
             "call it on a batch first"
@@ -103,33 +106,38 @@ def recompute_model(model: Any, segments: int | Sequence[Any] | None = None) -> 
 
 
 def _has_outputs(model: Any) -> bool:
-    """Whether the way from inputs to outputs is known."""
+    """Whether the model knows its inputs and outputs."""
     try:
         return bool(model.outputs)
-    except (AttributeError, ValueError):  # one or the other, by Keras' version
+    except (AttributeError, ValueError):  # which of them depends on the version of Keras
         return False
 
 
 def segments_of(
     variables: Any, segments: Any
 ) -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Return contexts in which a Keras model, wherever it is called, is recomputed in segments.
+    """Return a context manager under which every call of a Keras model is recomputed in segments.
 
     Parameters
     ----------
     variables : keras.Model
         The model.
     segments : True, int or sequence
-        As for `recompute_model`, which chooses them if True.
+        The segments, as for `recompute_model`. True leaves the choice to `recompute_model`.
 
     Returns
     -------
     callable
-        Makes a context.
+        Takes nothing and returns the context manager.
+
+    Raises
+    ------
+    RecomputeError
+        If the variables are not a Keras model, or as for `recompute_model`.
     """
     if not has_layers(variables):
         raise RecomputeError(
-            f"the argument recompute is {segments!r}, and the variables are "
+            f"the argument recompute is {segments!r}, but the variables are "
             f"{type(variables).__name__}",
             "a Keras model in place of the variables",
             "pass the model, or wrap parts of the loss in hvp.recompute",
@@ -140,15 +148,15 @@ def segments_of(
         del mask
         return segmented(inputs, training=training)
 
-    # Of listed layers each is replaced where it stands; else the model as a whole.
+    # If layers are listed, the call of each is replaced; otherwise that of the model as a whole.
     whole = functools.partial(_replaced_call, variables, call)
     return getattr(segmented, "replaced", whole)
 
 
 @contextlib.contextmanager
 def _replaced_call(layer: Any, call: Callable[..., Any]) -> Iterator[None]:
-    """Let a layer compute something else when it is called."""
-    # On the instance, where Keras looks it up before the class.
+    """Replace the `call` of a layer in a context."""
+    # Python looks up `call` on the instance before the class. Keras tracks normal assignments.
     object.__setattr__(layer, "call", call)
     try:
         yield
@@ -156,66 +164,69 @@ def _replaced_call(layer: Any, call: Callable[..., Any]) -> Iterator[None]:
         object.__delattr__(layer, "call")
 
 
-def _by_layers(model: Any, given: Sequence[Any]) -> Callable[..., Any]:
-    """Recompute some layers of a model, wherever it calls them."""
+def _by_layers(model: Any, listed: Sequence[Any]) -> Callable[..., Any]:
+    """Recompute the listed layers in every call that the model makes of them."""
     by_name = {layer.name: layer for layer in layers_of(model, include_self=False)}
     shown = ", ".join(list(by_name)[:8]) + (", ..." if len(by_name) > 8 else "")
     layers = []
-    for layer in given:
-        found = by_name.get(layer if isinstance(layer, str) else getattr(layer, "name", None))
-        if found is None or not (isinstance(layer, str) or found is layer):
+    for layer in listed:
+        own = by_name.get(layer if isinstance(layer, str) else getattr(layer, "name", None))
+        if own is None or not (isinstance(layer, str) or own is layer):
             raise RecomputeError(
                 f"the model {model.name!r} has no layer {layer!r}",
                 f"layers of the model: {shown}",
             )
-        layers.append(found)
+        layers.append(own)
     if not layers:
         raise RecomputeError("the list of layers to recompute is empty", "at least one layer")
     calls: dict[int, Callable[..., Any]] = {}
 
     @contextlib.contextmanager
     def replaced(without: Any = None) -> Iterator[None]:
-        there = [layer for layer in layers if layer is not without and "call" not in vars(layer)]
+        # While a listed layer is recomputed, its own call is the original one. Other listed layers
+        # inside it are replaced.
         with contextlib.ExitStack() as stack:
-            for layer in there:
+            for layer in layers:
+                if layer is without or "call" in vars(layer):
+                    continue
                 stack.enter_context(_replaced_call(layer, calls[id(layer)]))
             yield
 
-    def of(layer: Any) -> Callable[..., Any]:
+    def recomputed_call(layer: Any) -> Callable[..., Any]:
         original = layer.call
 
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
             with replaced(without=layer), kept_losses(layer):
-                made = original(*args, **kwargs)
+                results = original(*args, **kwargs)
                 refuse_losses(layer)
-                return made
+                return results
 
         return recompute(call)
 
-    calls.update({id(layer): of(layer) for layer in layers})
+    calls.update({id(layer): recomputed_call(layer) for layer in layers})
 
     def segmented(*args: Any, **kwargs: Any) -> Any:
         with replaced():
             return model(*args, **kwargs)
 
-    finished = _finished(segmented, model, [[layer.name] for layer in layers])
-    finished.replaced = replaced
-    return finished
+    named = _with_attributes(segmented, model, [[layer.name] for layer in layers])
+    named.replaced = replaced
+    return named
 
 
 @dataclass(frozen=True)
 class _Link:
-    """Part of a functional model, from one tensor that separates it to the next.
+    """Part of a functional model, between one tensor that separates the model and the next.
 
     Attributes
     ----------
     end : KerasTensor or None
-        Where it ends; None for the last.
+        The tensor at its end; None for the last link.
     names : list of str
-        Of its layers and operations.
+        Names of its layers and operations.
     crossing : list of KerasTensor
-        Inputs of the model that are used after it.
+        Inputs of the model that are used after this link.
     """
 
     end: Any
@@ -224,12 +235,12 @@ class _Link:
 
 
 def _by_cuts(model: Any, count: int | None) -> Callable[..., Any]:
-    """Cut a functional model where single tensors separate it."""
+    """Cut a functional model at tensors that separate it into two parts."""
     links = _links(model)
     if count is not None and not 1 <= count <= len(links):
         raise RecomputeError(
-            f"the model {model.name!r} is to be cut into {count} segments",
-            f"between 1 and {len(links)}: branches stay whole",
+            f"the model {model.name!r} cannot be cut into {count} segments",
+            f"between 1 and {len(links)} segments, since branches stay whole",
         )
     sizes = _link_sizes(model, links)
     if count is None:
@@ -242,54 +253,58 @@ def _by_cuts(model: Any, count: int | None) -> Callable[..., Any]:
         parts.append(_part(model, links, start, end))
 
     def segmented(inputs: Any, training: Any = None) -> Any:
-        given = dict(zip(map(id, model.inputs), _flat_inputs(model, inputs)))
+        tensors = dict(zip(map(id, model.inputs), _flat_inputs(model, inputs)))
         value = None
         for (run, crossing), start in zip(parts, [0, *cuts]):
-            extra = [given[id(tensor)] for tensor in crossing]
+            extra = [tensors[id(tensor)] for tensor in crossing]
             value = run([*extra] if start == 0 else [value, *extra], training=training)
         return value
 
-    return _finished(segmented, model, names)
+    return _with_attributes(segmented, model, names)
 
 
 def _part(model: Any, links: list[_Link], start: int, end: int) -> tuple[Any, list[Any]]:
-    """Return a recomputed model of some links, and which inputs of the model it takes."""
+    """Return the recomputed model of some links, and the inputs of the whole model it takes."""
     import keras
 
     last = end == len(links)
     outputs = model.compute_output_spec(_input(model)) if last else None
     crossing = list(model.inputs) if start == 0 else links[start - 1].crossing
     inputs = crossing if start == 0 else [links[start - 1].end, *crossing]
-    wanted = model.outputs if last else links[end - 1].end
+    ends = model.outputs if last else links[end - 1].end
     try:
-        part = keras.Model(inputs, wanted)
+        part = keras.Model(inputs, ends)
     except ValueError as error:  # a layer that is called more than once
         raise RecomputeError(
-            f"the model {model.name!r} cannot be cut before {_named(links[end - 1])}: {error}",
-            "layers that are called once, on either side of a cut",
+            f"the model {model.name!r} cannot be cut before {_last_name(links[end - 1])}: {error}",
+            "layers that are called once, so that each is on one side of a cut",
             "pass segments=[...] with sublayers to recompute, or their names",
         ) from error
 
     def run(tensors: list[Any], training: Any) -> Any:
         with warnings.catch_warnings():
-            # The layers inside take the mask, or the model computes it where it is needed.
+            # Keras warns about masks, but the layers of the part take the mask or compute it.
             warnings.filterwarnings("ignore", message=".*input with a mask attached")
             with kept_losses(part):
-                made = part(tensors, training=training)
+                results = part(tensors, training=training)
                 refuse_losses(part)
         if outputs is None:
-            return made
-        return tf.nest.pack_sequence_as(outputs, tf.nest.flatten(made))
+            return results
+        return tf.nest.pack_sequence_as(outputs, tf.nest.flatten(results))
 
     return recompute(run), crossing
 
 
-def _named(link: _Link) -> str:
+def _last_name(link: _Link) -> str:
     return repr(link.names[-1]) if link.names else "the end"
 
 
 def _links(model: Any) -> list[_Link]:
-    """Walk through a functional model, and find the tensors that separate it."""
+    """Return the links of a functional model.
+
+    A tensor separates the model if, once it has been computed, no other tensor but inputs and this
+    one is used later. An output of the model does not count as such a tensor.
+    """
     makers = _in_order(model)
     last_use: dict[int, int] = {}
     for place, (_, node) in enumerate(makers):
@@ -297,7 +312,8 @@ def _links(model: Any) -> list[_Link]:
             last_use[id(tensor)] = place
     for tensor in model.outputs:
         last_use[id(tensor)] = len(makers)
-    found, names = [], []
+    links, names = [], []
+    # Tensors that have been computed and are used later.
     alive: dict[int, Any] = {}
     for place, (operation, node) in enumerate(makers):
         names.append(operation.name)
@@ -306,13 +322,13 @@ def _links(model: Any) -> list[_Link]:
         separate = [t for t in alive.values() if not any(t is o for o in model.outputs)]
         if place < len(makers) - 1 and len(alive) == 1 and len(separate) == 1:
             crossing = [t for t in model.inputs if last_use.get(id(t), -1) > place]
-            found.append(_Link(separate[0], names, crossing))
+            links.append(_Link(separate[0], names, crossing))
             names = []
-    return [*found, _Link(None, names, [])]
+    return [*links, _Link(None, names, [])]
 
 
 def _in_order(model: Any) -> list[tuple[Any, Any]]:
-    """Return the operations of a functional model and their nodes, makers before takers."""
+    """Return the operations of a functional model and their nodes in topological order."""
     order: list[tuple[Any, Any]] = []
     done = {id(tensor) for tensor in model.inputs}
     seen: set[int] = set()
@@ -340,11 +356,11 @@ def _link_sizes(model: Any, links: list[_Link]) -> list[int]:
         for place, (operation, node) in enumerate(_in_order(model)):
             before = len(graph.get_operations())
             args, kwargs = node.arguments.fill_in(values)
-            with tf.name_scope("link"):  # outermost, a name may not begin with an underscore
-                made = tf.nest.flatten(operation(*args, **kwargs))
-            values.update(zip(map(id, node.output_tensors), made))
+            with tf.name_scope("link"):  # an outermost name may not begin with an underscore
+                results = tf.nest.flatten(operation(*args, **kwargs))
+            values.update(zip(map(id, node.output_tensors), results))
             new = graph.get_operations()[before:]
-            sizes[place] = sum(nbytes(tensor) for made_by in new for tensor in made_by.outputs)
+            sizes[place] = sum(nbytes(tensor) for added in new for tensor in added.outputs)
 
     sizes: dict[int, int] = {}
     specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in model.inputs]
@@ -355,7 +371,7 @@ def _link_sizes(model: Any, links: list[_Link]) -> list[int]:
 
 
 def _input(model: Any) -> Any:
-    """Return the model's inputs in the form in which it takes them."""
+    """Return the model's inputs in the structure that the model takes."""
     return model.inputs[0] if len(model.inputs) == 1 else model.input
 
 
@@ -365,7 +381,7 @@ def _flat_inputs(model: Any, inputs: Any) -> list[Any]:
     return list(tf.nest.flatten(inputs))
 
 
-def _finished(segmented: Any, model: Any, names: list[list[str]]) -> Any:
+def _with_attributes(segmented: Any, model: Any, names: list[list[str]]) -> Any:
     segmented.__wrapped__ = model
     segmented.__name__ = segmented.__qualname__ = f"recomputed_{model.name}"
     segmented.segments = names

@@ -1,4 +1,4 @@
-"""`recompute`: a function whose intermediate values are computed again, in every derivative."""
+"""`recompute`: functions whose derivatives of every order recompute intermediate values."""
 
 from __future__ import annotations
 
@@ -19,51 +19,56 @@ from hvp._runtime.guard import refuse_forks
 
 
 def recompute(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Let derivatives of a function compute its intermediate values again, not keep them.
+    """Let derivatives of a function recompute its intermediate values instead of keeping them.
 
-    Like `tf.recompute_grad`, but differentiable as often as wanted: the derivative of each order is
-    itself recomputed.
+    This is like `tf.recompute_grad`, except that the result can be differentiated any number of
+    times: derivatives of every order are themselves recomputed.
 
     Parameters
     ----------
     f : callable
-        A function, a `tf.function`, or a Keras layer or model. Takes and returns nests of tensors;
-        arguments that are no tensors or arrays are fixed: each new one means another trace. May
-        read variables, draw random numbers, and update state (moving averages, seeds).
+        A function, a `tf.function`, or a Keras layer or model. It takes and returns nests of
+        tensors. It is traced again for each new value of an argument that is not a tensor or
+        array. It may read variables, draw random numbers, and update state (moving averages,
+        seeds).
 
     Returns
     -------
     callable
-        Gives what `f` gives. Derivatives of every order by its arguments and by the variables and
-        tensors it uses equal those of `f` to rounding. Its attribute `__wrapped__` is `f`.
+        A function that returns the same as `f`. Its derivatives of every order, by its arguments
+        and by the variables and tensors it uses, equal those of `f` to rounding. Its attribute
+        `__wrapped__` is `f`.
 
     Raises
     ------
     RecomputeError
-        If `f` cannot be called; when it is called, if it returns something else than tensors, or
-        has a state that cannot be replayed; when it is differentiated, if its Python code then does
-        something else than before.
+        If `f` is not callable. When you call the result, if `f` returns something other than
+        tensors, or has a state that cannot be replayed. When you differentiate it, if the Python
+        code of `f` does something else than it did in the first trace.
     SecondDerivativeError
-        When differentiated twice or more, if TensorFlow lacks a derivative of an operation in `f`.
+        When you differentiate the result twice or more, if TensorFlow lacks a derivative of an
+        operation in `f`.
 
     Notes
     -----
-    A tape keeps the inputs of a call: arguments, and the values of variables, which share their
-    memory. One call costs what `f` costs; a first derivative one more evaluation of `f`; a product
-    with the Hessian, one more of `f` and one of its gradient besides. Calls inside `f` to other
-    recomputed functions are recomputed within: nesting makes memory logarithmic in depth.
+    A tape keeps only the inputs of a call: the arguments, and the values of variables, which share
+    the variables' memory. A call costs as much as a call of `f`. A first derivative costs one more
+    evaluation of `f`. A Hessian-vector product costs one more evaluation of `f` and one of its
+    gradient. If `f` calls other recomputed functions, these are recomputed in turn, so that nested
+    calls need memory logarithmic in depth.
 
-    `f` is traced for each new signature of its arguments (dtypes, shapes, fixed arguments), and
-    once more for each order of derivative; its Python code does not run at other times. State
-    changes once, when it is called: derivatives see the random numbers and variables of that call.
-    Draws of `tf.random.normal`, `uniform` and `truncated_normal` come from a seed drawn in their
-    place, so that they are other numbers than without `recompute`; those of Keras layers and of
-    `tf.random.stateless_*` are the same.
+    `f` is traced for each new signature of its arguments (dtypes, shapes, other arguments), and
+    once for each order of derivative. Its Python code does not run at other times. State changes
+    only when you call the function, and derivatives use the random numbers and variables of that
+    call. Draws of `tf.random.normal`, `uniform` and `truncated_normal` come from a seed that is
+    drawn in their place, so the numbers differ from those without `recompute`. Draws of Keras
+    layers and of `tf.random.stateless_*` are the same.
 
-    `tf.saved_model.save` and `model.export` raise where a recomputed function is in what they
-    save; save the model without.
+    `tf.saved_model.save` and `model.export` raise an error for a model that calls a recomputed
+    function. Save the model without recomputation instead.
 
-    Inside XLA (``jit_compile=True``) results are right, but XLA may keep what would be recomputed.
+    With XLA (``jit_compile=True``) results are right, but XLA may keep values instead of
+    recomputing them.
 
     References
     ----------
@@ -86,27 +91,27 @@ def recompute(f: Callable[..., Any]) -> Callable[..., Any]:
     """
     if not callable(f):
         raise RecomputeError(
-            f"what is to be recomputed is {type(f).__name__}, which cannot be called",
+            f"the object to be recomputed is {type(f).__name__}, which cannot be called",
             "a function, a tf.function, or a Keras layer or model",
         )
     traced: dict[Any, _Traced] = {}
 
-    @tf.autograph.experimental.do_not_convert  # f itself is, if need be, when it is traced
+    @tf.autograph.experimental.do_not_convert  # f itself may be, when it is traced
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         refuse_forks()
         signature, tensors = _signature_of((args, kwargs))
-        # Replicas have other variables each.
-        passes = signature.scope.passes or tf.distribute.has_strategy()
-        found = None if passes else traced.get(signature.key)
-        if found is None:
-            found = _Traced(f, signature)
-            if not (found.segment.depends_on_graph or passes):
-                traced[signature.key] = found
-        made = found(tensors)
-        for leaf, there in zip(tf.nest.flatten((args, kwargs)), found.unmasked):
-            if there:  # as attention layers do to their inputs
+        # Each replica has variables of its own, so a trace serves one call only.
+        serves_once = signature.scope.passes or tf.distribute.has_strategy()
+        function = None if serves_once else traced.get(signature.key)
+        if function is None:
+            function = _Traced(f, signature)
+            if not (function.segment.depends_on_graph or serves_once):
+                traced[signature.key] = function
+        results = function(tensors)
+        for leaf, is_unmasked in zip(tf.nest.flatten((args, kwargs)), function.unmasked):
+            if is_unmasked:  # attention layers remove the masks of their inputs
                 set_mask(leaf, None)
-        return made
+        return results
 
     functools.update_wrapper(recomputed, f, updated=())
     if not hasattr(f, "__name__"):
@@ -115,21 +120,21 @@ def recompute(f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def name_of(f: Any) -> str:
-    """Return what to call a function in messages."""
+    """Return the name of a function for messages."""
     return str(getattr(f, "__name__", None) or getattr(f, "name", None) or type(f).__name__)
 
 
 class _Signature:
-    """What the arguments of a call are, without the values of their tensors.
+    """The structure, types and shapes of the arguments of a call, without their values.
 
     Attributes
     ----------
     specs : list of tf.TensorSpec
-        Of the tensors in the arguments, and of their Keras masks.
+        Types and shapes of the tensors in the arguments, and of their Keras masks.
     scope : KerasScope
-        What Keras layers around the call tell it.
+        The settings of Keras layers around the call.
     key : hashable
-        Equal for calls that one trace can serve.
+        Equal for calls that can share a trace.
     """
 
     def __init__(self, arguments: Any, leaves: list[_Leaf], tensors: list[tf.Tensor]) -> None:
@@ -140,42 +145,43 @@ class _Signature:
         self.key = (str(self._structure), self.scope.key, *(leaf.key for leaf in leaves))
 
     def arguments(self, tensors: Sequence[tf.Tensor]) -> tuple[Any, Any]:
-        """Make arguments of other tensors."""
+        """Return arguments of this signature with the given tensors."""
         rest = iter(tensors)
-        leaves = [leaf.put_together(rest) for leaf in self._leaves]
+        leaves = [leaf.assemble(rest) for leaf in self._leaves]
         return tf.nest.pack_sequence_as(self._structure, leaves)
 
 
 def _signature_of(arguments: Any) -> tuple[_Signature, list[tf.Tensor]]:
-    """Return what arguments are, and the tensors in them."""
-    parts = [_take_signature_of(value) for value in tf.nest.flatten(arguments)]
+    """Return the signature of arguments, and the tensors in them."""
+    parts = [_leaf_of(value) for value in tf.nest.flatten(arguments)]
     tensors = [tensor for _, part in parts for tensor in part]
     return _Signature(arguments, [leaf for leaf, _ in parts], tensors), tensors
 
 
 class _Traced:
-    """A function traced for arguments of one kind."""
+    """A function traced for arguments of one signature."""
 
     def __init__(self, f: Callable[..., Any], signature: _Signature) -> None:
         self._structure: Any = None
         self._leaves: list[_Leaf] = []
-        # Which arguments had a Keras mask that the function took away.
+        # For each argument, whether the function removed its Keras mask.
         self.unmasked: list[bool] = []
 
         def function(*tensors: tf.Tensor) -> list[tf.Tensor]:
             args, kwargs = signature.arguments(tensors)
-            given = [(leaf, mask_of(leaf)) for leaf in tf.nest.flatten((args, kwargs))]
+            masks = [(leaf, mask_of(leaf)) for leaf in tf.nest.flatten((args, kwargs))]
             with kept_losses(f), signature.scope.resumed():
-                made = f(*args, **kwargs)
+                results = f(*args, **kwargs)
                 refuse_losses(f)
-            self.unmasked = [mask is not None and mask_of(leaf) is None for leaf, mask in given]
-            results = tf.nest.flatten(made)
-            some = any(leaf is not None for leaf in results)
+            self.unmasked = [mask is not None and mask_of(leaf) is None for leaf, mask in masks]
+            leaves = tf.nest.flatten(results)
+            # None is allowed as one of several results, but not as the only one.
+            any_result = any(leaf is not None for leaf in leaves)
             parts = [
-                _take_signature_of(None if leaf is None and some else _result(leaf, f))
-                for leaf in results
+                _leaf_of(None if leaf is None and any_result else _result(leaf, f))
+                for leaf in leaves
             ]
-            self._structure = tf.nest.map_structure(lambda _: 0, made)
+            self._structure = tf.nest.map_structure(lambda _: 0, results)
             self._leaves = [leaf for leaf, _ in parts]
             return [tensor for _, part in parts for tensor in part]
 
@@ -183,22 +189,22 @@ class _Traced:
 
     def __call__(self, tensors: Sequence[tf.Tensor]) -> Any:
         rest = iter(self.segment(*tensors))
-        leaves = [leaf.put_together(rest) for leaf in self._leaves]
+        leaves = [leaf.assemble(rest) for leaf in self._leaves]
         return tf.nest.pack_sequence_as(self._structure, leaves)
 
 
 @dataclass(frozen=True)
 class _Leaf:
-    """What an argument or result is, without the values of its tensors.
+    """The type and shape of an argument or result.
 
     Attributes
     ----------
     spec : tf.TypeSpec or None
-        Of tensors, ragged and sparse tensors; None for anything else.
+        The type of a tensor, ragged tensor or sparse tensor; None for any other object.
     fixed : object
-        Anything else.
+        Any other object itself.
     mask : tf.TensorSpec or None
-        Of the mask that Keras has put on a tensor.
+        The type of the mask that Keras has attached to a tensor.
     """
 
     spec: Any
@@ -207,13 +213,14 @@ class _Leaf:
 
     @property
     def key(self) -> Any:
-        """Equal where one trace serves."""
+        """Equal for arguments that can share a trace."""
         if self.spec is not None:
             return self.spec, self.mask
+        # 0.0 and -0.0 are equal, but their reciprocals are not.
         return type(self.fixed), self.fixed, repr(self.fixed) if self.fixed == 0 else None
 
-    def put_together(self, tensors: Iterator[tf.Tensor]) -> Any:
-        """Make the argument or result, of the next tensors."""
+    def assemble(self, tensors: Iterator[tf.Tensor]) -> Any:
+        """Return the argument or result, made of the next tensors."""
         if self.spec is None:
             return self.fixed
         parts = [next(tensors) for _ in tf.nest.flatten(self.spec, expand_composites=True)]
@@ -223,13 +230,13 @@ class _Leaf:
         return value
 
 
-def _take_signature_of(value: Any) -> tuple[_Leaf, list[tf.Tensor]]:
-    """Tell what an argument or result is, and its tensors."""
+def _leaf_of(value: Any) -> tuple[_Leaf, list[tf.Tensor]]:
+    """Return the description of an argument or result, and its tensors."""
     if type(value).__name__ == "KerasTensor":
         raise RecomputeError(
-            "a recomputed function is called to build a Keras functional model",
+            "a recomputed function is called on a KerasTensor, to build a functional model",
             "tensors",
-            "build the model without, and pass it to hvp.recompute_model",
+            "build the model without recomputation, and pass it to hvp.recompute_model",
         )
     if isinstance(value, (np.ndarray, np.generic, tf.Variable)) or _is_keras_variable(value):
         value = tf.convert_to_tensor(value)
@@ -237,11 +244,11 @@ def _take_signature_of(value: Any) -> tuple[_Leaf, list[tf.Tensor]]:
         if isinstance(value, tf.TensorArray) or not isinstance(value, Hashable):
             raise RecomputeError(
                 f"an argument of a recomputed function is {type(value).__name__}",
-                "nests of tensors and arrays, and other arguments that can be hashed",
+                "nests of tensors and arrays, and other arguments that are hashable",
                 "pass tensors, or a tuple",
             )
         return _Leaf(None, value), []
-    # Keras hands masks on from layer to layer as an attribute.
+    # Keras passes masks from layer to layer as an attribute of the tensor.
     mask = mask_of(value)
     spec = tf.type_spec_from_value(value)
     tensors = tf.nest.flatten(value, expand_composites=True)
@@ -255,23 +262,23 @@ def _is_keras_variable(value: Any) -> bool:
 
 
 def _result(leaf: Any, f: Any) -> Any:
-    """Refuse a result that is no tensor."""
+    """Convert variables to tensors, and refuse a result that is not a tensor."""
     if isinstance(leaf, tf.Variable) or _is_keras_variable(leaf):
         leaf = tf.convert_to_tensor(leaf)
     if not isinstance(leaf, (tf.Tensor, tf.RaggedTensor, tf.SparseTensor, tf.IndexedSlices)):
         raise RecomputeError(
             f"the function {name_of(f)!r} returned {type(leaf).__name__}",
             "a tensor, or a nest of tensors",
-            "return tensors only; .numpy() and float() cut them off from what they are made of",
+            "return tensors only; .numpy() and float() disconnect them from the function's inputs",
         )
     return leaf
 
 
 def refuse_losses(f: Any) -> None:
-    """Refuse a layer that notes a loss when it is called, which would be noted in the trace."""
+    """Refuse a layer that adds a loss when it is called: the loss would be lost with the trace."""
     for layer in layers_with_new_losses(f):
         raise RecomputeError(
             f"the layer {layer!r} adds a loss when it is called",
-            "layers whose losses depend on their weights only",
-            "leave out its activity regularizer or add_loss, and add that term to the loss itself",
+            "layers whose losses depend on their weights alone",
+            "remove its activity regularizer or add_loss, and add that term to the loss yourself",
         )

@@ -1,4 +1,4 @@
-"""Running something so that all that records derivatives takes it for one operation."""
+"""Running a function so that tapes and graphs record it as a single operation."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from hvp._keras.scope import carried_over
 
 _serials = itertools.count()
 
-# From tensors, cotangents of the results (None or zero where there are none), and what was noted at
-# the call, to cotangents of the tensors.
+# Takes the tensors of a call, the cotangents of its results (None or zeros for results that are not
+# used), and the note of the call. Returns the cotangents of the tensors.
 Gradient = Callable[[Sequence[tf.Tensor], Sequence[Any], Any], list[Any]]
 
 
 class Recorded:
-    """An operation with a derivative of its own.
+    """An operation with a custom derivative.
 
     Parameters
     ----------
     count : int
-        How many results it has.
+        The number of its results.
     gradient : callable
-        Takes the tensors the operation was called with, the cotangents of its results, and the
-        note of the call, None if that is not known; returns cotangents of the tensors, None for
+        Takes the tensors that the operation was called with, the cotangents of its results, and the
+        note of the call (None if it is not known). Returns the cotangents of the tensors, None for
         zero.
     """
 
@@ -41,16 +41,19 @@ class Recorded:
         self._count = count
         self._gradient = gradient
         self._name = f"{RECOMPUTED_GRADIENT}{next(_serials)}"
-        weak = weakref.ref(self)  # what is registered stays for ever
+        weak = weakref.ref(self)  # TensorFlow never removes a registered gradient
 
         @tf.RegisterGradient(self._name)
         def registered(operation: Any, *cotangents: Any) -> list[Any]:
             recorded = weak()
             if recorded is None or operation is None:
                 raise RecomputeError(
-                    "a derivative is asked for of a recomputed function that is gone",
-                    "a graph in the process and as long as the function lives",
-                    "keep the recomputed function; to export a model, use the one without",
+                    "a graph calls a recomputed function that no longer exists, and cannot be "
+                    "differentiated",
+                    "a graph in the process where the recomputed function was made, while the "
+                    "function exists",
+                    "keep a reference to the recomputed function; to export a model, use the "
+                    "model without recomputation",
                 )
             return recorded.graph_gradient(operation, *cotangents)
 
@@ -60,7 +63,17 @@ class Recorded:
         tensors: Sequence[tf.Tensor],
         note: Any = None,
     ) -> list[tf.Tensor]:
-        """Return what `run` makes of the tensors; the derivative is this operation's."""
+        """Return the results of `run`, recorded as one call of this operation.
+
+        Parameters
+        ----------
+        run : callable
+            Takes the tensors and returns the results.
+        tensors : sequence of tf.Tensor
+            The inputs of the call.
+        note : object, optional
+            Passed on to `gradient`.
+        """
         tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
         if tf.executing_eagerly():
             with record.stop_recording():
@@ -71,9 +84,11 @@ class Recorded:
             return results
         with record.stop_recording():
             results = list(run(*tensors))
-            # Where there is no tape, derivatives are found by the operations of the graph.
+            # Without a tape, TensorFlow differentiates a graph by its operations. So the call
+            # ends in an IdentityN over results and inputs, whose registered gradient passes the
+            # cotangents of the results to the inputs.
             graph = tf.compat.v1.get_default_graph()
-            graph.add_to_collection(RECOMPUTED_GRADIENT, self)  # to live as long as the graph
+            graph.add_to_collection(RECOMPUTED_GRADIENT, self)  # keeps it alive with the graph
             with graph.gradient_override_map({"IdentityN": self._name}):
                 copies = tf.raw_ops.IdentityN(input=[*results, *tensors])
         operation = copies[0].op
@@ -86,7 +101,7 @@ class Recorded:
         return list(copies[: len(results)])
 
     def graph_gradient(self, operation: Any, *cotangents: Any, note: Any = None) -> list[Any]:
-        """Return the gradient of the operation of a graph that stands for a call."""
+        """Return the gradient of the `IdentityN` that represents a call in a graph."""
         tensors = list(operation.inputs)[self._count :]
         return [None] * self._count + self._gradient(tensors, cotangents[: self._count], note)
 
@@ -94,19 +109,19 @@ class Recorded:
 def run_unseen(
     run: Callable[..., Sequence[tf.Tensor]], tensors: Sequence[tf.Tensor]
 ) -> list[tf.Tensor]:
-    """Return what `run` makes of the tensors, without a trace on any tape."""
+    """Return the results of `run`, without recording anything on a tape."""
     with record.stop_recording():
         return list(run(*tensors))
 
 
 def apart(function: Callable[[], Any]) -> Any:
-    """Call a function where nothing that records derivatives outside of it sees what it does.
+    """Call a function so that no tape or accumulator outside of it records what it does.
 
-    What is traced would be seen otherwise: tapes would keep symbolic tensors, and accumulators add
-    to the graph what they make of it. And where recording is switched off, tapes in the function
-    would record nothing either. All that is a thread's own, so that another thread is free of it.
+    Outer tapes would otherwise keep symbolic tensors of a trace, and outer accumulators would add
+    operations to its graph. If recording is switched off outside, tapes in the function would
+    record nothing. TensorFlow keeps all of these per thread, so the function runs in another one.
     """
-    if tf.distribute.has_strategy():  # which tells replicas apart by their threads
+    if tf.distribute.has_strategy():  # replicas are identified by their threads
         return function()
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
@@ -119,5 +134,5 @@ def apart(function: Callable[[], Any]) -> Any:
 
 
 def is_watched(tensor: tf.Tensor) -> bool:
-    """Whether a tape that is recording now watches a tensor."""
+    """Whether a tape that is recording watches a tensor."""
     return bool(record.should_record_backprop([tensor]))

@@ -1,9 +1,10 @@
-"""An order of operations in which few values are alive at once.
+"""An order of operations in which few values are in memory at once.
 
-TensorFlow runs whatever is ready. In a derivative that is much that will be needed late only: half
-of a sum, or a cotangent far ahead of what is to be made with it. Such values wait in memory, two
-or three for each that is needed. And what is needed early and late, and takes no time to compute
-from what is in memory anyway, need not wait there in between.
+TensorFlow runs every operation as soon as its inputs are available. In a derivative, many values
+are then computed long before they are used: a term of a sum, for example, or a cotangent. They wait
+in memory and multiply its use by two or three. `in_order` therefore lets operations wait for each
+other. It also computes cheap values late, or a second time, so that they need not wait in memory
+between their uses.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ import tensorflow as tf
 
 from hvp._graphs.parts import cut_out, data_inputs, nbytes, node_of
 
-# Smaller values are let alone: they cost no memory, and run side by side.
+# Values of fewer bytes are not scheduled: they use little memory, and can run in parallel.
 _SMALL = 2**16
-# Computed entry by entry: in little time, next to a matrix product or convolution.
+# Entrywise operations, which are cheap next to a matrix product or convolution.
 _ENTRYWISE = frozenset(
     """
     Abs Add AddN AddV2 Cast Cos Div DivNoNan Elu EluGrad Equal Erf Exp Greater GreaterEqual
@@ -31,33 +32,39 @@ _ENTRYWISE = frozenset(
     ZerosLike
     """.split()
 )
-# A value that waits while fewer than so many others are made may as well wait.
+# A value is computed late only if more than this many large values are computed while it waits.
 _WORTH_IT = 4
-# Their results share the memory of their first input.
+# Operations whose results share the memory of their first input.
 _VIEWS = frozenset(["ExpandDims", "Identity", "Reshape", "Squeeze", "StopGradient"])
 
 
-def in_order(part: Any, inputs: dict[str, tf.TensorSpec], wanted: Sequence[str]) -> Any:
-    """Let large values be computed one after another, each when it adds least to what is alive.
+def in_order(part: Any, inputs: dict[str, tf.TensorSpec], results: Sequence[str]) -> Any:
+    """Compute large values one after another, in an order that needs little memory.
 
     Parameters
     ----------
     part : GraphDef
         A graph without effects.
     inputs : dict of str to tf.TensorSpec
-        Its inputs, by name; they stay alive.
-    wanted : sequence of str
-        Its results; they stay alive too.
+        Its inputs by name, which stay in memory.
+    results : sequence of str
+        Its results, which stay in memory too.
 
     Returns
     -------
     GraphDef
-        The same operations, which wait for each other; some more than once.
+        The same operations with control edges between them; some operations occur more than once.
+
+    Notes
+    -----
+    The order is greedy: among the operations that are ready, the next is the one that increases the
+    memory in use the least. An operation increases it by the size of its results, minus the size
+    of the inputs that it is the last to use.
     """
     ordered = cut_out(part, {node.name for node in part.node}, keep_controls=True)
     sizes = _sizes(part, inputs)
-    order = _order(ordered.node, sizes, set(wanted))
-    order = _Remaking(ordered, order, sizes, set(wanted)).run()
+    order = _order(ordered.node, sizes, set(results))
+    order = _Rematerialization(ordered, order, sizes, set(results)).run()
     by_name = {node.name: node for node in ordered.node}
     before = None
     for name in order:
@@ -71,37 +78,39 @@ def in_order(part: Any, inputs: dict[str, tf.TensorSpec], wanted: Sequence[str])
 
 
 def _sizes(part: Any, inputs: dict[str, tf.TensorSpec]) -> dict[str, list[int]]:
-    """Find the bytes of each operation's results."""
+    """Return the bytes of each operation's results."""
     with tf.Graph().as_default() as graph:
-        taken = {tensor for node in part.node for tensor in data_inputs(node)}
-        given = {
+        used = {tensor for node in part.node for tensor in data_inputs(node)}
+        placeholders = {
             name: tf.compat.v1.placeholder(spec.dtype, spec.shape)
             for name, spec in inputs.items()
-            if name in taken
+            if name in used
         }
-        tf.graph_util.import_graph_def(part, given, name="part")
+        tf.graph_util.import_graph_def(part, placeholders, name="part")
         operations = {n.name: graph.get_operation_by_name(f"part/{n.name}") for n in part.node}
         return {name: [nbytes(t) for t in op.outputs] for name, op in operations.items()}
 
 
-def _order(nodes: Any, sizes: dict[str, list[int]], wanted: set[str]) -> list[str]:
+def _order(nodes: Any, sizes: dict[str, list[int]], results: set[str]) -> list[str]:
+    """Return the names of the operations in an order that needs little memory."""
     by_name = {node.name: node for node in nodes}
     buffers = {node.name: _buffers(node, by_name) for node in nodes}
     # How many operations still need a buffer.
-    uses = Counter(buffer for taken in buffers.values() for buffer in taken)
-    kept = {_root(tensor, by_name) for tensor in wanted}
+    uses = Counter(buffer for inputs in buffers.values() for buffer in inputs)
+    result_buffers = {_root(tensor, by_name) for tensor in results}
+    # How many inputs of an operation have not been computed.
     missing = {n.name: len({node_of(t) for t in n.input if node_of(t) in by_name}) for n in nodes}
-    takers: dict[str, list[str]] = {name: [] for name in by_name}
+    consumers: dict[str, list[str]] = {name: [] for name in by_name}
     for node in nodes:
-        for maker in {node_of(t) for t in node.input}:
-            if maker in takers:
-                takers[maker].append(node.name)
+        for producer in {node_of(t) for t in node.input}:
+            if producer in consumers:
+                consumers[producer].append(node.name)
     place = {name: i for i, name in enumerate(by_name)}
 
     def growth(name: str) -> int:
-        made = 0 if by_name[name].op in _VIEWS else sum(sizes[name])
-        freed = [b for b in buffers[name] if uses[b] == 1 and b not in kept]
-        return made - sum(sizes[node_of(b)][int(b.rpartition(":")[2])] for b in freed)
+        allocated = 0 if by_name[name].op in _VIEWS else sum(sizes[name])
+        freed = [b for b in buffers[name] if uses[b] == 1 and b not in result_buffers]
+        return allocated - sum(sizes[node_of(b)][int(b.rpartition(":")[2])] for b in freed)
 
     ready = [name for name, count in missing.items() if count == 0]
     order = []
@@ -110,70 +119,71 @@ def _order(nodes: Any, sizes: dict[str, list[int]], wanted: set[str]) -> list[st
         ready.remove(name)
         order.append(name)
         uses.subtract(buffers[name])
-        for taker in takers[name]:
-            missing[taker] -= 1
-            if missing[taker] == 0:
-                ready.append(taker)
+        for consumer in consumers[name]:
+            missing[consumer] -= 1
+            if missing[consumer] == 0:
+                ready.append(consumer)
     return order
 
 
 @dataclass(frozen=True)
 class _Wait:
-    """A value that waits in memory, and could be computed when it is needed.
+    """A value that waits in memory although it could be computed when it is used.
 
     Attributes
     ----------
     name : str
-        Its operation.
+        The operation that computes it.
     since, until : int
-        Places in the order: where it is made or used before, and where it is used again.
-    takers : list of str
-        The operations that use it again, from there on.
+        Places in the order: where it is computed or was last used, and where it is used next.
+    consumers : list of str
+        The operations that use it, from `until` on.
     missing : frozenset of str
-        Buffers it is computed from that are gone by then.
+        Its inputs that are no longer in memory at `until`.
     """
 
     name: str
     since: int
     until: int
-    takers: list[str]
+    consumers: list[str]
     missing: frozenset[str]
 
 
-class _Remaking:
-    """Computes values late, or a second time, that would wait in memory.
+class _Rematerialization:
+    """Computes values late, or a second time, instead of keeping them in memory.
 
     Parameters
     ----------
     part : GraphDef
-        Changed in place.
+        The graph, which is changed in place.
     order : list of str
         The order of its operations.
     sizes : dict of str to list of int
-        Of their results; those of copies are added.
-    wanted : set of str
-        Its results.
+        Bytes of their results. The sizes of copies are added.
+    results : set of str
+        Names of the graph's results.
     """
 
     def __init__(
-        self, part: Any, order: list[str], sizes: dict[str, list[int]], wanted: set[str]
+        self, part: Any, order: list[str], sizes: dict[str, list[int]], results: set[str]
     ) -> None:
         self._part = part
         self._sizes = sizes
         self._by_name = {node.name: node for node in part.node}
-        self._kept = {_root(tensor, self._by_name) for tensor in wanted}
+        self._result_buffers = {_root(tensor, self._by_name) for tensor in results}
         self._order = order
         self._place = {name: i for i, name in enumerate(order)}
         large = (sum(sizes[name]) >= _SMALL for name in order)
         self._large_before = list(itertools.accumulate(large))
-        # Where each buffer is used.
+        # The places in the order where each buffer is used.
         self._uses: dict[str, set[int]] = defaultdict(set)
         for name in order:
             for buffer in _buffers(self._by_name[name], self._by_name):
                 self._uses[buffer].add(self._place[name])
+        # Operations that are computed right before another one, and those that have moved there.
         self._before: dict[str, list[str]] = {}
         self._moved: set[str] = set()
-        # What the buffers of an operation and of its copies are called.
+        # From the buffer of an operation to the buffers of its copies, itself included.
         self._copies: dict[str, set[str]] = {}
 
     def run(self) -> list[str]:
@@ -182,15 +192,17 @@ class _Remaking:
         for wait in waits:
             if not wait.missing:
                 self._compute_late(wait)
-        # One that is gone may be kept instead of several that are made of it.
+        # A value whose input is gone can be computed late if the input stays in memory longer. That
+        # is worthwhile if several values are computed from this input: compare the bytes of all
+        # values, times the places for which they need not wait, with those of the input.
         by_missing: dict[str, list[_Wait]] = {}
         for wait in waits:
             if len(wait.missing) == 1:
                 by_missing.setdefault(next(iter(wait.missing)), []).append(wait)
         for buffer, group in by_missing.items():
-            gained = sum(self._bytes(f"{w.name}:0") * (w.until - w.since) for w in group)
+            saved = sum(self._bytes(f"{w.name}:0") * (w.until - w.since) for w in group)
             longer = max(w.until for w in group) - self._last(buffer)
-            if gained > self._bytes(buffer) * longer:
+            if saved > self._bytes(buffer) * longer:
                 for wait in group:
                     self._compute_late(wait)
         return [
@@ -200,27 +212,25 @@ class _Remaking:
         ]
 
     def _waits(self, name: str) -> Iterator[_Wait]:
+        """Yield the stretches of the order in which a cheap, large value waits to be used."""
         node, buffer = self._by_name[name], f"{name}:0"
         small = sum(self._sizes[name]) < _SMALL
-        if small or node.op not in _ENTRYWISE or buffer in self._kept:
+        if small or node.op not in _ENTRYWISE or buffer in self._result_buffers:
             return
-        takers = [self._order[i] for i in sorted(self._uses[buffer])]
-        if any(buffer not in _inputs(self._by_name[taker]) for taker in takers):
-            return  # something is a view of it
+        consumers = [self._order[i] for i in sorted(self._uses[buffer])]
+        if any(buffer not in _inputs(self._by_name[consumer]) for consumer in consumers):
+            return  # there is a view of it
         since = self._place[name]
-        for i, taker in enumerate(takers):
-            until = self._place[taker]
+        for i, consumer in enumerate(consumers):
+            until = self._place[consumer]
             if self._large_before[until - 1] - self._large_before[since] > _WORTH_IT:
-                needs = _buffers(node, self._by_name)
-                missing = [
-                    b
-                    for b in needs
-                    if b not in self._kept and self._last(b) < until and self._bytes(b) >= _SMALL
-                ]
-                yield _Wait(name, since, until, takers[i:], frozenset(missing))
+                needs = _buffers(node, self._by_name) - self._result_buffers
+                missing = [b for b in needs if self._last(b) < until and self._bytes(b) >= _SMALL]
+                yield _Wait(name, since, until, consumers[i:], frozenset(missing))
             since = until
 
     def _compute_late(self, wait: _Wait) -> None:
+        """Move an operation to the end of a wait, or add a copy of it there if it was used."""
         node, buffer = self._by_name[wait.name], f"{wait.name}:0"
         needs = _buffers(node, self._by_name)
         if wait.since == self._place[wait.name]:
@@ -234,15 +244,15 @@ class _Remaking:
             copy.name = late = f"{wait.name}/again_{wait.until}"
             self._by_name[late], self._sizes[late] = copy, self._sizes[wait.name]
             earlier = self._copies.setdefault(buffer, {buffer})
-            for taker in wait.takers:
-                inputs = self._by_name[taker].input
+            for consumer in wait.consumers:
+                inputs = self._by_name[consumer].input
                 for i, tensor in enumerate(inputs):
                     if _with_index(tensor) in earlier:
                         inputs[i] = f"{late}:0"
-                self._uses[buffer].discard(self._place[taker])
-                self._uses[f"{late}:0"].add(self._place[taker])
+                self._uses[buffer].discard(self._place[consumer])
+                self._uses[f"{late}:0"].add(self._place[consumer])
             earlier.add(f"{late}:0")
-        self._before.setdefault(wait.takers[0], []).append(late)
+        self._before.setdefault(wait.consumers[0], []).append(late)
         for need in needs:
             self._uses[need].add(wait.until)
 
@@ -262,12 +272,13 @@ def _with_index(tensor: str) -> str:
 
 
 def _buffers(node: Any, by_name: dict[str, Any]) -> set[str]:
-    """Return the buffers in the graph that an operation reads, whatever they are called."""
+    """Return the buffers of the graph that an operation reads, directly or through views."""
     roots = {_root(tensor, by_name) for tensor in data_inputs(node)}
     return {root for root in roots if node_of(root) in by_name}
 
 
 def _root(tensor: str, by_name: dict[str, Any]) -> str:
+    """Return the tensor that a view shares its memory with."""
     while (node := by_name.get(node_of(tensor))) is not None and node.op in _VIEWS:
         tensor = data_inputs(node)[0]
     return _with_index(tensor)

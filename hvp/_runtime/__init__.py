@@ -1,1 +1,1 @@
-"""The process: interrupts, forks, locks, progress bars, checkpoints."""
+"""Interrupts, forks, locks, progress bars and checkpoints."""

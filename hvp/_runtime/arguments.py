@@ -1,4 +1,4 @@
-"""Checks of arguments that several parts of the package have."""
+"""Checks of arguments that several parts of the package share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hvp._errors import HvpError
 
 
 def check_count(value: Any, name: str, least: int = 1) -> None:
-    """Refuse what is not a whole number, or too small."""
-    whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-    if not whole or value < least:
-        raise HvpError(f"the argument {name} is {value!r}", f"a whole number, at least {least}")
+    """Raise `HvpError` unless a value is an integer that is at least `least`."""
+    is_integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if not is_integer or value < least:
+        raise HvpError(f"the argument {name} is {value!r}", f"an integer that is at least {least}")

@@ -1,4 +1,8 @@
-"""What is done so far, in a file: written whole or not at all, and only read by the same run."""
+"""Checkpoints: the progress of a long computation, saved to a file.
+
+A save replaces the file in one step, so that the file is never half written. Only the same call,
+with the same data, weights and settings, can load it.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +31,18 @@ class Checkpoint:
     Parameters
     ----------
     path : str or Path
-        Of the file; its folder must be there.
+        Where the file is; its folder must exist.
     fingerprint : dict of str
-        Texts that tell this run from others: of its data, weights and settings. What was saved
-        under others is refused, by the names of those that differ; ``"call"`` is what saves.
+        Digests of the data, weights and settings of this run, by name. ``"call"`` is the name of
+        the function that saves. A file that was saved with another fingerprint is refused, and the
+        error names the entries that differ.
     interval : float, optional
-        Seconds after which `due` asks for the next save.
+        The time between saves, in seconds.
 
     Raises
     ------
     CheckpointError
-        If nothing can be written there.
+        If the folder does not exist or cannot be written to.
     """
 
     def __init__(
@@ -48,8 +53,8 @@ class Checkpoint:
         self._path = Path(path)
         self._fingerprint = dict(fingerprint)
         self._interval = INTERVAL if interval is None else interval
-        self._saved = time.monotonic()
-        # Another process of the same run, were there one, would write to a file of its own.
+        self._last_save = time.monotonic()
+        # The name contains the process id, so that two processes never write to the same file.
         self._temporary = self._path.with_name(f"{self._path.name}.{os.getpid()}.part")
         try:
             self._temporary.touch()
@@ -61,16 +66,16 @@ class Checkpoint:
             ) from error
 
     def load(self) -> dict[str, np.ndarray]:
-        """Return the arrays that were saved; none if there is no file.
+        """Return the arrays that were saved, or an empty dict if there is no file.
 
         Raises
         ------
         CheckpointError
-            If the file is none of this package's, or of another run.
+            If the file was not written by this package, or belongs to another run.
         """
         try:
-            with self._path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-                arrays = {name: file[name] for name in file.files}
+            with self._path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
+                arrays = {name: archive[name] for name in archive.files}
         except FileNotFoundError:
             return {}
         except OSError as error:
@@ -78,54 +83,62 @@ class Checkpoint:
                 f"the checkpoint {self._path} cannot be read ({error.strerror})", "a file"
             ) from error
         except (ValueError, EOFError, zipfile.BadZipFile, KeyError) as error:
-            raise self._not_ours() from error
+            raise self._not_a_checkpoint() from error
         try:
-            found = json.loads(str(arrays.pop(_FINGERPRINT)))
-            of_call = found.pop("call")
+            saved = json.loads(str(arrays.pop(_FINGERPRINT)))
+            saved_call = saved.pop("call")
         except (KeyError, ValueError, AttributeError, TypeError) as error:
-            raise self._not_ours() from error
-        ours = dict(self._fingerprint)
-        call = ours.pop("call")
-        if found != ours or of_call != call:
-            names = sorted({n for n in {*found, *ours} if found.get(n) != ours.get(n)})
-            differs = f"other {', '.join(names)}" if of_call == call else f"{of_call}, not {call}"
-            raise CheckpointError(
-                f"the checkpoint {self._path} is of {differs}",
-                "the checkpoint of the same call",
-                "remove it to begin anew, or pass another path",
-            )
+            raise self._not_a_checkpoint() from error
+        current = dict(self._fingerprint)
+        call = current.pop("call")
+        if saved_call != call:
+            raise self._other_run(f"by {saved_call}, not {call}")
+        if saved != current:
+            names = {*saved, *current}
+            differing = sorted(name for name in names if saved.get(name) != current.get(name))
+            raise self._other_run(f"with other {', '.join(differing)}")
         return arrays
 
-    def _not_ours(self) -> CheckpointError:
+    def _other_run(self, difference: str) -> CheckpointError:
         return CheckpointError(
-            f"the file {self._path} is no checkpoint of hvp's, or is damaged",
-            "a file that hvp wrote",
-            "remove it to begin anew, or pass another path",
+            f"the checkpoint {self._path} was saved {difference}",
+            "a checkpoint of the same call",
+            "remove it to start over, or pass another path",
+        )
+
+    def _not_a_checkpoint(self) -> CheckpointError:
+        return CheckpointError(
+            f"the file {self._path} is not a checkpoint that hvp wrote, or is damaged",
+            "a checkpoint that hvp wrote",
+            "remove it to start over, or pass another path",
         )
 
     @property
     def due(self) -> bool:
-        """Whether it is time to save."""
-        return time.monotonic() - self._saved >= self._interval
+        """Whether the interval since the last save has passed."""
+        return time.monotonic() - self._last_save >= self._interval
 
     def save(self, arrays: dict[str, np.ndarray]) -> None:
-        """Replace what is in the file; if that fails, warn, and leave the file as it was."""
+        """Replace the contents of the file.
+
+        If that fails, warn and leave the file as it was.
+        """
         try:
             with self._temporary.open("wb") as file:
                 fingerprint = np.array(json.dumps(self._fingerprint))
-                everything: dict[str, Any] = {_FINGERPRINT: fingerprint, **arrays}
-                np.savez(file, **everything)
+                entries: dict[str, Any] = {_FINGERPRINT: fingerprint, **arrays}
+                np.savez(file, **entries)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(self._temporary, self._path)
         except OSError as error:
             warnings.warn(
-                f"hvp could not save the checkpoint {self._path} ({error.strerror}): it goes on, "
-                "and what was saved before is still there",
+                f"hvp could not save the checkpoint {self._path} ({error.strerror}); the "
+                "computation continues, and the previous checkpoint is still there",
                 RuntimeWarning,
                 stacklevel=2,
             )
         finally:
-            self._saved = time.monotonic()
+            self._last_save = time.monotonic()
             with contextlib.suppress(OSError):
                 self._temporary.unlink()

@@ -1,4 +1,4 @@
-"""Short texts that tell arrays apart, also in another process."""
+"""Digests of arrays, which are the same in every process."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 
 
-def digest(given: Any) -> str:
-    """Return a text that is another for other values, shapes or types.
+def digest(values: Any) -> str:
+    """Return a hexadecimal digest of the values, the shape and the dtype of an array.
 
     Parameters
     ----------
-    given : array_like or tf.Tensor
-        Numbers, or text.
+    values : array_like or tf.Tensor
+        Numbers or strings.
     """
-    array = np.ascontiguousarray(given)
-    made = hashlib.blake2b(f"{array.shape}{array.dtype}".encode(), digest_size=16)
-    # Objects are texts, whose addresses would tell nothing.
-    made.update(repr(array.tolist()).encode() if array.dtype == object else array.tobytes())
-    return made.hexdigest()
+    array = np.ascontiguousarray(values)
+    checksum = hashlib.blake2b(f"{array.shape}{array.dtype}".encode(), digest_size=16)
+    # The entries of an object array are strings. Its bytes are only their addresses.
+    checksum.update(repr(array.tolist()).encode() if array.dtype == object else array.tobytes())
+    return checksum.hexdigest()

@@ -1,4 +1,4 @@
-"""Who may use what: one thread at a time, in the process that made it, as far as memory goes."""
+"""Locking, fork detection and out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Self = TypeVar("Self")
 
 
 class _Process:
-    """Whether TensorFlow was in use here when this process was forked off another."""
+    """Records whether this process was forked from one in which TensorFlow was in use."""
 
     in_use = False
     is_broken = False
 
     @classmethod
     def after_fork(cls) -> None:
-        """Note, in the new process, that TensorFlow's threads are missing."""
+        """Record, in the child process, that TensorFlow's threads are missing."""
         cls.is_broken = cls.in_use
 
 
@@ -32,24 +32,24 @@ if hasattr(os, "register_at_fork"):
 
 
 class Guard:
-    """A context in which something is used: not in a forked process, a lack of memory in words.
+    """A context that refuses forked processes and explains a lack of memory.
 
     Parameters
     ----------
     out_of_memory : callable
-        Takes the error that TensorFlow raised for lack of memory; returns the one to raise.
+        Takes the error that TensorFlow raised for lack of memory, and returns the error to raise.
 
     Attributes
     ----------
     lock : context manager
-        To be entered within, for one thread at a time. Not part of the guard: of what is written in
-        Python, the end may be missed if there is an interrupt.
+        Lets one thread in at a time. Enter it inside the guard. It is a context of its own because
+        `__exit__` of the guard is written in Python, and an interrupt can prevent it from running.
 
     Raises
     ------
     ProcessError
-        When made or entered in a process that was forked off one that used this package: there
-        TensorFlow would wait for ever for threads that are not there.
+        If the guard is created or entered in a process that was forked from one that used this
+        package. TensorFlow would hang there, waiting for threads that do not exist.
     """
 
     def __init__(self, out_of_memory: Callable[[Exception], HvpError]) -> None:
@@ -59,7 +59,11 @@ class Guard:
         self._out_of_memory = out_of_memory
 
     def __enter__(self) -> None:
-        """Look whether this is another process: before the lock, which may be held for ever."""
+        """Refuse a forked process.
+
+        This comes before the lock: a thread of the parent process may have held it when the process
+        was forked, and nothing would release it here.
+        """
         refuse_forks()
 
     def __exit__(
@@ -68,36 +72,36 @@ class Guard:
         error: BaseException | None,
         where: TracebackType | None,
     ) -> None:
-        """Tell a lack of memory in words."""
+        """Replace TensorFlow's error for lack of memory by one that says what to do."""
         if isinstance(error, tf.errors.ResourceExhaustedError):
             raise self._out_of_memory(error) from error
 
 
 def refuse_forks() -> None:
-    """Raise `ProcessError` in a process that was forked off one that used this package."""
+    """Raise `ProcessError` in a process that was forked from one that used this package."""
     if _Process.is_broken:
         raise ProcessError(
-            "this process was forked off one in which hvp was used, and has none of TensorFlow's "
-            "threads: it would wait for ever",
+            "this process was forked from one that had used hvp; TensorFlow's threads do not exist "
+            "here, and it would hang",
             "a process that starts TensorFlow itself",
             "use multiprocessing.get_context('spawn'), and build the operator there",
         )
 
 
 class OneProcess:
-    """What cannot be taken to another process, nor copied with all that it holds."""
+    """Base of objects that cannot be pickled or deep-copied."""
 
     def __copy__(self: Self) -> Self:
-        """Copy the object, not what it holds."""
+        """Return a shallow copy, which shares what the object holds."""
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to be pickled, or copied by `copy.deepcopy`."""
+        """Refuse pickling and `copy.deepcopy`."""
         raise ProcessError(
             f"{type(self).__name__} cannot be pickled or deep-copied: it holds graphs and tensors "
             "of this process",
-            "what it was made of: weights, data and the code of the loss",
-            "save the weights, and build it again there",
+            "the weights, the data and the code of the loss, from which it can be built",
+            "save the weights, and build it again in the other process",
         )

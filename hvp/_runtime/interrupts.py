@@ -1,9 +1,9 @@
-"""Interrupts by the user: they wait until TensorFlow is at rest.
+"""Defers interrupts by the user until TensorFlow is at rest.
 
-A `KeyboardInterrupt` that is raised while TensorFlow traces a function may leave the thread in the
-graph that was being made: all that comes later is then added to that graph, and never runs. So here
-an interrupt waits for the end of what goes on, one evaluation or one product. A second one does not
-wait.
+A `KeyboardInterrupt` that is raised while TensorFlow traces a function can leave the thread inside
+the graph that was being built. Every later operation is then added to that graph and never runs.
+An interrupt is therefore deferred until the current evaluation or product has ended. A second
+interrupt is not deferred.
 """
 
 from __future__ import annotations
@@ -15,44 +15,45 @@ from types import FrameType, TracebackType
 from typing import Any
 
 
-class _Waiting:
-    """The state of the main thread, the only one that Python interrupts."""
+class _Deferred:
+    """The state of the main thread, the only thread that Python interrupts."""
 
+    # How many `Uninterrupted` contexts are open.
     depth = 0
-    # What is to handle an interrupt afterwards, and the one that waits.
+    # The handler that `_defer` stands in for, and the arguments of the interrupt that is pending.
     handler: Any = None
     interrupt: tuple[int, FrameType | None] | None = None
 
 
-def _wait(number: int, frame: FrameType | None) -> None:
-    """Handle an interrupt: note the first, pass on the second."""
-    if _Waiting.interrupt is None:
-        _Waiting.interrupt = number, frame
+def _defer(number: int, frame: FrameType | None) -> None:
+    """Handle an interrupt: record the first one, and pass the second one on."""
+    if _Deferred.interrupt is None:
+        _Deferred.interrupt = number, frame
         return
-    handler, _Waiting.handler, _Waiting.interrupt = _Waiting.handler, None, None
+    handler, _Deferred.handler, _Deferred.interrupt = _Deferred.handler, None, None
     signal.signal(signal.SIGINT, handler)
     handler(number, frame)
 
 
 class Uninterrupted:
-    """A context in which an interrupt (SIGINT) waits for the end; a second one does not."""
+    """A context that defers an interrupt (SIGINT) until its end; a second one is not deferred."""
 
     __slots__ = ()
 
     def __enter__(self) -> None:
-        """Let interrupts wait."""
+        """Begin to defer interrupts."""
         if threading.current_thread() is not threading.main_thread():
             return
-        if _Waiting.depth == 0:
+        if _Deferred.depth == 0:
             handler = signal.getsignal(signal.SIGINT)
-            # Not if interrupts are ignored, or handled by other than Python.
-            _Waiting.handler, _Waiting.interrupt = handler if callable(handler) else None, None
-            if _Waiting.handler is not None:
+            # Interrupts that are ignored, or not handled by Python, are left alone.
+            _Deferred.handler, _Deferred.interrupt = handler if callable(handler) else None, None
+            if _Deferred.handler is not None:
                 try:
-                    signal.signal(signal.SIGINT, _wait)
-                except ValueError:  # where Python is part of another program: no signals come
-                    _Waiting.handler = None
-        _Waiting.depth += 1
+                    signal.signal(signal.SIGINT, _defer)
+                except ValueError:  # Python is embedded in another program and gets no signals
+                    _Deferred.handler = None
+        _Deferred.depth += 1
 
     def __exit__(
         self,
@@ -60,52 +61,52 @@ class Uninterrupted:
         error: BaseException | None = None,
         where: TracebackType | None = None,
     ) -> None:
-        """Let them come."""
+        """Restore the handler, and deliver the interrupt that was deferred."""
         if threading.current_thread() is not threading.main_thread():
             return
-        _Waiting.depth -= 1
-        if _Waiting.depth == 0 and _Waiting.handler is not None:
-            handler = _Waiting.handler
+        _Deferred.depth -= 1
+        if _Deferred.depth == 0 and _Deferred.handler is not None:
+            handler = _Deferred.handler
             replaced = signal.signal(signal.SIGINT, handler)
-            if replaced is not _wait:  # by what ran within
+            if replaced is not _defer:  # code inside the context set a handler of its own
                 signal.signal(signal.SIGINT, replaced)
-            _Waiting.handler = None
-            _come(handler)
+            _Deferred.handler = None
+            _deliver(handler)
 
 
-def let_interrupts_come() -> None:
-    """Raise the interrupt that waits, if one does: between parts of what takes long."""
+def deliver_interrupt() -> None:
+    """Deliver a deferred interrupt; called between the parts of a long computation."""
     is_main = threading.current_thread() is threading.main_thread()
-    if is_main and _Waiting.depth and _Waiting.handler is not None:
-        _come(_Waiting.handler)
+    if is_main and _Deferred.depth and _Deferred.handler is not None:
+        _deliver(_Deferred.handler)
 
 
-def _come(handler: Callable[..., Any]) -> None:
-    interrupt, _Waiting.interrupt = _Waiting.interrupt, None
+def _deliver(handler: Callable[..., Any]) -> None:
+    interrupt, _Deferred.interrupt = _Deferred.interrupt, None
     if interrupt is not None:
         handler(*interrupt)
 
 
 def put_back(pairs: Iterable[tuple[Callable[[Any], Any], Any]]) -> None:
-    """Call each function with its value, all of them, also if that is interrupted in between.
+    """Call every function with its value, even if an interrupt comes in between.
 
     Parameters
     ----------
     pairs : iterable of (callable, object)
-        What assigns, and what to assign.
+        Functions that assign, and the values to assign.
 
     Raises
     ------
     KeyboardInterrupt
-        Afterwards, if there was one.
+        At the end, if there was an interrupt.
     """
-    waiting, interrupt = list(pairs), None
-    while waiting:
+    remaining, interrupt = list(pairs), None
+    while remaining:
         try:
-            assign, value = waiting[-1]
+            assign, value = remaining[-1]
             assign(value)
-            waiting.pop()
-        except KeyboardInterrupt as error:  # it may have been assigned or not: once more
+            remaining.pop()
+        except KeyboardInterrupt as error:  # perhaps before the assignment: assign again
             interrupt = error
     if interrupt is not None:
         raise interrupt

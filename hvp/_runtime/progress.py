@@ -1,4 +1,4 @@
-"""Progress bars, by tqdm, where they are asked for and somebody can see them."""
+"""Progress bars, drawn by tqdm."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hvp._errors import HvpError
 
 
 def check_progress(progress: Any) -> None:
-    """Refuse an invalid `progress`, and a bar that cannot be shown because tqdm is missing."""
+    """Raise `HvpError` if `progress` is invalid, or if a bar needs tqdm and it is not installed."""
     if progress not in (True, False, "always"):
         raise HvpError(f"the argument progress is {progress!r}", "True, False or 'always'")
     if progress:
@@ -25,20 +25,22 @@ def progress_bar(
     unit: str = "",
     done: int = 0,
 ) -> Any:
-    """Return a bar of tqdm's: on a terminal, or anywhere if `progress` is ``"always"``.
+    """Return a progress bar.
+
+    It is shown on a terminal only, unless `progress` is ``"always"``.
 
     Parameters
     ----------
     progress : bool or "always"
-        False for a bar that shows nothing, and that does not need tqdm.
+        Whether to show a bar. With False tqdm is not needed.
     iterable : iterable, optional
-        What the bar goes through.
+        What the bar iterates over.
     total : int, optional
-        How many steps there are.
+        The number of steps.
     unit : str
-        What a step is called.
+        What to call a step.
     done : int
-        How many steps an earlier run has done, which do not count for the speed.
+        How many steps an earlier run has done. They do not count towards the speed.
     """
     if not progress or (progress is True and not sys.stderr.isatty()):
         return _HiddenBar(() if iterable is None else iterable, done)
@@ -46,7 +48,7 @@ def progress_bar(
 
 
 class _HiddenBar:
-    """The part of tqdm's interface that this package uses, without a bar."""
+    """Implements the part of tqdm's interface that this package uses, and shows nothing."""
 
     disable = True
 
@@ -76,7 +78,7 @@ def _tqdm() -> Any:
         from tqdm import tqdm  # type: ignore[import-untyped]
     except ImportError as error:
         raise HvpError(
-            "a progress bar was asked for, and tqdm is not installed",
+            "a progress bar was requested, but tqdm is not installed",
             "tqdm, which draws the bars",
             "pip install tqdm, or pass progress=False",
         ) from error

@@ -1,8 +1,8 @@
-"""Work inside the scope of a `tf.distribute.Strategy`, done as if outside of it.
+"""Runs functions outside the scope of a `tf.distribute.Strategy`.
 
-Inside such a scope a variable has no single buffer, and new variables are spread over all devices.
-What this package traces belongs to one device. There is no public way to leave a scope; but it
-belongs to a thread, so that another thread is outside.
+Inside such a scope a variable has no single buffer, and new variables are copied to every device,
+whereas this package traces for one device. There is no public way to leave a scope. But a scope
+belongs to a thread, and another thread is outside of it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def outside_strategies(function: Function) -> Function:
-    """Let a function run outside of the scope of any strategy.
+    """Decorate a function so that it runs outside the scope of any strategy.
 
-    Code that runs for each replica, by ``strategy.run``, is left alone.
+    Inside ``strategy.run``, where code runs once per replica, the function is called directly.
     """
 
     @functools.wraps(function)
-    def called(*arguments: Any, **named: Any) -> Any:
+    def run_outside(*arguments: Any, **named: Any) -> Any:
         scoped = tf.distribute.has_strategy() and tf.distribute.in_cross_replica_context()
         if not (scoped and tf.executing_eagerly()):
             return function(*arguments, **named)
@@ -35,4 +35,4 @@ def outside_strategies(function: Function) -> Function:
         with Uninterrupted(), ThreadPoolExecutor(1) as executor:
             return executor.submit(context.run, function, *arguments, **named).result()
 
-    return cast(Function, called)
+    return cast(Function, run_outside)

@@ -1,12 +1,12 @@
 """Detection of variables that changed after the loss was evaluated.
 
-TensorFlow has no public version counter, so the value that each variable had is stored. A value read
-from a variable shares the variable's buffer, and TensorFlow never writes into a buffer that somebody
-else still holds. Storing the value therefore costs no memory while nothing changes, and as long as
-the variable returns the same buffer its value is the same. If it returns another buffer (because it
-was assigned to, or because rows were scattered into it once, after which every read is a copy), the
-values are compared bit for bit on the device. This detects any change, whoever made it, and an
-assignment of equal values does not count as a change.
+TensorFlow has no public version counter, so the value that each variable had is stored. A value
+read from a variable shares the variable's buffer, and TensorFlow never writes into a buffer that
+somebody else still holds. Storing the value therefore costs no memory while nothing changes, and as
+long as the variable returns the same buffer its value is the same. If it returns another buffer
+(because it was assigned to, or because rows were scattered into it once, after which every read is
+a copy), the values are compared bit for bit on the device. This detects any change, whoever made
+it, and an assignment of equal values does not count as a change.
 """
 
 from __future__ import annotations

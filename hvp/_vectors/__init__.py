@@ -1,1 +1,1 @@
-"""Parameters as vectors."""
+"""Vectors: conversion between variables, tensors and NumPy arrays."""

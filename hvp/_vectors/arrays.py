@@ -1,4 +1,4 @@
-"""NumPy vectors at the boundary: checked and cast before any work is done."""
+"""Checks and casts of NumPy arrays that enter or leave the package."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from hvp._errors import GraphModeError, InvalidVectorError, NonFiniteError
 
 
 def make_array(array: Any) -> np.ndarray:
-    """Return `array` as an ndarray; raise `InvalidVectorError` for what none can be made of."""
+    """Return `array` as an ndarray; raise `InvalidVectorError` if it cannot be converted."""
     if isinstance(array, np.ndarray):
         return array
     if isinstance(array, tf.Tensor) and not hasattr(array, "numpy"):
         raise GraphModeError(
-            "a tensor that has no value yet is given, while TensorFlow traces a graph",
+            "v is a tensor that has no value yet, because TensorFlow is tracing a graph",
             "arrays, or tensors with values",
             "inside a tf.function call product(v)",
         )
     try:
-        with warnings.catch_warnings():  # older NumPys warn of a ragged list, newer ones raise
+        with warnings.catch_warnings():  # old NumPy versions only warn of ragged lists
             warnings.simplefilter("error")
             return np.asarray(array)
     except (TypeError, ValueError, Warning) as error:
         raise InvalidVectorError(
-            f"no array can be made of v, a {type(array).__name__}",
+            f"v is a {type(array).__name__} that cannot be converted to an array",
             "a vector of real numbers",
             "for a nest like the variables call product(v), or flatten(v) first",
         ) from error
@@ -44,11 +44,11 @@ def check_array(
     array : array_like
         A vector or a block of columns.
     rows : int
-        Its first axis must be this long.
+        The length that its first axis must have.
     dtype : numpy.dtype
-        To cast to; integers and booleans are cast too (scipy sends int8 zeros).
+        What to cast to. Integers and booleans are accepted too: scipy passes zeros of type int8.
     ndims : tuple of int
-        The numbers of axes allowed.
+        The allowed numbers of axes.
     name : str
         What to call it in messages.
 
@@ -59,8 +59,8 @@ def check_array(
     Raises
     ------
     InvalidVectorError
-        If it is complex, text or objects, has another shape, or entries that are not finite, also
-        after the cast.
+        If the array is complex, holds strings or objects, has another shape, or has entries that
+        are not finite after the cast.
     """
     array = make_array(array)
     if array.dtype.kind not in "fiub" and array.dtype.name not in ("bfloat16",):
@@ -82,21 +82,21 @@ def check_array(
         raise InvalidVectorError(
             f"{name} has {int(np.sum(~np.isfinite(cast)))} entries that are not finite in {dtype}",
             "finite numbers",
-            "look for the division or overflow that made them",
+            "look for the division or overflow that produced them",
         )
     return cast
 
 
 def _all_finite(array: np.ndarray) -> bool:
-    """`np.isfinite(array).all()`, without writing an array of answers if all are."""
+    """Return `np.isfinite(array).all()`, without a temporary array in the usual case."""
     with np.errstate(over="ignore", invalid="ignore"):
         total = np.add.reduce(array, axis=None)
-    # One entry that is not finite leaves no finite sum; a sum may overflow all the same.
+    # If the sum is finite, so is every entry. The sum of finite entries may still overflow.
     return math.isfinite(total) or bool(np.isfinite(array).all())
 
 
 def check_product(product: np.ndarray) -> np.ndarray:
-    """Return a product that is finite; raise `NonFiniteError` for one that is not."""
+    """Return the product if it is finite; raise `NonFiniteError` otherwise."""
     if not _all_finite(product):
         raise NonFiniteError(
             f"the product has {int(np.sum(~np.isfinite(product)))} entries that are not finite",

@@ -1,4 +1,4 @@
-"""Many small tensors as a few: what a call costs grows with how many it is given."""
+"""Packs many small tensors into a few buffers, because each argument of a call costs time."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-# Above this copying costs more than is won, and values would no longer share variables' buffers.
-_MOST_BYTES = 2**18
+# Above this size copying costs more than packing saves, and packed values do not share the buffers
+# of variables.
+_MAX_BYTES = 2**18
 
 
 class Packing:
-    """Tensors of known shapes end to end in one buffer for each dtype.
+    """Concatenates tensors of known shapes into one buffer per dtype.
 
     Parameters
     ----------
     specs : sequence of tf.TensorSpec
-        Of the tensors.
+        The shapes and dtypes of the tensors.
     """
 
     def __init__(self, specs: Sequence[tf.TensorSpec]) -> None:
@@ -25,23 +26,23 @@ class Packing:
 
     @property
     def buffers(self) -> int:
-        """How many buffers there are."""
+        """The number of buffers."""
         return len(self._dtypes)
 
     @property
     def pays(self) -> bool:
-        """Whether the tensors are small, and of dtypes and shapes that can be packed."""
-        plain = all(
+        """Whether the tensors can be packed and are small enough for it to save time."""
+        packable = all(
             spec.shape.is_fully_defined() and (spec.dtype.is_floating or spec.dtype.is_integer)
             for spec in self._specs
         )
-        if not plain:
+        if not packable:
             return False
         nbytes = sum(spec.dtype.size * spec.shape.num_elements() for spec in self._specs)
-        return nbytes <= _MOST_BYTES
+        return nbytes <= _MAX_BYTES
 
     def pack(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Put them, or the first of them, into buffers."""
+        """Concatenate the tensors, or the first few of them, into buffers."""
         flat: dict[tf.DType, list[tf.Tensor]] = {dtype: [] for dtype in self._dtypes}
         for tensor in tensors:
             flat[tensor.dtype].append(tf.reshape(tensor, [-1]))
@@ -50,9 +51,9 @@ class Packing:
         ]
 
     def unpack(self, buffers: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Take them out again."""
-        found = {}
+        """Return the tensors in the buffers."""
+        pieces = {}
         for dtype, buffer in zip(self._dtypes, buffers):
             sizes = [s.shape.num_elements() for s in self._specs if s.dtype == dtype]
-            found[dtype] = iter(tf.split(buffer, sizes))
-        return [tf.reshape(next(found[spec.dtype]), spec.shape) for spec in self._specs]
+            pieces[dtype] = iter(tf.split(buffer, sizes))
+        return [tf.reshape(next(pieces[spec.dtype]), spec.shape) for spec in self._specs]

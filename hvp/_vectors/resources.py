@@ -1,10 +1,11 @@
-"""The buffers of variables: read, compared bit for bit, moved, and put back."""
+"""The buffers of variables: reading, writing, bitwise comparison and restoring."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import tensorflow as tf
 
@@ -13,14 +14,14 @@ from hvp._runtime.interrupts import put_back
 
 @dataclass(frozen=True)
 class Resource:
-    """A variable's buffer that a traced function touches.
+    """The buffer of a variable that a traced function reads or writes.
 
     Attributes
     ----------
     handle : tf.Tensor
-        Of dtype resource.
+        The handle of the buffer, a tensor of dtype resource.
     dtype : tf.DType
-        Of the values in the buffer.
+        The dtype of the values in the buffer.
     name : str
         What to call it in messages.
     """
@@ -35,7 +36,7 @@ class Resource:
         return cls(variable.handle, variable.dtype, name or variable.name.partition(":")[0])
 
     def read(self) -> tf.Tensor:
-        """Return the value now; later writes do not reach it."""
+        """Return the current value; later writes do not change it."""
         return tf.raw_ops.ReadVariableOp(resource=self.handle, dtype=self.dtype)
 
     def write(self, value: tf.Tensor) -> None:
@@ -43,12 +44,12 @@ class Resource:
         tf.raw_ops.AssignVariableOp(resource=self.handle, value=value)
 
 
-# Equal as bits, not as numbers: NaN is NaN, and 0.0 is not -0.0.
+# Values are compared as bits, so that NaN equals NaN, and 0.0 differs from -0.0.
 _BITS = {1: tf.uint8, 2: tf.int16, 4: tf.int32, 8: tf.int64}
 
 
 def differ(value: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
-    """Whether two tensors of one shape and type have different bits anywhere."""
+    """Return whether two tensors of the same shape and dtype differ in any bit."""
     return tf.reduce_any(tf.not_equal(_bits(value), _bits(other)))
 
 
@@ -58,16 +59,26 @@ def _bits(value: tf.Tensor) -> tf.Tensor:
     return tf.bitcast(value, _BITS.get(value.dtype.size, tf.int64))
 
 
+class Restorable(Protocol):
+    """Variables whose values can be read and written."""
+
+    def read(self) -> Any:
+        """Return the values now; later writes do not change them."""
+
+    def write(self, value: Any) -> None:
+        """Replace the values."""
+
+
 @contextlib.contextmanager
-def restored(resources: Sequence[Resource], *, only_on_error: bool = False) -> Iterator[None]:
-    """Put variables back to the values they had, whatever happens in between.
+def restored(resources: Sequence[Restorable], *, only_on_error: bool = False) -> Iterator[None]:
+    """Restore the values of variables when the context ends, even after an error.
 
     Parameters
     ----------
-    resources : sequence of Resource
-        The variables.
+    resources : sequence of Restorable
+        The buffers of the variables, or anything else that can be read and written.
     only_on_error : bool, optional
-        Whether to leave them as they are if nothing is raised.
+        Whether to restore the values only if an error is raised.
     """
     values = [resource.read() for resource in resources]
     failed = True

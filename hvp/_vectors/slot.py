@@ -1,4 +1,4 @@
-"""Tensors that compiled functions read, and that can be replaced between calls."""
+"""Slots: variables that pass tensors to compiled functions."""
 
 from __future__ import annotations
 
@@ -6,20 +6,25 @@ import tensorflow as tf
 
 
 class Slot:
-    """A tensor that can be replaced, or let go.
+    """Holds a tensor that compiled functions read, and that can be replaced between calls.
 
     Parameters
     ----------
     tensor : tf.Tensor
-        What it is at first.
+        The first tensor.
     shape : tf.TensorShape
-        Of every tensor it will be.
+        A shape, perhaps partly unknown, with which every tensor in the slot is compatible.
+
+    Attributes
+    ----------
+    variable : tf.Variable
+        The variable that holds the tensor.
     """
 
     def __init__(self, tensor: tf.Tensor, shape: tf.TensorShape) -> None:
         self._shape = shape
         self.variable = tf.Variable(tensor, shape=tf.TensorShape(None), trainable=False)
-        self._nothing = _nothing(tensor.dtype)
+        self._placeholder = _empty_tensor(tensor.dtype)
 
     def read(self) -> tf.Tensor:
         """Return the tensor."""
@@ -28,16 +33,16 @@ class Slot:
         return value
 
     def assign(self, tensor: tf.Tensor) -> None:
-        """Replace the tensor; those read before stay what they were."""
-        # The variable's own method costs several times as much.
+        """Replace the tensor; tensors that were read before do not change."""
+        # `tf.Variable.assign` takes several times as long.
         tf.raw_ops.AssignVariableOp(resource=self.variable.handle, value=tensor)
 
     def empty(self) -> None:
-        """Let the tensor go."""
-        self.assign(self._nothing)
+        """Release the tensor."""
+        self.assign(self._placeholder)
 
 
-def _nothing(dtype: tf.DType) -> tf.Tensor:
+def _empty_tensor(dtype: tf.DType) -> tf.Tensor:
     if dtype == tf.variant:
         return tf.raw_ops.EmptyTensorList(
             element_shape=-1, max_num_elements=-1, element_dtype=tf.float32

@@ -1,4 +1,4 @@
-"""Parameters, or the results of a function, as one flat vector and back."""
+"""Conversion between nests of tensors and flat vectors."""
 
 from __future__ import annotations
 
@@ -11,21 +11,24 @@ import tensorflow as tf
 from hvp._errors import InvalidVectorError
 from hvp._vectors.variables import VariableNest
 
-# NumPy and scipy.sparse know neither of these, so vectors travel in the next wider type.
+# NumPy or scipy.sparse do not support these types, so flat vectors use the next wider one.
 _WIDENED = {tf.float16: tf.float32, tf.bfloat16: tf.float32}
 
-# How much the parts of vectors that agree may differ, and how many roundings of the whole besides.
-# What TensorFlow vectorizes wrongly differs by a tenth and more.
-_CLOSE, _ROUNDINGS = 1e-2, 1e3
+# Two vectors agree if each part differs by at most this relative error, plus this number of
+# rounding errors of the whole vector. Where TensorFlow's vectorization is wrong, results differ by
+# 0.1 or more.
+_RELATIVE_ERROR, _ROUNDING_ERRORS = 1e-2, 1e3
 
 
 class Space:
-    """The vectors that a linear map takes or returns: nests of tensors, and flat ones.
+    """The space of the vectors that a linear map takes or returns.
+
+    A vector is a nest of tensors, its parts, or one flat tensor with the same entries.
 
     Parameters
     ----------
     structure : nest
-        The structure of a vector as a nest, with any leaves.
+        The structure of a vector as a nest. The leaves can be anything.
     names : sequence of str
         What to call each part in messages, in `tf.nest` order.
     shapes : sequence of tuple of int
@@ -38,7 +41,7 @@ class Space:
     size : int
         The number of entries of a flat vector.
     dtype : tf.DType
-        The type of a flat vector: the widest of the parts', at least float32.
+        The type of a flat vector, which is the widest type of the parts, and at least float32.
     """
 
     def __init__(
@@ -56,8 +59,8 @@ class Space:
         self.size = sum(self.sizes)
         widened = {_WIDENED.get(dtype, dtype) for dtype in self.dtypes}
         self.dtype = max(widened, key=lambda dtype: dtype.size, default=tf.float32)
-        # As tensors once: converting a list anew for each product costs time, and in
-        # TensorFlow 2.16 a few hundred bytes for ever.
+        # The lists are converted to tensors once. To convert them for each product would cost time,
+        # and TensorFlow 2.16 would leak a few hundred bytes each time.
         self._eager_shapes = [tf.constant(shape, tf.int32, [len(shape)]) for shape in self.shapes]
         self._eager_sizes = tf.constant(self.sizes)
         self._flat = tf.constant([-1])
@@ -69,16 +72,16 @@ class Space:
 
     @classmethod
     def of_tensors(cls, tensors: Sequence[Any]) -> Space | None:
-        """Return the space of vectors that are shaped like tensors, or specifications of them.
+        """Return the space of vectors that are shaped like tensors or `tf.TensorSpec` objects.
 
-        None if a shape is not fully known.
+        If a shape is not fully known, the result is None.
         """
         shapes = [tf.TensorShape(tensor.shape) for tensor in tensors]
         if not all(shape.is_fully_defined() for shape in shapes):
             return None
         names = [f"output {index}" for index in range(len(shapes))]
-        known = [shape.as_list() for shape in shapes]
-        return cls([0] * len(shapes), names, known, [tensor.dtype for tensor in tensors])
+        dimensions = [shape.as_list() for shape in shapes]
+        return cls([0] * len(shapes), names, dimensions, [tensor.dtype for tensor in tensors])
 
     @property
     def specs(self) -> list[tf.TensorSpec]:
@@ -91,43 +94,44 @@ class Space:
         return tf.TensorSpec([self.size], self.dtype)
 
     def with_zeros(self, parts: Sequence[tf.Tensor | None]) -> list[tf.Tensor]:
-        """Put zeros in the place of each None."""
+        """Replace each None by zeros."""
         specs = zip(parts, self.shapes, self.dtypes)
         return [tf.zeros(shape, dtype) if p is None else p for p, shape, dtype in specs]
 
     def join(self, parts: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Concatenate parts, cast to the vector's dtype.
+        """Concatenate parts into a flat vector, cast to its dtype.
 
         Parameters
         ----------
         parts : sequence of tf.Tensor
-            Shaped like the variables, or all with the same further first axis `k`.
+            Tensors shaped like the variables, or with one more axis in front, of length `k`.
 
         Returns
         -------
         tf.Tensor
-            Of shape `(n,)`, or `(k, n)` for parts with a further axis.
+            Shape `(n,)`, or `(k, n)` if the parts have one more axis.
         """
-        columns = len(parts[0].shape) > len(self.shapes[0])
+        is_block = len(parts[0].shape) > len(self.shapes[0])
         flat_shape = self._flat if tf.executing_eagerly() else [-1]
         flat = []
         for part, size in zip(parts, self.sizes):
-            shape = [tf.shape(part)[0], size] if columns else flat_shape
+            shape = [tf.shape(part)[0], size] if is_block else flat_shape
             flat.append(tf.reshape(tf.cast(part, self.dtype), shape))
         return flat[0] if len(flat) == 1 else tf.concat(flat, axis=-1)
 
     def split(self, flat: tf.Tensor) -> list[tf.Tensor]:
-        """Cut a flat vector into parts shaped and typed like the variables.
+        """Split a flat vector into parts with the shapes and dtypes of the variables.
 
         Parameters
         ----------
         flat : tf.Tensor
-            Of shape `(n,)`, or `(k, n)`.
+            Shape `(n,)`, or `(k, n)`.
 
         Returns
         -------
         list of tf.Tensor
-            In `tf.nest` order, with a further first axis `k` where `flat` has two.
+            The parts in `tf.nest` order. If `flat` has shape `(k, n)`, they have one more axis in
+            front, of length `k`.
         """
         eager, count = tf.executing_eagerly(), len(self.sizes)
         sizes = self._eager_sizes if eager else self.sizes
@@ -142,18 +146,18 @@ class Space:
         ]
 
     def parts_of_nest(self, nest: Any, what: str = "v") -> list[Any]:
-        """Flatten a nest, checking its structure, and the shape and kind of each part."""
+        """Flatten a nest, and check its structure and the shape and dtype of each part."""
         try:
             tf.nest.assert_same_structure(self.structure, nest)
         except (ValueError, TypeError) as error:
             raise InvalidVectorError(
                 f"{what} has the structure {outline(nest)}",
-                f"that of the variables, {outline(self.structure)}",
+                f"the structure of the variables, {outline(self.structure)}",
             ) from error
         parts = [as_known(part) for part in tf.nest.flatten(nest)]
         for part, shape, name in zip(parts, self.shapes, self.names):
             check_numeric(part, what)
-            # In a graph sizes may be known only when it runs.
+            # In a graph a size may be unknown until the graph runs.
             if not tf.TensorShape(part.shape).is_compatible_with(shape):
                 raise InvalidVectorError(
                     f"the part of {what} for the variable {name!r} has shape {_shape(part)}",
@@ -162,12 +166,12 @@ class Space:
         return parts
 
     def is_flat(self, v: Any) -> bool:
-        """Whether `v` is a flat vector, checked to be a right one, and not a nest."""
+        """Return whether `v` is a flat vector and not a nest; check it if it is."""
         v = as_known(v)
         if not isinstance(v, (tf.Tensor, np.ndarray, tf.Variable)):
             return False
         check_numeric(v, "v")
-        if not tf.nest.is_nested(self.structure):  # one variable: v may be shaped like it
+        if not tf.nest.is_nested(self.structure):  # with one variable, a nest is also an array
             shape, dtype = self.shapes[0], self.dtypes[0]
             if v.shape == shape and (len(shape) != 1 or tf.as_dtype(v.dtype) == dtype):
                 return False
@@ -175,30 +179,30 @@ class Space:
         return True
 
     def check_flat(self, v: Any) -> None:
-        """Refuse a vector of another length, as far as that is known."""
+        """Raise `InvalidVectorError` if a flat vector is known to have another shape."""
         if not tf.TensorShape(v.shape).is_compatible_with([self.size]):
             raise InvalidVectorError(
                 f"a flat vector of shape {tuple(v.shape)} was given",
                 f"shape ({self.size},), or a nest like the variables",
             )
 
-    def agree(self, got: tf.Tensor, want: tf.Tensor, size: tf.Tensor) -> bool:
-        """Whether two vectors, or blocks of rows, are the same but for rounding.
+    def agree(self, vectors: tf.Tensor, reference: tf.Tensor, norm: tf.Tensor) -> bool:
+        """Return whether two vectors, or two blocks of rows, agree up to rounding errors.
 
-        Each variable's part is compared by itself, so that small parts count too.
+        The parts of each variable are compared separately, so that small parts count too.
 
         Parameters
         ----------
-        got, want : tf.Tensor
-            Of shape `(n,)`, or `(k, n)`.
-        size : tf.Tensor
-            The norm of what they were computed from, of which rounding is a part.
+        vectors, reference : tf.Tensor
+            Shape `(n,)`, or `(k, n)`.
+        norm : tf.Tensor
+            The norm that rounding errors are relative to.
         """
-        rounding = _ROUNDINGS * np.finfo(self.dtype.as_numpy_dtype).eps * size
-        parts = (tf.split(vector, self.sizes, -1) for vector in (got, want))
+        rounding = _ROUNDING_ERRORS * np.finfo(self.dtype.as_numpy_dtype).eps * norm
+        parts = (tf.split(flat, self.sizes, -1) for flat in (vectors, reference))
         return all(
-            bool(tf.norm(one - other) <= _CLOSE * tf.norm(other) + rounding)
-            for one, other in zip(*parts)
+            bool(tf.norm(part - exact) <= _RELATIVE_ERROR * tf.norm(exact) + rounding)
+            for part, exact in zip(*parts)
         )
 
     def nest_of_parts(self, parts: Sequence[Any]) -> Any:
@@ -207,9 +211,9 @@ class Space:
 
 
 def as_known(array: Any) -> Any:
-    """Return an array of another library, a Keras variable or a number as one that is known here.
+    """Convert an array of another library, a Keras variable or a float to a type TensorFlow knows.
 
-    Anything else is returned as it is.
+    Anything else is returned unchanged.
     """
     if isinstance(array, (tf.Tensor, np.ndarray, tf.Variable)):
         return array
@@ -220,8 +224,8 @@ def as_known(array: Any) -> Any:
 
 
 def as_tensor(value: Any, dtype: tf.DType) -> tf.Tensor:
-    """Return an array as a tensor of a dtype."""
-    # A cast that changes nothing leaves a variable a variable.
+    """Convert an array to a tensor of a dtype."""
+    # `tf.cast` returns a variable unchanged if it has the dtype already.
     return tf.convert_to_tensor(tf.cast(as_known(value), dtype))
 
 
@@ -231,7 +235,7 @@ def _shape(array: Any) -> str:
 
 
 def outline(nest: Any) -> str:
-    """Show a nest's structure, its leaves as dots."""
+    """Return a nest's structure as text, with a dot for each leaf."""
     text = str(tf.nest.map_structure(lambda _: _DOT, nest))
     return text if len(text) <= 200 else text[:197] + "..."
 
@@ -245,7 +249,7 @@ _DOT = _Dot()
 
 
 def check_numeric(array: Any, what: str) -> None:
-    """Refuse what is not a real numeric tensor or array.
+    """Raise `InvalidVectorError` unless an array holds real numbers.
 
     Parameters
     ----------
@@ -257,15 +261,15 @@ def check_numeric(array: Any, what: str) -> None:
     Raises
     ------
     InvalidVectorError
-        If it is complex, text, an object, or has no dtype.
+        If the array is sparse or ragged, is complex, holds strings or objects, or has no dtype.
     """
     try:
         if isinstance(array, (tf.SparseTensor, tf.RaggedTensor, tf.IndexedSlices)):
             raise TypeError(type(array))
         dtype = tf.as_dtype(array.dtype)
     except (AttributeError, TypeError) as error:
-        given = getattr(array, "dtype", type(array).__name__)
-        raise InvalidVectorError(f"{what} is of type {given}", "real numbers") from error
+        kind = getattr(array, "dtype", type(array).__name__)
+        raise InvalidVectorError(f"{what} is of type {kind}", "real numbers") from error
     if not (dtype.is_floating or dtype.is_integer or dtype.is_bool):
         remedy = "multiply its real and imaginary parts separately" if dtype.is_complex else ""
         raise InvalidVectorError(f"{what} is of type {dtype.name}", "real numbers", remedy)

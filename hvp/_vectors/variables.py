@@ -1,4 +1,4 @@
-"""Finding the `tf.Variable`s behind whatever the caller names as variables."""
+"""Collects the `tf.Variable` objects in nests of variables, modules and Keras models."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class VariableNest:
     Attributes
     ----------
     structure : nest
-        The caller's nest, each module replaced by the list of its trainable variables.
+        The caller's nest, with each module replaced by the list of its trainable variables.
     variables : tuple of tf.Variable
         The TensorFlow variables behind the leaves.
     names : tuple of str
-        What to call them in messages.
+        What to call the variables in messages.
     source : nest
-        What the caller passed: variables, and modules with all that belongs to them.
+        The caller's nest as it was passed, with its modules.
     """
 
     structure: Any
@@ -44,23 +44,23 @@ class VariableNest:
 
 
 def collect_variables(variables: Any) -> VariableNest:
-    """Flatten and check what the caller gave as variables.
+    """Flatten and check a nest of variables.
 
     Parameters
     ----------
     variables : nest
-        Of `tf.Variable`, `keras.Variable`, `tf.Module`, Keras layers or models; a module stands
-        for its trainable variables.
+        A nest of `tf.Variable` or `keras.Variable` objects, modules, Keras layers or models. A
+        module stands for its trainable variables.
 
     Returns
     -------
     VariableNest
-        At least one variable, all of a real floating type and fully known shape, none twice.
+        Distinct variables, at least one, with real floating dtypes and fully known shapes.
 
     Raises
     ------
     InvalidVariablesError
-        If anything in the nest is something else.
+        If the nest contains anything else.
     """
     structure = tf.nest.map_structure(_expand_module, variables)
     leaves = tf.nest.flatten(structure)
@@ -77,20 +77,20 @@ def collect_variables(variables: Any) -> VariableNest:
             "at least one variable",
             "build the model first, by calling it on a batch" if modules else "",
         )
-    found = tuple(_tensorflow_variable(leaf) for leaf in leaves)
+    resolved = tuple(_tensorflow_variable(leaf) for leaf in leaves)
     names = tuple(_name(leaf, index) for index, leaf in enumerate(leaves))
-    _check_each(found, names)
-    _check_distinct(found, names)
-    return VariableNest(structure, found, names, variables)
+    _check_each(resolved, names)
+    _check_distinct(resolved, names)
+    return VariableNest(structure, resolved, names, variables)
 
 
 def all_variables(variables: Any) -> tuple[tf.Variable, ...]:
-    """Every variable, trainable or not, of the modules and variables in a nest."""
-    found: list[tf.Variable] = []
+    """Return the variables in a nest, with all those of its modules, trainable or not."""
+    resolved: list[tf.Variable] = []
     for leaf in tf.nest.flatten(variables):
         leaves = leaf.variables if _is_module(leaf) else [leaf]
-        found += [_tensorflow_variable(variable) for variable in leaves]
-    return tuple(found)
+        resolved += [_tensorflow_variable(variable) for variable in leaves]
+    return tuple(resolved)
 
 
 def _is_module(leaf: Any) -> bool:
@@ -104,7 +104,8 @@ def _expand_module(leaf: Any) -> Any:
 def _tensorflow_variable(leaf: Any) -> tf.Variable:
     if isinstance(leaf, tf.Variable):
         return leaf
-    # By its attributes, because keras.Variable is not a base of all of them in every Keras.
+    # Keras variables are recognized by their attributes, because some Keras versions have ones that
+    # do not derive from keras.Variable.
     value = getattr(leaf, "value", None)
     if isinstance(value, tf.Variable):
         return value
@@ -133,7 +134,7 @@ def _check_each(variables: tuple[tf.Variable, ...], names: tuple[str, ...]) -> N
             raise InvalidVariablesError(
                 f"the variable {name!r} is of type {variable.dtype.name}",
                 "real floating-point variables",
-                "leave it out: a derivative with respect to it does not exist",
+                "leave it out: there is no derivative with respect to it",
             )
         if not variable.shape.is_fully_defined():
             raise InvalidVariablesError(
@@ -142,7 +143,7 @@ def _check_each(variables: tuple[tf.Variable, ...], names: tuple[str, ...]) -> N
                 "create the variable with a static shape",
             )
     if not any(variable.shape.num_elements() for variable in variables):
-        raise InvalidVariablesError("the variables have no entries", "at least one number")
+        raise InvalidVariablesError("the variables have no entries", "at least one entry")
 
 
 def _check_distinct(variables: tuple[tf.Variable, ...], names: tuple[str, ...]) -> None:

@@ -171,7 +171,7 @@ def test_a_product_in_a_graph_can_be_differentiated_by_its_vector(
 ):
     """The gradient of v @ H v is 2 H v."""
     if large:
-        monkeypatch.setattr(packing, "_MOST_BYTES", 0)
+        monkeypatch.setattr(packing, "_MAX_BYTES", 0)
     H, _ = operator("float64", on_stale=on_stale)
     v = tf.constant(random(7, 15, dtype="float64"))
 

@@ -27,7 +27,7 @@ def test_the_loss_own_error_comes_before_the_guess(model):
     assert "raised ValueError: " in caught.value.problem
     assert "None" in caught.value.problem
     assert "float64" not in caught.value.problem
-    assert "perhaps it is because data[0] is float64" in caught.value.remedy
+    assert "the cause may be that data[0] is float64" in caught.value.remedy
     assert isinstance(caught.value.__cause__, ValueError)
 
 

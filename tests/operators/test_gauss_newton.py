@@ -246,7 +246,7 @@ def test_what_cannot_be_right_is_refused():
     for output_loss, said in (("mse", "is str"), (lambda p, y: p, "shape"), (3, "is int")):
         with pytest.raises(hvp.InvalidLossError, match=said):
             hvp.GaussNewtonOperator(model, output_loss, model, (x, y))
-    with pytest.raises(hvp.InvalidLossError, match="the model is str"):
+    with pytest.raises(hvp.InvalidLossError, match="The model is str"):
         hvp.GaussNewtonOperator("model", softmax_loss, model, (x, y))
     with pytest.raises(hvp.InvalidLossError, match="returned a int64"):
         hvp.GaussNewtonOperator(lambda x: tf.argmax(model(x), -1), softmax_loss, model, (x, y))

@@ -305,7 +305,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path):
     )
     message, total = run.stdout.splitlines()
     assert "could not save the checkpoint" in message
-    assert "it goes on" in message
+    assert "the computation continues" in message
     assert float(total) == 45
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file.npz", "run.py"]
 

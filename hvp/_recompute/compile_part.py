@@ -1,0 +1,90 @@
+"""Compiling a part of a graph as a function of some of its tensors."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvp._graphs.inline import KEPT_WHOLE
+from hvp._graphs.parts import import_part, without_names
+from hvp._recompute.order import spec_of
+from hvp._recompute.schedule import in_order
+from hvp._runtime.interrupts import Uninterrupted
+
+# Compiled functions by what they compute: equal layers share a function, which TensorFlow then
+# prepares only once.
+_shared: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
+
+
+def compile_part(
+    part: Any,
+    captured: dict[str, tf.Tensor],
+    inputs: Sequence[str],
+    specs: Sequence[tf.TensorSpec],
+    results: Sequence[str],
+    *,
+    whole: bool,
+) -> Any:
+    """Compile a part of a graph as a function of some of its tensors.
+
+    Parameters
+    ----------
+    part : GraphDef
+        The part.
+    captured : dict of str to tf.Tensor
+        Tensors from outside that the function captures, by name.
+    inputs : sequence of str
+        Names of the tensors that become the function's arguments.
+    specs : sequence of tf.TensorSpec
+        Types and shapes of the arguments.
+    results : sequence of str
+        Names of the tensors that the function returns.
+    whole : bool
+        Whether to schedule the operations for little memory, and to keep calls from being inlined
+        into the graphs that make them. See Notes.
+
+    Returns
+    -------
+    ConcreteFunction
+
+    Notes
+    -----
+    Recomputation has to depend on the upstream cotangent. Otherwise its inputs are available in the
+    forward pass already, and TensorFlow may run it then and hold the intermediate values until the
+    backward pass. It may also recognize the operations as those of the forward pass and merge the
+    two, or fold them to constants. Either way, the values stay in memory as if nothing were
+    recomputed. A call that is not inlined begins only when all of its inputs are available, and
+    the cotangents are among them. Operations inside it are not merged with operations outside.
+    """
+    used = {*results, *(tensor for node in part.node for tensor in node.input)}
+    captured = {name: tensor for name, tensor in captured.items() if name in used}
+    key = (whole, without_names(part, inputs, results), tuple(specs))
+    # A function that captures tensors is good for these only.
+    shared = None if captured else _shared.get(key)
+    if shared is not None:
+        return shared
+    if whole:
+        captured_specs = {name: spec_of(tensor) for name, tensor in captured.items()}
+        part = in_order(part, {**captured_specs, **dict(zip(inputs, specs))}, results)
+
+    def run(*tensors: tf.Tensor) -> list[tf.Tensor]:
+        return import_part(part, {**captured, **dict(zip(inputs, tensors))}, results)
+
+    # TensorFlow names a graph's function after the Python function.
+    def hvp_recomputed(*tensors: tf.Tensor) -> list[tf.Tensor]:
+        return run(*tensors)
+
+    assert hvp_recomputed.__name__ == KEPT_WHOLE
+    function = tf.function(
+        hvp_recomputed if whole else run,
+        autograph=False,
+        experimental_attributes={"_noinline": True} if whole else None,
+    )
+    with Uninterrupted():
+        compiled = function.get_concrete_function(*specs)
+    if not captured:
+        _shared[key] = compiled
+    return compiled

@@ -1,0 +1,46 @@
+"""Postponing the use of some inputs of a graph until other tensors have been computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvp._graphs.parts import ancestors, cut_out, data_inputs, node_of
+
+
+def postpone(part: Any, inputs: Mapping[str, tf.DType], first: Sequence[str]) -> Any:
+    """Let every operation that takes one of `inputs` wait for the tensors in `first`.
+
+    Parameters
+    ----------
+    part : GraphDef
+        The graph.
+    inputs : mapping of str to tf.DType
+        Names and types of the inputs whose use is postponed.
+    first : sequence of str
+        Names of the tensors to wait for.
+
+    Returns
+    -------
+    GraphDef
+        A graph that computes the same. It is `part` itself if one of `first` depends on one of
+        `inputs`, because waiting would then never end.
+    """
+    nodes = {node.name: node for node in part.node}
+    awaited = [tensor for tensor in first if node_of(tensor) in nodes]
+    before = ancestors(nodes, awaited, lambda name: name in nodes)
+    if not awaited or any(t in inputs for name in before for t in data_inputs(nodes[name])):
+        return part
+    ordered = cut_out(part, set(nodes), keep_controls=True)
+    late = {tensor: f"{node_of(tensor)}/late" for tensor in inputs}
+    for node in ordered.node:
+        for i, tensor in enumerate(node.input):
+            if tensor in late:
+                node.input[i] = f"{late[tensor]}:0"
+    for tensor, dtype in inputs.items():
+        node = ordered.node.add(name=late[tensor], op="Identity")
+        node.input.extend([tensor, *dict.fromkeys(f"^{node_of(t)}" for t in awaited)])
+        node.attr["T"].type = dtype.as_datatype_enum
+    return ordered

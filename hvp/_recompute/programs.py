@@ -1,0 +1,198 @@
+"""Traces of a function and its derivatives, compiled as programs that can be repeated.
+
+A program is repeatable if its results depend on nothing but its inputs. Three things in a trace
+could make them differ from one run to the next:
+
+- *Reads of variables.* The values of the variables become inputs, so that a derivative sees the
+  values of the call and not later ones.
+- *Random draws.* They become stateless draws from a seed. The seed is drawn in the first run.
+- *Other stateful operations*, such as the update of a moving average or the draw of a seed. They
+  run in the first run only. Their results (the *state* of the call) are inputs of later runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from hvp._derivatives.replace import replace_operations
+from hvp._graphs.inline import inline_calls
+from hvp._recompute.captured import CapturedVariable
+from hvp._recompute.compile_part import compile_part
+from hvp._recompute.order import spec_of
+from hvp._recompute.postpone import postpone
+from hvp._recompute.replay import replay, with_effects
+from hvp._recompute.retrace import match_traces, names_of_state
+from hvp._recompute.seeded_draws import draw_from_seeds
+from hvp._recompute.variable_reads import read_from_inputs
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A trace of one order of derivative.
+
+    Attributes
+    ----------
+    concrete : ConcreteFunction
+        The trace.
+    graph_def : GraphDef
+        Its graph.
+    function_results : list of str
+        Names of the tensors that the function itself returned in this trace.
+    cotangents : list of tf.TensorSpec
+        Types and shapes of the cotangents that it takes.
+    """
+
+    concrete: Any
+    graph_def: Any
+    function_results: list[str]
+    cotangents: list[tf.TensorSpec]
+
+
+class Programs:
+    """Compiles the traces of one function and its derivatives.
+
+    Parameters
+    ----------
+    arguments : sequence of tf.TensorSpec
+        Types and shapes of the function's arguments.
+    variables : sequence of CapturedVariable
+        Variables that the function reads.
+    tensors : sequence of tf.Tensor
+        Tensors that the function uses from outside.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[tf.TensorSpec],
+        variables: Sequence[CapturedVariable],
+        tensors: Sequence[tf.Tensor],
+    ) -> None:
+        self._argument_count = len(arguments)
+        self._variables = list(variables)
+        self._tensors = list(tensors)
+        self._specs = [spec_of(x) for x in (*arguments, *variables, *tensors)]
+        self._first: _Graph
+        self._state_names: list[str] = []
+        self._state_specs: list[tf.TensorSpec] = []
+
+    @property
+    def state_count(self) -> int:
+        """How many stateful results the first run hands to later runs."""
+        return len(self._state_names)
+
+    @property
+    def base_count(self) -> int:
+        """How many inputs of a derivative come before the cotangents."""
+        return len(self._specs) + len(self._state_names)
+
+    def compile_first(self, trace: Trace) -> Any:
+        """Compile the function itself, which returns its results and then the state."""
+        graph = self._graph_of(trace)
+        pure = replay(graph.flat, graph.results, [*graph.inputs, *graph.captured])
+        self._first, self._state_names = graph, pure.stateful_results
+        part = with_effects(graph.flat, pure, graph.results, [*graph.inputs, *graph.captured])
+        results = [*graph.results, *self._state_names]
+        run = compile_part(part, graph.captured, graph.inputs, self._specs, results, whole=False)
+        self._state_specs = [spec_of(tensor) for tensor in run.outputs[len(graph.results) :]]
+        return run
+
+    def compile_derivative(
+        self, trace: Trace, *, tangents: Sequence[int] = (), held_back: int = 0
+    ) -> Any:
+        """Compile a derivative, a function of arguments, variables, tensors, state and cotangents.
+
+        Parameters
+        ----------
+        trace : Trace
+            The trace of the derivative.
+        tangents : sequence of int, optional
+            Places of results that are computed before the first cotangents are used.
+        held_back : int, optional
+            The number of these cotangents.
+        """
+        graph = self._graph_of(trace)
+        pure = replay(
+            graph.flat, graph.results, [*graph.inputs, *graph.cotangents, *graph.captured]
+        )
+        first_inputs = dict(zip(graph.inputs, self._first.inputs))
+        pairs = match_traces(
+            self._first.flat,
+            self._first.function_results,
+            graph.flat,
+            graph.function_results,
+            first_inputs,
+        )
+        state = names_of_state(graph.flat, pure, self._state_names, pairs)
+        part = pure.part
+        if held_back:
+            held = zip(graph.cotangents[:held_back], trace.cotangents)
+            part = postpone(
+                part,
+                {name: spec.dtype for name, spec in held},
+                [graph.results[place] for place in tangents],
+            )
+        names = [*graph.inputs, *state, *graph.cotangents]
+        specs = [*self._specs, *self._state_specs, *trace.cotangents]
+        return compile_part(part, graph.captured, names, specs, graph.results, whole=True)
+
+    def _graph_of(self, trace: Trace) -> _Graph:
+        """Make reads of variables and random draws in a trace repeatable."""
+        concrete = trace.concrete
+        flat, rename = inline_calls(replace_operations(trace.graph_def))
+        own = [rename(tensor.name) for tensor in concrete.inputs]
+        arguments, own = own[: self._argument_count], own[self._argument_count :]
+        cotangents, own = own[: len(trace.cotangents)], own[len(trace.cotangents) :]
+        captured = dict(zip(own, concrete.captured_inputs))
+        name_of = {id(tensor): name for name, tensor in captured.items()}
+        values = [f"value_{i}:0" for i in range(len(self._variables))]
+        tensors = [name_of.get(id(t), f"unused_{i}:0") for i, t in enumerate(self._tensors)]
+        read_from_inputs(
+            flat,
+            {
+                name_of[id(variable.handle)]: (value, variable.dtype)
+                for value, variable in zip(values, self._variables)
+                if id(variable.handle) in name_of
+            },
+        )
+        draw_from_seeds(flat)
+        return _Graph(
+            flat=flat,
+            results=[rename(tensor.name) for tensor in concrete.outputs],
+            function_results=[rename(name) for name in trace.function_results],
+            inputs=[*arguments, *values, *tensors],
+            cotangents=cotangents,
+            captured={name: t for name, t in captured.items() if name not in tensors},
+        )
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """A trace without calls, in which variables are inputs and draws come from seeds.
+
+    Attributes
+    ----------
+    flat : GraphDef
+        The graph.
+    results : list of str
+        Names of the tensors that the trace returns.
+    function_results : list of str
+        Names of the tensors that the function itself returned.
+    inputs : list of str
+        Names of the arguments, of the values of variables, and of tensors from outside. A tensor
+        that this trace does not use has the name of no node.
+    cotangents : list of str
+        Names of the cotangents.
+    captured : dict of str to tf.Tensor
+        Other resources from outside, such as tables and variables that the function changes.
+    """
+
+    flat: Any
+    results: list[str]
+    function_results: list[str]
+    inputs: list[str]
+    cotangents: list[str]
+    captured: dict[str, tf.Tensor]
