@@ -52,7 +52,7 @@ def check_options_of_fit(options: Mapping[str, Any]) -> None:
     """Refuse arguments of `model.fit`, and name alternatives."""
     for name in [name for name in _OF_FIT if name in options]:
         raise HvpError(
-            f"the argument {name} is an argument of model.fit",
+            f"the argument {name} is one of model.fit's arguments",
             "arguments of this call",
             _OF_FIT[name],
         )
