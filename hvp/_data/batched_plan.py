@@ -17,6 +17,7 @@ import tensorflow as tf
 from hvp._data.batches import Batch, Batches
 from hvp._data.budget import Budget
 from hvp._data.elements import Elements
+from hvp._data.weighted_mean import WeightedMean
 from hvp._engines.finite import check_finite
 from hvp._engines.graph_program import Results
 from hvp._engines.linear_map import LinearMap, Sum
@@ -110,7 +111,7 @@ class BatchedPlan(Plan):
     def at_point(self) -> tuple[Results, LinearMap]:
         """Evaluate all batches at the current values of the variables; hold the maps that fit."""
         self._batches.forget()
-        mean = _WeightedMean(self.space)
+        mean = WeightedMean(self.space)
         held: list[tuple[float, LinearMap]] = []
         used, self._all_held = 0, True
         with contextlib.ExitStack() as on_error:
@@ -175,7 +176,7 @@ class BatchedPlan(Plan):
             return None
 
         def gradient(values: Sequence[tf.Tensor]) -> list[Any]:
-            mean = _WeightedMean(self.space, tf.float64)
+            mean = WeightedMean(self.space, tf.float64)
             for batch in self._batches:
                 for elements, weight in self._pieces(batch):
                     batch_gradient = gradients[id(self._shape_plan(elements))]
@@ -358,49 +359,3 @@ class _ShapePlan:
     def _empty(self) -> None:
         for slot in self._slots:
             slot.empty()
-
-
-class _WeightedMean:
-    """Weighted sums of values and gradients over batches, and their means.
-
-    Batches are added to the sums `sum_b w_b L_b`. Dividing turns these into the means
-    `sum_b w_b L_b / sum_b w_b`.
-    """
-
-    def __init__(self, space: Space, dtype: tf.DType | None = None) -> None:
-        self._value = tf.zeros([], tf.float64)
-        self._gradient: list[Any] = [None] * len(space.dtypes)
-        self._dtypes = space.dtypes if dtype is None else [dtype] * len(space.dtypes)
-        self._sum_dtype = dtype or space.dtype
-        self._weight = 0.0
-
-    def add(self, weight: float, results: Results) -> None:
-        """Add the value and the gradient of a batch, times its weight."""
-        self._value += weight * tf.cast(results.value, tf.float64)
-        self._weight += weight
-        for i, part in enumerate(results.gradient or ()):
-            if part is not None:
-                part = tf.cast(part, self._sum_dtype) * tf.constant(weight, self._sum_dtype)
-                self._gradient[i] = part if self._gradient[i] is None else self._gradient[i] + part
-
-    def divide(self) -> float:
-        """Divide by the sum of the weights; return the factor `1 / sum_b w_b`."""
-        if self._weight == 0:
-            raise HvpError("the weights of all batches are zero", "at least one positive weight")
-        scale = 1 / self._weight
-        self._value *= scale
-        self._gradient = [
-            g if g is None else g * tf.constant(scale, g.dtype) for g in self._gradient
-        ]
-        return scale
-
-    @property
-    def gradient(self) -> list[Any]:
-        """The gradient, cast to the dtypes of the variables."""
-        pairs = zip(self._gradient, self._dtypes)
-        return [g if g is None else tf.cast(g, dtype) for g, dtype in pairs]
-
-    @property
-    def results(self) -> Results:
-        """The value and the gradient."""
-        return Results(self._value, self.gradient)

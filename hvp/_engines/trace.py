@@ -285,7 +285,7 @@ def _missing_gradient(flow: Dataflow) -> Exception | None:
         return None
     return SecondDerivativeError(
         f"TensorFlow has no derivative of a function at {layer_of(flow.names[places[0]])!r}",
-        "operations that can be differentiated as often as is asked",
+        "operations that have derivatives of every order",
         BY_NAME.format("tf.nn.ctc_loss") if "ctc" in flow.names[places[0]] else "",
     )
 

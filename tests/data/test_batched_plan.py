@@ -455,7 +455,7 @@ class TestFromKeras:
         plain = keras.Sequential([keras.Input((IN,)), keras.layers.Dense(OUT)])
         with pytest.raises(hvp.InvalidLossError, match="no compiled loss"):
             hvp.HessianOperator.from_keras(plain, (X, Y))
-        with pytest.raises(hvp.InvalidLossError, match="regularizers too"):
+        with pytest.raises(hvp.InvalidLossError, match="regularizers, too"):
             hvp.HessianOperator.from_keras(model, self.data(False), reduction="sum")
         plain.compile(loss=keras.losses.MeanSquaredError(reduction="sum"))
         with pytest.raises(hvp.InvalidLossError, match="reduction 'sum'"):

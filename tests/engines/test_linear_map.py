@@ -52,10 +52,8 @@ def test_a_rectangular_map_and_its_transpose(settings, wrap):
     )
 
     def check(find, matrix, vector, rows):
-        assert (
-            relative_error(wrap(lambda x: find().apply_flat(x))(vector), matrix @ vector.numpy())
-            < 1e-12
-        )
+        want = matrix @ vector.numpy()
+        assert relative_error(wrap(lambda x: find().apply_flat(x))(vector), want) < 1e-12
         by_rows = wrap(lambda X: find().apply_rows(X))(rows)
         assert relative_error(by_rows, rows.numpy() @ matrix.T) < 1e-12
         domain, codomain = find().domain, find().codomain
