@@ -1,6 +1,8 @@
 """Fixtures of all tests, and the counts of random programs at the end of a run."""
 
 import gc
+import inspect
+import itertools
 import os
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -50,13 +52,27 @@ def pytest_collection_modifyitems(config, items):
     items[:] = chosen
 
 
+_serials = itertools.count(1)
+# Newer versions of Keras collect garbage each time unless told not to.
+_parameters = inspect.signature(keras.backend.clear_session).parameters
+KEEP_MEMORY = {"free_memory": False} if "free_memory" in _parameters else {}
+
+
+def _collect():
+    """Collect garbage now and then: with the graphs of many tests it takes as long as a test."""
+    if next(_serials) % 25 == 0:
+        gc.collect()
+        gc.freeze()  # what is left belongs to modules, and need not be looked through again
+
+
 @pytest.fixture(autouse=True)
 def _seeded():
     """Start each test from the same random numbers, and forget its models afterwards."""
     np.random.seed(0)  # noqa: NPY002 - scipy's lobpcg tests draw from the global generator
     tf.random.set_seed(0)
     yield
-    keras.backend.clear_session()
+    keras.backend.clear_session(**KEEP_MEMORY)
+    _collect()
 
 
 # Not in tests/fuzz: of several processes, the one that reports reads no conftest there.
