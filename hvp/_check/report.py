@@ -19,15 +19,9 @@ _MAX_NAMES = 3
 class Finding(NamedTuple):
     """The finding of one step of a check.
 
-    Attributes
-    ----------
-    name : str
-        What was checked.
-    outcome : {"ok", "note", "warning", "failed"}
-        ``"note"`` marks useful information, and ``"warning"`` something that may be wrong or could
-        not be checked.
-    said : str
-        The finding in words, including what to do about it.
+    Its `name` says what was checked. Its `outcome` is ``"ok"`` or ``"failed"``; ``"note"`` marks
+    useful information, and ``"warning"`` something that may be wrong or could not be checked. The
+    text `said` is the finding in words, including what to do about it.
     """
 
     name: str

@@ -21,7 +21,7 @@ class GaussNewtonOperator(SymmetricOperator):
 
     It is the matrix `J^T B J`, where `J` is the Jacobian of the model's predictions with respect to
     the variables and `B` the Hessian of the loss with respect to the predictions: the Hessian of
-    the whole without the second derivatives of the model (Schraudolph 2002 [1]_). It is positive
+    the whole without the second derivatives of the model (Schraudolph 2002 [Sch]_). It is positive
     semi-definite where the loss is convex in the predictions.
 
     Parameters
@@ -59,7 +59,7 @@ class GaussNewtonOperator(SymmetricOperator):
 
     References
     ----------
-    .. [1] N. N. Schraudolph, "Fast curvature matrix-vector products for second-order gradient
+    .. [Sch] N. N. Schraudolph, "Fast curvature matrix-vector products for second-order gradient
        descent", Neural Computation 14(7), 2002. https://doi.org/10.1162/08997660260028683
 
     Examples
