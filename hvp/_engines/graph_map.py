@@ -9,11 +9,10 @@ import tensorflow as tf
 
 from hvp._engines.graph_product import GraphProduct
 from hvp._engines.graph_program import GraphProgram
-from hvp._engines.linear_map import LinearMap, Store
+from hvp._engines.linear_map import LinearMap
 from hvp._graphs.compiled import Compiled
 from hvp._graphs.parts import nbytes
 from hvp._graphs.variants import variant_nbytes
-from hvp._vectors.resources import Resource
 from hvp._vectors.space import Space
 
 # Rows in one call of a block product: at most so many, and so many bytes of residuals times rows.
@@ -119,17 +118,6 @@ class GraphMap(LinearMap):
     def transpose(self) -> LinearMap:
         """Return the transposed map, over the same residuals."""
         return _TransposedGraphMap(self)
-
-    def store(
-        self,
-        current: Callable[[], Any],
-        resources: Sequence[Resource],
-        values: Sequence[tf.Tensor],
-    ) -> Store:
-        """Return what products inside graphs can read."""
-        from hvp._engines.in_graph import InGraph  # whose maps are of this class
-
-        return InGraph(self, current, resources, values)
 
     def close(self) -> None:
         """Release the residuals."""

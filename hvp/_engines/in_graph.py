@@ -25,6 +25,19 @@ from hvp._vectors.slot import Slot
 from hvp._vectors.space import Space
 
 
+class StorableGraphMap(GraphMap):
+    """A `GraphMap` whose products can be added to other graphs."""
+
+    def store(
+        self,
+        current: Callable[[], Any],
+        resources: Sequence[Resource],
+        values: Sequence[tf.Tensor],
+    ) -> Store:
+        """Return what products inside graphs can read."""
+        return InGraph(self, current, resources, values)
+
+
 class InGraph(Store):
     """What products inside graphs read: the residuals of a map, as they are now.
 

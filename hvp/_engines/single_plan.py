@@ -13,8 +13,8 @@ import tensorflow as tf
 from hvp._derivatives.doubts import refuse_missing_derivatives
 from hvp._derivatives.exact import exact_functions
 from hvp._engines.float64 import gradient_in_float64
-from hvp._engines.graph_map import GraphMap
 from hvp._engines.graph_program import GraphProgram, Results
+from hvp._engines.in_graph import StorableGraphMap
 from hvp._engines.linear_map import LinearMap
 from hvp._engines.plan import Facts, Plan, Remarks, WideGradient
 from hvp._engines.rule import Arguments, Evaluated, NoArguments, Rule
@@ -121,7 +121,7 @@ class SinglePlan(Plan):
             results, residuals = self._program.evaluate()  # which runs no Python of the function's
         vectors = self._program.product.domain or Space.of_tensors(tf.nest.flatten(results.value))
         assert vectors is not None
-        return results, GraphMap(self._program, residuals, vectors, self.space)
+        return results, StorableGraphMap(self._program, residuals, vectors, self.space)
 
     def _on_tapes(self) -> tuple[Results, LinearMap]:
         with contextlib.ExitStack() as stack:
