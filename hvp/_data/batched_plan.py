@@ -102,7 +102,7 @@ class BatchedPlan(Plan):
         note = "" if self._all_held else _STREAMS
         return dataclasses.replace(
             facts,
-            traces=facts.traces - (self._added is not None),
+            traces=sum(shape_plan.plan.facts.traces for shape_plan in self._shape_plans.values()),
             expected_nbytes=int(self._bytes_per_example * examples),
             note="; ".join(filter(None, [facts.note, note])),
         )

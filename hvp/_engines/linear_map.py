@@ -190,13 +190,17 @@ class _TransposedSum(Sum):
 
     def __init__(self, plain: Sum) -> None:
         self._plain = plain
-        super().__init__([], plain.codomain, plain.domain, self._transposed)
+        super().__init__([], plain.codomain, plain.domain)
         self.streams = plain.streams
+
+    @property
+    def nbytes(self) -> int | None:  # type: ignore[override]
+        return self._plain.nbytes
 
     def transpose(self) -> LinearMap:
         return self._plain
 
-    def _transposed(self) -> Iterator[tuple[float, LinearMap]]:
+    def terms(self) -> Iterator[tuple[float, LinearMap]]:
         return ((weight, term.transpose()) for weight, term in self._plain.terms())
 
 

@@ -49,7 +49,7 @@ class TapeMap(LinearMap):
     ) -> None:
         self._rule, self._state, self._certain = rule, state, certain
         self.domain, self.codomain, self.nbytes = domain, codomain, nbytes
-        self._transposed: _TransposedTapeMap | None = None
+        self._recorded: TapedFunction | None = None
 
     def apply(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Multiply by a vector given as the parts of the domain."""
@@ -57,39 +57,40 @@ class TapeMap(LinearMap):
 
     def transpose(self) -> LinearMap:
         """Return the transposed map; the first product with it records this one on a tape."""
-        if self._transposed is None:
-            self._transposed = _TransposedTapeMap(self, self._certain)
-        return self._transposed
+        return _TransposedTapeMap(self)
+
+    def recorded(self) -> TapedFunction:
+        """Return the map as a function on a tape, recorded at the first call."""
+        if self._recorded is None:
+            with Uninterrupted():
+                self._recorded = self._record()
+        return self._recorded
 
     def close(self) -> None:
         """Release the tapes and everything on them."""
-        self._state = self._transposed = None
+        self._state = self._recorded = None
+
+    def _record(self) -> TapedFunction:
+        # A linear map is its own derivative at every point, zero for one.
+        zeros = self.domain.with_zeros([None] * len(self.domain.shapes))
+        if self._certain:
+            refuse_missing_in(lambda *parts: self.apply(parts), zeros)
+        with corrected_derivatives():
+            return TapedFunction(lambda: self.apply(zeros), zeros)
 
 
 class _TransposedTapeMap(LinearMap):
     """The transpose of a map on tapes, recorded as a function of the vector."""
 
-    def __init__(self, plain: TapeMap, certain: bool) -> None:
-        self._plain, self._certain = plain, certain
+    def __init__(self, plain: TapeMap) -> None:
+        self._plain = plain
         self.domain, self.codomain = plain.codomain, plain.domain
         self.nbytes = plain.nbytes
-        self._recorded: TapedFunction | None = None
 
     def apply(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Multiply by a vector given as the parts of the domain."""
-        if self._recorded is None:
-            with Uninterrupted():
-                self._recorded = self._record()
-        return self.codomain.with_zeros(self._recorded.vjp(parts))
+        return self.codomain.with_zeros(self._plain.recorded().vjp(parts))
 
     def transpose(self) -> LinearMap:
         """Return the map itself."""
         return self._plain
-
-    def _record(self) -> TapedFunction:
-        # A linear map is its own derivative at every point, zero for one.
-        zeros = self.codomain.with_zeros([None] * len(self.codomain.shapes))
-        if self._certain:
-            refuse_missing_in(lambda *parts: self._plain.apply(parts), zeros)
-        with corrected_derivatives():
-            return TapedFunction(lambda: self._plain.apply(zeros), zeros)

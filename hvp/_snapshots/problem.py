@@ -40,9 +40,9 @@ class Problem:
     variables : nest
         What to differentiate with respect to, as the caller passed it.
     data : object
-        The examples, as the caller passed them.
+        The examples: converted if they are one batch, else as the caller passed them.
     source : Elements or Batches
-        The same, opened once: one batch (empty where there are no data), or many.
+        The examples, opened once: one batch, which is empty without data, or many.
     regularization : Rule or None
         What is added once.
     total : bool
@@ -107,6 +107,8 @@ class Problem:
         else:
             source = Batches(data, batch_size, weight)
         added = None if regularization is None else HessianRule(_as_tensor(regularization))
+        # Arrays that were converted are not kept beside their tensors.
+        data = source if isinstance(source, Elements) else data
         return cls(rule, variables, data, source, added, reduction == "sum")
 
     def snapshot(self, settings: Settings, inputs: Sequence[tf.Variable] = ()) -> Snapshot:
@@ -216,10 +218,13 @@ class _InSegments(Rule):
 
 
 def _as_tensor(regularization: Callable[[], Any]) -> Callable[[], Any]:
-    """Let a regularization return a number too, such as the sum of no terms."""
+    """Let a regularization return a number or integer too, such as the sum of no terms."""
 
     def scalar() -> Any:
         value = regularization()
-        return tf.constant(value, tf.float32) if isinstance(value, (int, float)) else value
+        if not isinstance(value, (tf.Tensor, tf.Variable)):
+            # In float64, so that the sum with the loss is as exact as the loss.
+            return tf.constant(value, tf.float64)
+        return value if value.dtype.is_floating else tf.cast(value, tf.float64)
 
     return scalar

@@ -1,5 +1,7 @@
 """Rectangular maps and their transposes, by every engine, and sums of maps."""
 
+import weakref
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -86,6 +88,10 @@ def test_sums_of_maps():
     u, v = tf.constant(random(3, 4, dtype="float64")), tf.constant(random(4, 7, dtype="float64"))
     assert relative_error(double.apply_flat(u), 3 * jacobian.T @ u.numpy()) < 1e-12
     assert relative_error(double.transpose().apply_flat(v), 3 * jacobian @ v.numpy()) < 1e-12
+    transposed = double.transpose()
+    freed = weakref.ref(transposed)
+    del transposed
+    assert freed() is None  # without the garbage collector: it holds the residuals
     nothing = Sum([], pullback.domain, pullback.codomain)
     assert np.array_equal(nothing.apply_flat(u), np.zeros(7))
     assert np.array_equal(nothing.apply_rows(u[tf.newaxis]), np.zeros((1, 7)))

@@ -172,3 +172,18 @@ def test_a_function_that_cannot_be_traced_is_still_linearized(caplog):
         np.testing.assert_allclose(linear.vjp(tf.ones(2)), [2, 4])
         assert linear.nbytes is None
     assert "could not be traced" in caplog.text
+
+
+@pytest.mark.parametrize("engine", ["graph", "tape"])
+def test_a_linearization_that_is_dropped_is_freed_at_once(engine):
+    w = tf.Variable([1.0, 2.0])
+    linear = hvp.linearize(lambda: w**3, w, engine=engine)
+    np.testing.assert_allclose(linear.jvp(np.ones(2)), [3.0, 12.0])
+    held = weakref.ref(inside.held(linear))
+    gc.collect()
+    gc.disable()
+    try:
+        del linear
+        assert held() is None
+    finally:
+        gc.enable()
