@@ -6,6 +6,8 @@ import itertools
 import os
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+# Threads for matrices of a hundred rows only wait for each other, and several processes run.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""What is optional is optional: everything works with TensorFlow, NumPy and scipy alone."""
+"""Everything works with TensorFlow, NumPy and scipy alone, and so does the README's code."""
 
 import re
 import subprocess
@@ -6,6 +6,19 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+# After the blocks of the README.
+OF_THE_README = """
+assert info == 0
+assert largest > 0
+assert dense.shape == (161, 161)
+assert H.stats.batches == H.stats.batches_kept > 1
+assert result.gradient_evaluations == len(result.history)
+assert result.fun < loss_value
+assert solutions.shape == (161, 8)
+assert report.ok
+assert scores.shape == (10, 200)
+assert again.shape == block.__wrapped__.kernel.shape
+"""
 # Everything that can show progress, without; and what it says when a bar is asked for.
 EVERYTHING = """
 import warnings
@@ -42,13 +55,16 @@ except hvp.HvpError as error:
 """
 
 
-def test_everything_works_with_the_required_packages_alone(tmp_path):
+def test_the_readmes_code_and_everything_else_works_with_the_required_packages_alone(tmp_path):
     readme = (ROOT / "README.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    assert len(blocks) == 8
     script = tmp_path / "script.py"
-    script.write_text("\n".join([*blocks, EVERYTHING]))
+    script.write_text("\n".join([*blocks, OF_THE_README, EVERYTHING]))
     command = [sys.executable, str(ROOT / "tests" / "bare.py"), str(script)]
     run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=600)
     assert run.returncode == 0, run.stderr[-2000:]
+    assert run.stdout.startswith("1 gradient for")
+    assert "HessianOperator of size 161, float32: " in run.stdout
     assert "asked for a bar: A progress bar was requested, but tqdm is not installed" in run.stdout
     assert "pip install tqdm" in run.stdout

@@ -8,19 +8,34 @@ import pytest
 
 import hvp
 from hvp import _errors
+from tests.cases import FUZZ
 
 CATALOGUE = Path(__file__).parents[1] / "docs" / "errors.rst"
 
 
 def sections():
-    """What stands under each heading."""
+    """Return the text under each heading."""
     parts = re.split(r"^(\w+)\n-{3,}\n", CATALOGUE.read_text(), flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2]))
 
 
+class ExamplesThatEndSoon(doctest.DocTestParser):
+    """Leaves out the example of too little memory, for which TensorFlow tries ten seconds.
+
+    `test_processes` runs the same loss in a process where TensorFlow gives up at once.
+    """
+
+    def get_examples(self, string, name="<string>"):
+        examples = super().get_examples(string, name)
+        return [e for e in examples if "[2**44]" not in e.source]
+
+
 def test_the_catalogue_runs():
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-    failed, run = doctest.testfile(str(CATALOGUE), module_relative=False, optionflags=flags)
+    parser = doctest.DocTestParser() if FUZZ else ExamplesThatEndSoon()
+    failed, run = doctest.testfile(
+        str(CATALOGUE), module_relative=False, optionflags=flags, parser=parser
+    )
     assert run > len(_errors.__all__)
     assert failed == 0
 

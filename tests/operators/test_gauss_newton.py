@@ -173,8 +173,7 @@ def test_of_a_single_prediction_it_is_an_outer_product(name, engine, dtype):
         assert relative_error(G.gradient, g * float(truth.bound())) < limit
 
 
-@pytest.mark.parametrize("batch_size", [None, 3])
-@pytest.mark.parametrize("engine", ["graph", "tape"])
+@pytest.mark.parametrize(("engine", "batch_size"), crossed(["graph", "tape"], [3, None]))
 def test_least_squares_regularization_and_sums(engine, batch_size):
     model, x, _ = make("dense")
     targets = random(60, 7, 3, dtype="float64")

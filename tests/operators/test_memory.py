@@ -9,8 +9,8 @@ from tests import memory
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
-def test_five_thousand_products_leave_memory_flat():
-    grown = memory.run(
+def test_products_leave_memory_flat_and_close_gives_the_residuals_back():
+    measured = memory.run(
         """
         x = tf.constant(np.random.default_rng(0).standard_normal((16, 8)), tf.float32)
         w, u = tf.Variable(tf.ones((8, 8))), tf.Variable(tf.ones((8, 1)))
@@ -22,16 +22,8 @@ def test_five_thousand_products_leave_memory_flat():
         for _ in range(4500):
             H @ v
         print("products", H.stats.products)
-        print("grown", resident_megabytes() - start)
-        """
-    )
-    assert grown["products"] == 5_000
-    assert grown["grown"] < 5
+        print("growth", resident_megabytes() - start)
 
-
-def test_close_gives_the_residuals_back_and_they_are_as_large_as_said():
-    measured = memory.run(
-        """
         def build():
             # 4 layers of tanh on 32 MiB each: blocks so large go back to the system when freed.
             w = tf.Variable(np.eye(128, dtype="float32") * 0.5)
@@ -42,18 +34,20 @@ def test_close_gives_the_residuals_back_and_they_are_as_large_as_said():
                     h = tf.tanh(h @ w)
                 return tf.reduce_mean(h)
             return hvp.HessianOperator(loss, w)
-        build().close()  # TensorFlow's own buffers and threads come once
+        build().close()  # TensorFlow allocates buffers and starts threads of its own once
         start = resident_megabytes()
         H = build()
-        print("held", resident_megabytes() - start)
-        print("said", H.stats.residual_bytes / 2**20)
+        print("residuals", resident_megabytes() - start)
+        print("reported", H.stats.residual_bytes / 2**20)
         H.close()
         print("left", resident_megabytes() - start)
         """,
-        # oneDNN's allocator keeps what is freed for TensorFlow's next tensors.
+        # oneDNN's allocator keeps freed memory for TensorFlow's next tensors.
         TF_ENABLE_ONEDNN_OPTS="0",
     )
-    assert measured["held"] > 100
-    assert measured["left"] < 0.1 * measured["held"]
+    assert measured["products"] == 5_000
+    assert measured["growth"] < 5
+    assert measured["residuals"] > 100
+    assert measured["left"] < 0.1 * measured["residuals"]
     # `residual_bytes` is an upper bound: TensorFlow frees values no derivative needs.
-    assert 0.9 * measured["held"] < measured["said"] < 2 * measured["held"]
+    assert 0.9 * measured["residuals"] < measured["reported"] < 2 * measured["residuals"]

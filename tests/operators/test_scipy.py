@@ -12,7 +12,7 @@ import hvp
 from tests.cases import mlp, random, relative_error
 
 
-@pytest.fixture(params=["float32", "float64"])
+@pytest.fixture(scope="module", params=["float32", "float64"])
 def quadratic(request):
     """An operator whose matrix is known and positive definite."""
     root = random(0, 20, 16, dtype=request.param)

@@ -1,5 +1,7 @@
 """Symmetric matrices with chosen eigenvalues, and operators with these matrices."""
 
+import functools
+
 import numpy as np
 import tensorflow as tf
 
@@ -32,6 +34,24 @@ def operator(A, dtype="float64", **options):
     return hvp.HessianOperator(
         lambda: tf.tensordot(w, tf.linalg.matvec(constant, w), 1) / 2, w, **options
     )
+
+
+def shared(A, dtype="float64"):
+    """Return an operator with the matrix `A` until the next call, traced once for each size.
+
+    The matrix is a frozen variable of the loss, so that its solvers are compiled once as well.
+    """
+    constant, H = _shared(len(A), dtype)
+    constant.assign(A)
+    H.refresh()
+    return H
+
+
+@functools.cache
+def _shared(n, dtype):
+    w, A = tf.Variable(np.zeros(n, dtype)), tf.Variable(np.eye(n, dtype=dtype), trainable=False)
+    loss = lambda: tf.tensordot(w, tf.linalg.matvec(A, w), 1) / 2  # noqa: E731
+    return A, hvp.HessianOperator(loss, w)
 
 
 def columns(n, k, seed=1):

@@ -7,7 +7,7 @@ import tensorflow as tf
 from scipy.sparse.linalg import aslinearoperator, eigsh
 
 import hvp
-from tests.solve.systems import SPECTRA, columns, matrix, operator
+from tests.solve.systems import SPECTRA, columns, matrix, operator, shared
 
 N = 60
 
@@ -16,7 +16,7 @@ N = 60
 def test_exact_is_the_pseudo_inverse(spectrum):
     values = np.sort(SPECTRA[spectrum](N))
     A = matrix(values)
-    inverse = hvp.ExactInverse(operator(A))
+    inverse = hvp.ExactInverse(shared(A))
     np.testing.assert_allclose(inverse.eigenvalues, values, atol=1e-12 * np.abs(values).max())
     assert inverse.rank == np.sum(np.abs(values) > 1e-10)
     b = columns(N, 3)
@@ -33,9 +33,9 @@ def test_exact_adds_damping_to_the_operators_own():
     )
     assert inverse.damping == 3.0
     with pytest.raises(hvp.TooLargeError, match="60 x 60"):
-        hvp.ExactInverse(operator(A), max_size=50)
+        hvp.ExactInverse(shared(A), max_size=50)
     with pytest.raises(hvp.HvpError, match="damping"):
-        hvp.ExactInverse(operator(A), damping=np.nan)
+        hvp.ExactInverse(shared(A), damping=np.nan)
 
 
 def test_neumann_is_the_truncated_series():
@@ -43,7 +43,7 @@ def test_neumann_is_the_truncated_series():
     values = np.linspace(0.1, 2, N)
     A = matrix(values)
     vectors = np.linalg.eigh(A)[1]
-    inverse = hvp.NeumannInverse(operator(A), damping=0.5, iterations=37, scale=3.0)
+    inverse = hvp.NeumannInverse(shared(A), damping=0.5, iterations=37, scale=3.0)
     e = values + 0.5
     expected = vectors * ((1 - (1 - e / 3.0) ** 37) / e)
     np.testing.assert_allclose(inverse @ vectors, expected, atol=1e-12)
@@ -51,43 +51,43 @@ def test_neumann_is_the_truncated_series():
 
 def test_neumann_estimates_its_scale_and_converges():
     A = matrix(np.linspace(1, 10, N))
-    inverse = hvp.NeumannInverse(operator(A), iterations=400)
+    inverse = hvp.NeumannInverse(shared(A), iterations=400)
     assert 10 <= inverse.scale < 12
     np.testing.assert_allclose(inverse @ np.eye(N), np.linalg.inv(A), atol=1e-8)
 
 
 @pytest.mark.parametrize("values", [np.linspace(-0.5, 2, N), -np.ones(N)])
 def test_neumann_refuses_an_indefinite_operator(values):
-    inverse = hvp.NeumannInverse(operator(matrix(values)))
+    inverse = hvp.NeumannInverse(shared(matrix(values)))
     with pytest.raises(hvp.HvpError, match="The Neumann series grows"):
         inverse @ columns(N, 2)
 
 
 def test_neumann_refuses_a_scale_that_is_too_small():
-    inverse = hvp.NeumannInverse(operator(matrix(np.linspace(1, 10, N))), scale=4.0)
+    inverse = hvp.NeumannInverse(shared(matrix(np.linspace(1, 10, N))), scale=4.0)
     with pytest.raises(hvp.HvpError, match="grows"):
         inverse @ columns(N, 1)
     with pytest.raises(hvp.HvpError, match="scale"):
-        hvp.NeumannInverse(operator(np.eye(N)), scale=-1.0)
+        hvp.NeumannInverse(shared(np.eye(N)), scale=-1.0)
 
 
 @pytest.mark.parametrize("rank", [5, 20])
 def test_arnoldi_is_the_inverse_on_the_largest_eigenvectors(rank):
     values = np.concatenate([-np.linspace(5, 9, 4), np.geomspace(1e-3, 20, N - 4)])
     A = matrix(values)
-    inverse = hvp.ArnoldiInverse(operator(A), rank=rank, damping=0.25, tol=1e-10)
+    inverse = hvp.ArnoldiInverse(shared(A), rank=rank, damping=0.25, tol=1e-10)
     eigenvalues, vectors = np.linalg.eigh(A + 0.25 * np.eye(N))
     largest = np.argsort(-np.abs(eigenvalues))[:rank]
     np.testing.assert_allclose(inverse.eigenvalues, eigenvalues[largest], rtol=1e-6)
     expected = (vectors[:, largest] / eigenvalues[largest]) @ vectors[:, largest].T
     np.testing.assert_allclose(inverse @ np.eye(N), expected, atol=1e-6)
     with pytest.raises(hvp.HvpError, match="less than n = 60"):
-        hvp.ArnoldiInverse(operator(A), rank=N)
+        hvp.ArnoldiInverse(shared(A), rank=N)
 
 
 def test_nystrom_adapts_its_rank_to_the_damping():
     values = np.concatenate([np.geomspace(1e5, 1e2, 20), np.full(180, 1e-3)])
-    H = operator(matrix(values))
+    H = shared(matrix(values))
     M = hvp.NystromPreconditioner(H, damping=1e-2)
     assert len(M.eigenvalues) == M.products == 32
     np.testing.assert_allclose(M.eigenvalues[:20], values[:20], atol=180 * 1e-3)  # sum of the rest
@@ -103,7 +103,7 @@ def test_nystrom_adapts_its_rank_to_the_damping():
 def test_nystrom_eigenvalues_of_an_indefinite_operator_are_not_too_large():
     """Without the shift some would be several times the largest eigenvalue."""
     values = np.concatenate([-np.linspace(0.1, 1.5, 80), np.linspace(0.1, 5, 81)])
-    H = operator(matrix(values))
+    H = shared(matrix(values))
     for rank in (20, 100):
         eigenvalues = hvp.NystromPreconditioner(H, rank=rank, damping=2.0).eigenvalues
         largest = np.sort(values)[::-1][:rank]
@@ -120,7 +120,7 @@ def test_nystrom_eigenvalues_of_an_indefinite_operator_are_not_too_large():
 )
 def test_preconditioners_work_in_scipy(make):
     scales = np.concatenate([np.geomspace(1e2, 1e5, 10), np.ones(N - 10)])
-    H = operator(np.diag(scales))
+    H = shared(np.diag(scales))
     M = make(H)
     dense = M @ np.eye(N)
     np.testing.assert_allclose(dense, dense.T, atol=1e-10)
@@ -140,7 +140,7 @@ def test_preconditioners_work_in_scipy(make):
 
 def test_diagonal_estimate_has_the_stated_error():
     A = matrix(np.linspace(1, 10, N))
-    M = hvp.DiagonalPreconditioner(operator(A), samples=400, damping=1.0)
+    M = hvp.DiagonalPreconditioner(shared(A), samples=400, damping=1.0)
     deviation = np.sqrt(np.sum(A**2, axis=1) - np.diag(A) ** 2)
     error = (M.diagonal - np.diag(A) - 1) / (deviation / np.sqrt(400))
     assert 0.7 < np.sqrt(np.mean(error**2)) < 1.3
