@@ -55,6 +55,8 @@ def densify(gradient: Any, shape: Sequence[int]) -> tf.Tensor | None:
     """
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
+    if isinstance(shape, tf.TensorShape) and not shape.is_fully_defined():
+        shape = gradient.dense_shape
     dense = tf.math.unsorted_segment_sum(gradient.values, gradient.indices, shape[0])
     return tf.reshape(dense, shape)
 

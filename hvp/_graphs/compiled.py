@@ -44,6 +44,8 @@ class Compiled:
     forgets : bool, optional
         Whether to release the Python function, and everything it refers to, once it is traced. It
         can then not be traced for XLA.
+    eager : bool, optional
+        Whether to run the function without a graph, because graphs cannot call it.
 
     Attributes
     ----------
@@ -58,6 +60,7 @@ class Compiled:
         jit_compile: JitCompile,
         report: Callable[[str], None] = lambda message: None,
         forgets: bool = False,
+        eager: bool = False,
     ) -> None:
         self._function: Any = function
         self._specs = list(specs)
@@ -65,6 +68,9 @@ class Compiled:
         self._report = report
         self._nested: Any = tf.function(function, autograph=False)
         self.uses_xla: bool | None = None
+        self._eager = eager
+        if eager:
+            return
         self._chosen = self._traced(jit_compile is True)
         if forgets:
             self._function = self._nested = None
@@ -73,6 +79,8 @@ class Compiled:
 
     def __call__(self, *tensors: tf.Tensor) -> Any:
         """Run on eager tensors of the right types and shapes, or inside a graph."""
+        if self._eager:
+            return self._function(*tensors)
         if not tf.executing_eagerly():
             return self._chosen(*tensors)
         if self.uses_xla is None:

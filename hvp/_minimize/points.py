@@ -199,6 +199,8 @@ class Points:
             snapshot.on_stale = "ignore"
             self._points.append(Point(snapshot, self.work))
             self._points[-1].adopt(self.position.read().numpy())
+        self._earlier_products = 0
+        self._earlier_products = self.products  # by an operator that was used before
 
     @classmethod
     def of(
@@ -276,9 +278,9 @@ class Points:
 
     @property
     def products(self) -> int:
-        """Number of products at all points, including those inside graphs."""
+        """Number of products at all points so far, including those inside graphs."""
         in_graphs = sum(point.snapshot.products_in_graphs for point in self._points)
-        return self._snapshot.products_eager + in_graphs
+        return self._snapshot.products_eager + in_graphs - self._earlier_products
 
     def at(self, x: np.ndarray) -> Point:
         """Return the loss at a point, and evaluate it there unless it is cached.

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from hvp._graphs.compiled import Compiled
+from hvp._graphs.python_calls import can_wait_for_python
 from hvp._operators.operator import SymmetricOperator
 
 # Python can handle an interrupt only between calls of the graph. A call is therefore limited to
@@ -205,6 +206,7 @@ class Steihaug:
             if not self._in_python and self._operator.stats.jit_compile is None:
                 self._operator.product(vector)  # the first product decides whether XLA is used
             with_xla = not self._in_python and bool(self._operator.stats.jit_compile)
+            eager = self._in_python and not can_wait_for_python()
             length = len(_State._fields)
 
             def start(last: tf.Tensor, *inputs: tf.Tensor) -> list[tf.Tensor]:
@@ -221,8 +223,8 @@ class Steihaug:
             inputs = [tf.TensorSpec([3], vector.dtype), like]
             inputs += [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
             functions = self._functions[damped] = (
-                Compiled(start, [count, *inputs], with_xla),
-                Compiled(resume, [*state, count, *inputs], with_xla),
+                Compiled(start, [count, *inputs], with_xla, eager=eager),
+                Compiled(resume, [*state, count, *inputs], with_xla, eager=eager),
             )
         return functions
 

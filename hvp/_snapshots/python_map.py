@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvp._engines.linear_map import LinearMap
+from hvp._graphs.python_calls import call_python
 
 
 class PythonMap(LinearMap):
@@ -30,32 +31,21 @@ class PythonMap(LinearMap):
         parts = [tf.ensure_shape(p, s) for p, s in zip(parts, self.domain.shapes)]
         find = self._find
         specs = self.codomain.specs
-        return _in_python(lambda *parts: find().apply(parts), parts, specs)
+        return call_python(lambda *parts: find().apply(parts), parts, specs)
 
     def apply_flat(self, flat: tf.Tensor) -> tf.Tensor:
         """Multiply by a flat vector."""
         flat, find = tf.ensure_shape(flat, [self.domain.size]), self._find
         spec = self.codomain.flat_spec
-        return _in_python(lambda flat: [find().apply_flat(flat)], [flat], [spec])[0]
+        return call_python(lambda flat: [find().apply_flat(flat)], [flat], [spec])[0]
 
     def apply_rows(self, rows: tf.Tensor) -> tf.Tensor:
         """Multiply by each row of a block."""
         find = self._find
         spec = tf.TensorSpec([rows.shape[0], self.codomain.size], self.codomain.dtype)
-        return _in_python(lambda rows: [find().apply_rows(rows)], [rows], [spec])[0]
+        return call_python(lambda rows: [find().apply_rows(rows)], [rows], [spec])[0]
 
     def transpose(self) -> LinearMap:
         """Return the transposed map, for which Python runs too."""
         find = self._find
         return PythonMap(lambda: find().transpose(), self.codomain, self.domain)
-
-
-def _in_python(
-    function: Callable[..., list[tf.Tensor]],
-    tensors: Sequence[tf.Tensor],
-    specs: Sequence[tf.TensorSpec],
-) -> list[tf.Tensor]:
-    results = tf.py_function(function, tensors, [spec.dtype for spec in specs])
-    for result, spec in zip(results, specs):
-        result.set_shape(spec.shape)
-    return results

@@ -32,6 +32,7 @@ from hvp._errors import (
     StaleOperatorError,
     quoted,
 )
+from hvp._graphs.python_calls import check_can_wait_for_python
 from hvp._runtime.guard import Guard, OneProcess, refuse_forks
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._snapshots.python_map import PythonMap
@@ -216,7 +217,7 @@ class Snapshot(OneProcess):
             held = self._current()[1]
         if self._store is None:
             resources = () if self.on_stale == "ignore" else self._watch.resources
-            self._store = held.store(self.make_sure, resources, self._watch.values)
+            self._store = held.store(self.make_sure_in_graph, resources, self._watch.values)
         if self._store is None:
             # TensorFlow keeps the function for as long as the process lives: it must not keep the
             # residuals, so it has a weak reference.
@@ -254,6 +255,12 @@ class Snapshot(OneProcess):
         """Raise unless there is a map that is current; evaluate again if that is asked for."""
         with self._guard, self._guard.lock:
             self._current()
+
+    def make_sure_in_graph(self) -> None:
+        """Do the same for a graph that is running, which waits for it."""
+        if self.on_stale == "refresh":
+            check_can_wait_for_python("evaluating the gradient again")
+        self.make_sure()
 
     def no_memory(self, error: Exception) -> HvpError:
         """Return the error to raise where TensorFlow could not get memory."""

@@ -12,6 +12,7 @@ from scipy.sparse.linalg import LinearOperator, eigsh
 
 from hvp._errors import HvpError, TooLargeError
 from hvp._graphs.compiled import Compiled
+from hvp._graphs.python_calls import can_wait_for_python
 from hvp._operators.damping import check_damping
 from hvp._runtime.arguments import check_count
 from hvp._solve.rows import Rows
@@ -250,9 +251,12 @@ class NeumannInverse(_Inverse):
         block = tf.TensorSpec([None, self.shape[0]], self._rows.dtype)
         integer, number = tf.TensorSpec([], tf.int32), tf.TensorSpec([], self._rows.dtype)
         specs = [block, block, integer, number, number]
-        self._advance = self._rows.cached(
-            "neumann", lambda: Compiled(self._iterate, specs, False, forgets=True)
-        )
+        if self._rows.in_python and not can_wait_for_python():
+            self._advance = Compiled(self._iterate, specs, False, eager=True)
+        else:
+            self._advance = self._rows.cached(
+                "neumann", lambda: Compiled(self._iterate, specs, False, forgets=True)
+            )
 
     def _largest(self) -> float:
         """Return the eigenvalue of largest absolute value, approximately."""

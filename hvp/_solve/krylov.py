@@ -46,7 +46,7 @@ class Krylov:
     def __init__(self, rows: Rows, method: Method, precondition: Precondition) -> None:
         self._rows, self._method, self._precondition = rows, method, precondition
         graph = KrylovGraph(rows, method, precondition)
-        if precondition.key is UNKNOWN:
+        if precondition.key is UNKNOWN or graph.eager:
             self._compiled = graph.compile()
         else:
             self._compiled = rows.cached((method.name, precondition.key), graph.compile)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from hvp._graphs.compiled import Compiled
+from hvp._graphs.python_calls import can_wait_for_python
 from hvp._solve.block_progress import COUNTERS
 from hvp._solve.method import Method, System
 from hvp._solve.outcome import SolveOutcome
-from hvp._solve.preconditioners import Precondition
+from hvp._solve.preconditioners import UNKNOWN, Precondition
 from hvp._solve.rows import Rows
 
 # Ended rows are removed once they are this part of the active rows.
@@ -53,10 +54,17 @@ class KrylovGraph:
         The Krylov method.
     precondition : Precondition
         The preconditioner, or `NO_PRECONDITION`.
+
+    Attributes
+    ----------
+    eager : bool
+        Whether the method runs without graphs, which could not call Python.
     """
 
     def __init__(self, rows: Rows, method: Method, precondition: Precondition) -> None:
         self._rows, self._method, self._precondition = rows, method, precondition
+        calls_python = rows.in_python or precondition.key is UNKNOWN
+        self.eager = calls_python and not can_wait_for_python()
 
     def compile(self) -> CompiledMethod:
         """Trace both graphs.
@@ -81,9 +89,12 @@ class KrylovGraph:
 
         residual = tf.TensorSpec([None, size], dtype)
         return CompiledMethod(
-            Compiled(initial_state, [residual, *parameters], False, forgets=True),
-            Compiled(advance, [integer, *counters, *state, *parameters], False, forgets=True),
+            self._compiled(initial_state, [residual, *parameters]),
+            self._compiled(advance, [integer, *counters, *state, *parameters]),
         )
+
+    def _compiled(self, function: Callable[..., Any], specs: Sequence[tf.TensorSpec]) -> Compiled:
+        return Compiled(function, specs, False, forgets=True, eager=self.eager)
 
     def _system(self, parameters: Sequence[tf.Tensor]) -> System:
         tolerance, damping, *tensors = parameters

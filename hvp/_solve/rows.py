@@ -11,6 +11,7 @@ import tensorflow as tf
 from scipy.sparse.linalg import LinearOperator, aslinearoperator
 
 from hvp._errors import HvpError
+from hvp._graphs.python_calls import call_python
 from hvp._operators.operator import SymmetricOperator, core_of
 from hvp._runtime.digest import digest
 from hvp._vectors.arrays import check_product
@@ -67,8 +68,9 @@ class Rows:
             return core_of(self.operator).map().apply_rows(rows)
         if tf.executing_eagerly():
             return tf.constant(self._multiply_in_numpy(rows.numpy()))
-        (product,) = tf.numpy_function(self._multiply_in_numpy, [rows], [rows.dtype])
-        return tf.ensure_shape(product, rows.shape)
+        spec = tf.TensorSpec(rows.shape, rows.dtype)
+        (product,) = call_python(lambda r: [self._multiply_in_numpy(r.numpy())], [rows], [spec])
+        return product
 
     def cached(self, key: Any, make: Callable[[], Any]) -> Any:
         """Return `make()`, computed once for each key and cached with a native operator."""

@@ -18,6 +18,7 @@ import tensorflow as tf
 from scipy.sparse.linalg import LinearOperator, aslinearoperator
 
 from hvp._errors import ConvergenceWarning, GraphModeError, HvpError, InvalidVectorError
+from hvp._graphs.python_calls import call_python
 from hvp._operators.damping import check_damping
 from hvp._runtime.arguments import check_count
 from hvp._runtime.checkpoint import Checkpoint
@@ -322,8 +323,11 @@ def _precondition(rows: Rows, M: Any, damping: float) -> tuple[Precondition, int
 
     def apply(block: tf.Tensor, tensors: Any) -> tf.Tensor:
         del tensors
-        product = tf.numpy_function(apply_in_numpy, [block], block.dtype)
-        return tf.ensure_shape(product, block.shape)
+        if tf.executing_eagerly():
+            return tf.constant(apply_in_numpy(block.numpy()))
+        spec = tf.TensorSpec(block.shape, block.dtype)
+        (product,) = call_python(lambda block: [apply_in_numpy(block.numpy())], [block], [spec])
+        return product
 
     return Precondition(UNKNOWN, [], apply), products
 

@@ -9,7 +9,15 @@ import pytest
 import tensorflow as tf
 
 import hvp
-from tests.cases import Problem, dense_hessian, long, random, relative_error, set_random_weights
+from tests.cases import (
+    FUZZ,
+    Problem,
+    dense_hessian,
+    long,
+    random,
+    relative_error,
+    set_random_weights,
+)
 
 N = 3
 X = random(1, 2, N, dtype="float64")
@@ -107,8 +115,10 @@ def vectorized_map(w):
 def autograph(w):
     @tf.function
     def states(h):
-        for i in tf.range(4):
-            h = tf.tanh(h @ w) if i > 2 else tf.sin(h @ w)
+        for _ in tf.range(3):
+            h = tf.tanh(h @ w)
+        if tf.reduce_sum(h) < 100.0:
+            h = tf.sin(h)
         return h
 
     return tf.reduce_mean(states(tf.constant(X)) ** 2)
@@ -149,7 +159,9 @@ LOSSES = [
 
 
 # Much like their neighbours in the list.
-ALIKE = {read_outside, as_long_as_the_data_say, switch, scan, map_fn}
+ALIKE = {read_inside, read_outside, as_long_as_the_data_say, switch, scan, map_fn}
+# Tapes see the operations of the steps, as of the loops and branches that are not nested.
+ALIKE_ON_TAPES = {loop_in_loop, branch_in_loop}
 
 
 @pytest.mark.parametrize(
@@ -159,45 +171,49 @@ ALIKE = {read_outside, as_long_as_the_data_say, switch, scan, map_fn}
 )
 def test_loops_and_branches_are_split_too(loss):
     w = tf.Variable(random(0, N, N, dtype="float64", scale=0.7))
-    H = hvp.HessianOperator(lambda: loss(w), w)
+    problem = Problem(tf.autograph.experimental.do_not_convert(lambda: loss(w)), w)
+    H = hvp.HessianOperator(problem.loss, w)
     assert (H.stats.engine, H.stats.note) == ("graph", "")
     dense = H.to_dense()  # by blocks
     one = H @ np.ones(N * N)
     assert relative_error(one, dense @ np.ones(N * N)) < 1e-12
-    assert relative_error(dense, dense_hessian(Problem(lambda: loss(w), w))) < 1e-8
-    tape = hvp.HessianOperator(lambda: loss(w), w, engine="tape")
-    assert relative_error(one, tape @ np.ones(N * N)) < 1e-12
+    assert relative_error(dense, dense_hessian(problem)) < 1e-8
+    if FUZZ or loss not in ALIKE_ON_TAPES:
+        tape = hvp.HessianOperator(problem.loss, w, engine="tape")
+        assert relative_error(one, tape @ np.ones(N * N)) < 1e-12
     w.assign_add(0.1 * tf.ones((N, N), tf.float64))
     H.refresh()
     assert H.stats.traces == 1
-    assert relative_error(H.to_dense(), dense_hessian(Problem(lambda: loss(w), w))) < 1e-8
+    assert relative_error(H.to_dense(), dense_hessian(problem)) < 1e-8
 
 
 @pytest.mark.parametrize(
-    ("kind", "unroll"),
+    ("kind", "unroll", "masked"),
     [
-        long("LSTM", False),
-        ("LSTM", True),
-        ("GRU", False),
-        ("masked", False),
-        long("masked", True),
-        long("Bidirectional", False),
+        ("LSTM", True, False),
+        ("GRU", False, True),
+        long("LSTM", False, False),
+        long("LSTM", False, True),
+        long("LSTM", True, True),
+        long("GRU", False, False),
+        long("Bidirectional", False, False),
     ],
 )
-def test_recurrent_layers(kind, unroll):
+def test_recurrent_layers(kind, unroll, masked):
     options = {"dtype": "float64", "unroll": unroll}
-    inputs: object = SEQUENCE
-    layers = [keras.Input((4, N))]
-    if kind == "masked":
-        inputs = np.array([[1, 2, 0, 0], [2, 1, 1, 2]])
+    if masked:
+        inputs = np.array([[1, 2, 0], [2, 1, 1]])
         layers = [
-            keras.Input((4,), dtype="int32"),
+            keras.Input((3,), dtype="int32"),
             keras.layers.Embedding(3, 2, mask_zero=True, dtype="float64"),
         ]
+    else:
+        inputs = SEQUENCE[:, :3, :2]
+        layers = [keras.Input((3, 2))]
     if kind == "Bidirectional":
         layers.append(keras.layers.Bidirectional(keras.layers.GRU(2, **options), dtype="float64"))
     else:
-        layers.append(getattr(keras.layers, "LSTM" if kind == "masked" else kind)(2, **options))
+        layers.append(getattr(keras.layers, kind)(2, **options))
     model = keras.Sequential([*layers, keras.layers.Dense(1, dtype="float64")])
     set_random_weights(model)
     problem = Problem(lambda: tf.reduce_mean((model(inputs) - 1.0) ** 2), model)
@@ -225,7 +241,7 @@ def test_random_numbers_in_a_loop_are_drawn_once():
     assert relative_error(H.to_dense(), first) > 1e-3
 
 
-def test_size_of_lists_is_told():
+def test_the_size_of_lists_is_counted():
     """A loop keeps its intermediate values in lists."""
     w = tf.Variable(random(0, 8, 8))
     sizes = []

@@ -11,7 +11,7 @@ import hvp
 from hvp._snapshots.snapshot import Snapshot
 from hvp._vectors import packing
 from tests import inside
-from tests.cases import CASES, long, random, relative_error
+from tests.cases import CASES, crossed, long, random, relative_error
 
 
 def operator(dtype="float32", **options):
@@ -139,7 +139,7 @@ def test_products_in_graphs_are_counted():
     assert H.stats.products == 5 + 5 + 4 + 1
 
 
-@pytest.mark.parametrize("damping", [0.0, 0.5])
+@pytest.mark.parametrize("damping", [long(0.0), 0.5])
 def test_nests_and_blocks_in_a_graph(damping):
     H, w = operator("float64", damping=damping)
     want = dense(H)
@@ -163,9 +163,10 @@ def test_products_mapped_over_rows():
     assert relative_error(got, V @ dense(H)) < 1e-12
 
 
-@pytest.mark.parametrize("jit_compile", [None, True], ids=["plain", "xla"])
-@pytest.mark.parametrize("large", [False, True])
-@pytest.mark.parametrize("on_stale", ["raise", long("ignore")])
+@pytest.mark.parametrize(
+    ("jit_compile", "large", "on_stale"),
+    crossed([None, True], [False, True], ["raise", "ignore"]),
+)
 def test_a_product_in_a_graph_can_be_differentiated_by_its_vector(
     monkeypatch, jit_compile, large, on_stale
 ):

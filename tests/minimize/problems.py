@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import scipy.optimize
 import tensorflow as tf
 
+import hvp
 from tests.cases import random
 
 
@@ -21,6 +23,26 @@ class Minimized:
     variables: Any
     data: Any
     solution: np.ndarray
+
+
+@functools.cache
+def _traced_once(problem: Callable[..., Minimized], *arguments: Any) -> Any:
+    built = problem(*arguments)
+    start = [variable.numpy() for variable in tf.nest.flatten(built.variables)]
+    return built, hvp.HessianOperator(built.loss, built.variables, built.data), start
+
+
+def traced(
+    problem: Callable[..., Minimized], *arguments: Any
+) -> tuple[Minimized, hvp.HessianOperator]:
+    """Return a problem at its start, and its Hessian, which is traced once for all tests.
+
+    An operator may be minimized many times, since a run leaves it unchanged.
+    """
+    built, operator, start = _traced_once(problem, *arguments)
+    for variable, value in zip(tf.nest.flatten(built.variables), start):
+        variable.assign(value)
+    return built, operator
 
 
 def ridge_logistic(dtype: str = "float64", examples: int = 30) -> Minimized:

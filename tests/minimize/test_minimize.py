@@ -1,5 +1,6 @@
 """`minimize`: all methods, starting points and ways to end."""
 
+import functools
 import gc
 import logging
 
@@ -11,8 +12,8 @@ import tensorflow as tf
 
 import hvp
 from hvp._minimize.minimize import METHODS
-from tests.cases import long
 from tests.minimize.problems import (
+    Minimized,
     ridge_logistic,
     rosen,
     rosen_der,
@@ -20,6 +21,7 @@ from tests.minimize.problems import (
     rosenbrock,
     rosenbrock_start,
     saddle,
+    traced,
 )
 
 HESSIAN = [name for name, method in METHODS.items() if method.hessian != "none"]
@@ -30,15 +32,8 @@ def flat(variables):
     return np.concatenate([np.ravel(v.numpy()) for v in tf.nest.flatten(variables)])
 
 
-@pytest.mark.parametrize("from_x0", [False, True], ids=["current values", "x0"])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("method", METHODS)
-def test_every_method_finds_the_minimum(method, dtype, from_x0):
-    problem = ridge_logistic(dtype)
-    x0 = np.array([0.3, -0.2, 0.1, 0.4]) if from_x0 else None
-    result = hvp.minimize(
-        problem.loss, problem.variables, problem.data, method=method, x0=x0, tol=1e-9
-    )
+def assert_minimum(result, problem, method, dtype):
+    """Assert that a run ended at the minimum, and that its result is complete."""
     # These two methods have a stopping test of their own, on the decrease of the loss.
     own_test = method in ("trust-krylov", "SLSQP")
     atol = 2e-3 if dtype == "float32" else 1e-4 if own_test else 1e-5
@@ -50,24 +45,57 @@ def test_every_method_finds_the_minimum(method, dtype, from_x0):
     assert np.abs(gradient).max() < 1e-3
     # Not equal, since float32 rounds some points to the same one.
     assert 2 < result.gradient_evaluations <= result.nfev
-    assert (result.products > 0) == (METHODS[method].hessian != "none")
     assert result.seconds > result.evaluation_seconds > 0
+
+
+@pytest.mark.parametrize("from_x0", [False, True], ids=["current values", "x0"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_finds_the_minimum(method, dtype, from_x0):
+    problem, H = traced(ridge_logistic, dtype)
+    x0 = np.array([0.3, -0.2, 0.1, 0.4]) if from_x0 else None
+    products = H.stats.products
+    result = hvp.minimize(H, method=method, x0=x0, tol=1e-9)
+    assert_minimum(result, problem, method, dtype)
+    # The operator was used before: by the other methods.
+    assert result.products == H.stats.products - products
+    assert (result.products > 0) == (METHODS[method].hessian != "none")
+
+
+@pytest.mark.parametrize(
+    ("method", "x0"), [("trust-krylov", [0.3, -0.2, 0.1, 0.4]), ("L-BFGS-B", None)]
+)
+def test_a_loss_is_minimized_without_an_operator(method, x0):
+    problem = ridge_logistic()
+    result = hvp.minimize(
+        problem.loss, problem.variables, problem.data, method=method, x0=x0, tol=1e-9
+    )
+    assert_minimum(result, problem, method, "float64")
+    assert (result.products > 0) == (METHODS[method].hessian != "none")
+
+
+@functools.cache
+def recorded_rosenbrock():
+    """Return Rosenbrock's function, which records the points at which it is evaluated."""
+    problem, points = rosenbrock(6), []
+
+    def loss():
+        tf.py_function(lambda w: points.append(w.numpy()), [problem.variables], [])
+        return problem.loss()
+
+    return problem.variables, hvp.HessianOperator(loss, problem.variables), points
 
 
 @pytest.mark.parametrize("method", PRODUCTS)
 def test_gradient_is_evaluated_once_at_each_point(method):
-    problem = rosenbrock(6)
-    seen = []
-
-    def loss():
-        tf.py_function(lambda w: seen.append(w.numpy()), [problem.variables], [])
-        return problem.loss()
-
-    result = hvp.minimize(loss, problem.variables, method=method, maxiter=25)
-    visited = np.unique(np.stack(seen), axis=0)
-    assert result.gradient_evaluations == len(visited)
-    assert len(seen) <= len(visited) + 1  # tracing may call it once more
-    assert result.products > len(visited)
+    w, H, points = recorded_rosenbrock()
+    w.assign(rosenbrock_start(6))
+    points.clear()
+    products = H.stats.products
+    result = hvp.minimize(H, method=method, maxiter=25)
+    visited = np.unique(np.stack(points), axis=0)
+    assert result.gradient_evaluations == len(visited) == len(points)
+    assert H.stats.products - products > len(visited)
 
 
 ITERATES = {
@@ -81,16 +109,12 @@ ITERATES = {
 def test_iterates_are_scipys_own(method):
     """Compared for 30 steps: rounding separates the runs by a factor of `e` in each step."""
     ours, theirs = [], []
-    x0, options = rosenbrock_start(100), {**ITERATES[method], "maxiter": 40}
-    problem = rosenbrock(100)
-    hvp.minimize(
-        problem.loss,
-        problem.variables,
-        method=method,
-        options=options,
-        callback=lambda x: ours.append(x.copy()),
+    x0, options = rosenbrock_start(20), ITERATES[method]
+    _, H = traced(rosenbrock, 20)
+    result = hvp.minimize(
+        H, method=method, options=options, callback=lambda x: ours.append(x.copy())
     )
-    scipy.optimize.minimize(
+    expected = scipy.optimize.minimize(
         rosen,
         x0,
         jac=rosen_der,
@@ -99,54 +123,26 @@ def test_iterates_are_scipys_own(method):
         options=options,
         callback=lambda x: theirs.append(x.copy()),
     )
-    assert len(ours) == len(theirs) == 40
     np.testing.assert_allclose(ours[:30], theirs[:30], rtol=0, atol=1e-9)
-
-
-@pytest.mark.parametrize(
-    "method", [name if name == "Newton-CG" else long(name) for name in ITERATES]
-)
-def test_number_of_iterations_is_scipys_own(method):
-    """Medians over starting points that differ by rounding: one run takes 314 or 970 steps."""
-    rng = np.random.default_rng(0)
-    problem = rosenbrock(100)
-    objective = hvp.ScipyObjective(problem.loss, problem.variables)
-    ours, theirs = [], []
-    for _ in range(5):
-        x0 = rosenbrock_start(100) * (1 + 2e-16 * rng.standard_normal(100))
-        for counts, functions in (
-            (ours, (objective.fun, objective.jac, objective.hessp)),
-            (theirs, (rosen, rosen_der, rosen_hess_prod)),
-        ):
-            fun, jac, hessp = functions
-            result = scipy.optimize.minimize(
-                fun, x0, jac=jac, hessp=hessp, method=method, options=ITERATES[method]
-            )
-            assert np.linalg.norm(rosen_der(result.x)) < 1e-5
-            counts.append(result.nit)
-    assert np.median(ours) == pytest.approx(np.median(theirs), rel=0.04)
+    assert result.nit == pytest.approx(expected.nit, rel=0.04)
+    assert result.nit > 90
+    for x in (result.x, expected.x):
+        assert np.linalg.norm(rosen_der(x)) < 1e-5
 
 
 def test_trust_constr_reaches_the_same_gradient():
-    problem = rosenbrock(100)
-    result = hvp.minimize(problem.loss, problem.variables, method="trust-constr", gtol=1e-8)
+    result = hvp.minimize(traced(rosenbrock, 10)[1], method="trust-constr", gtol=1e-8)
     assert np.abs(rosen_der(result.x)).max() < 1e-7
 
 
 def test_bounds_and_constraints_pass_through():
-    problem = rosenbrock(2)
     half = scipy.optimize.Bounds([-2.0, -2.0], [0.5, 2.0])
     for method in ("trust-constr", "L-BFGS-B", "TNC", "SLSQP"):
-        problem.variables.assign([-1.2, 1.0])
-        result = hvp.minimize(
-            problem.loss, problem.variables, method=method, bounds=half, tol=1e-10
-        )
+        result = hvp.minimize(traced(rosenbrock, 2)[1], method=method, bounds=half, tol=1e-10)
         np.testing.assert_allclose(result.x, [0.5, 0.25], atol=1e-3)
-    problem.variables.assign([-1.2, 1.0])
     line = scipy.optimize.LinearConstraint([[1.0, 1.0]], 1.0, 1.0)
-    result = hvp.minimize(
-        problem.loss, problem.variables, method="trust-constr", constraints=line, gtol=1e-8
-    )
+    _, H = traced(rosenbrock, 2)
+    result = hvp.minimize(H, method="trust-constr", constraints=line, gtol=1e-8)
     assert result.x.sum() == pytest.approx(1.0)
     slope = rosen_der(result.x)
     assert slope[0] == pytest.approx(slope[1], abs=1e-5)  # parallel to the constraint
@@ -159,13 +155,13 @@ def test_keras_model_and_batches():
     )
     model.compile(loss="mse")
     rng = np.random.default_rng(0)
-    x, y = rng.standard_normal((50, 3)), rng.standard_normal((50, 1))
-    before = model.evaluate(x, y, batch_size=50, verbose=0)
+    x, y = rng.standard_normal((26, 3)), rng.standard_normal((26, 1))
+    before = model.evaluate(x, y, batch_size=26, verbose=0)
     H = hvp.HessianOperator.from_keras(model, (x, y), batch_size=16)
     weights = [v.numpy() for v in model.trainable_variables]
-    result = hvp.minimize(H, maxiter=20)
+    result = hvp.minimize(H, maxiter=5)
     assert result.fun < 0.8 * before
-    assert model.evaluate(x, y, batch_size=50, verbose=0) == pytest.approx(result.fun, rel=1e-5)
+    assert model.evaluate(x, y, batch_size=26, verbose=0) == pytest.approx(result.fun, rel=1e-5)
     with pytest.raises(hvp.StaleOperatorError):
         _ = H.value
     # The same loss with a memory limit, under which all batches are streamed.
@@ -181,7 +177,7 @@ def test_keras_model_and_batches():
         (x.astype("float32"), y.astype("float32")),
         batch_size=16,
         memory_limit=2000,
-        maxiter=20,
+        maxiter=5,
     )
     assert again.fun == pytest.approx(result.fun, rel=0.02)
 
@@ -191,30 +187,33 @@ def test_keras_model_and_batches():
 )
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_saddle_is_left(method, dtype):
-    problem = saddle(dtype, at=(0.5, 1e-2))
-    assert (
-        np.linalg.eigvalsh(hvp.HessianOperator(problem.loss, problem.variables).to_dense())[0] < 0
-    )
-    result = hvp.minimize(problem.loss, problem.variables, method=method)
+    problem, H = traced(saddle, dtype, (0.5, 1e-2))
+    H.refresh()
+    assert np.linalg.eigvalsh(H.to_dense())[0] < 0
+    result = hvp.minimize(H, method=method)
     np.testing.assert_allclose(np.abs(result.x), problem.solution, atol=5e-3)
 
 
 # The loss is finite for positive `w[0]` only, and a Newton step from 3 leaves that domain.
 def logarithm(dtype="float64"):
     w = tf.Variable(np.array([3.0, 1.0], dtype))
-    return (lambda: w[0] - tf.math.log(w[0]) + (w[1] - 2) ** 2), w
+
+    def loss():
+        return w[0] - tf.math.log(w[0]) + (w[1] - 2) ** 2
+
+    return Minimized(loss, w, None, np.array([1.0, 2.0]))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("method", METHODS)
 def test_nan_at_a_trial_point_shortens_the_step(method, dtype, caplog):
-    loss, w = logarithm(dtype)
+    problem, H = traced(logarithm, dtype)
     options = {"initial_trust_radius": 50.0} if method.startswith("trust-") else {}
     if method == "trust-constr":
         options = {"initial_tr_radius": 50.0}
     with caplog.at_level(logging.INFO, logger="hvp"):
-        result = hvp.minimize(loss, w, method=method, tol=1e-8, **options)
-    np.testing.assert_allclose(w.numpy(), [1.0, 2.0], atol=5e-3)
+        result = hvp.minimize(H, method=method, tol=1e-8, **options)
+    np.testing.assert_allclose(problem.variables, problem.solution, atol=5e-3)
     assert np.isfinite(result.fun)
     if method.startswith("trust-"):
         assert result.non_finite > 0
@@ -223,43 +222,51 @@ def test_nan_at_a_trial_point_shortens_the_step(method, dtype, caplog):
         assert "not finite" in caplog.text
 
 
+def squares():
+    w = tf.Variable([0.0, 0.0], dtype=tf.float64)
+    return Minimized(lambda: tf.reduce_sum(w**2), w, None, np.zeros(2))
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_zero_gradient_or_no_iterations(method):
-    w = tf.Variable([0.0, 0.0], dtype=tf.float64)
-    result = hvp.minimize(lambda: tf.reduce_sum(w**2), w, method=method)
+    result = hvp.minimize(traced(squares)[1], method=method)
     assert result.success
     assert result.nit == 0
     np.testing.assert_array_equal(result.x, [0.0, 0.0])
-    problem = ridge_logistic()
+    problem, H = traced(ridge_logistic)
     before = flat(problem.variables)
-    result = hvp.minimize(problem.loss, problem.variables, problem.data, method=method, maxiter=0)
+    result = hvp.minimize(H, method=method, maxiter=0)
     assert not result.success
     np.testing.assert_array_equal(flat(problem.variables), before)
     np.testing.assert_array_equal(result.x, before)
     assert result.gradient_evaluations == 1
 
 
+def linear():
+    w = tf.Variable([1.0, -2.0], dtype=tf.float64)
+    return Minimized(lambda: 2 * w[0] - w[1], w, None, None)
+
+
+def nonsmooth():
+    w = tf.Variable([1.0, -2.0], dtype=tf.float64)
+    return Minimized(lambda: tf.reduce_sum(tf.abs(w) + 0.1 * w**2), w, None, np.zeros(2))
+
+
+@pytest.mark.parametrize(("loss", "maxiter", "largest"), [(linear, 3, 4.0), (nonsmooth, 40, 3.5)])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:scipy")
 @pytest.mark.filterwarnings("ignore::scipy.optimize.OptimizeWarning")
-def test_linear_and_nonsmooth_losses_end_with_finite_variables(method):
-    w = tf.Variable([1.0, -2.0], dtype=tf.float64)
-    result = hvp.minimize(lambda: 2 * w[0] - w[1], w, method=method, maxiter=15)
+def test_linear_and_nonsmooth_losses_end_with_finite_variables(method, loss, maxiter, largest):
+    problem, H = traced(loss)
+    result = hvp.minimize(H, method=method, maxiter=maxiter)
     assert np.isfinite(result.x).all()
-    np.testing.assert_array_equal(w.numpy(), result.x)
-    assert result.fun <= 4.0
-    w.assign([1.0, -2.0])
-    result = hvp.minimize(
-        lambda: tf.reduce_sum(tf.abs(w) + 0.1 * w**2), w, method=method, maxiter=40
-    )
-    assert np.isfinite(result.x).all()
-    np.testing.assert_array_equal(w.numpy(), result.x)
-    assert result.fun < 3.5
+    np.testing.assert_array_equal(problem.variables, result.x)
+    assert result.fun <= largest
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_callback_ends_the_run(method):
-    problem = rosenbrock(4)
+    problem, H = traced(rosenbrock, 4)
     seen = []
 
     def callback(x, *rest):
@@ -269,7 +276,7 @@ def test_callback_ends_the_run(method):
         if len(seen) == 2:
             raise StopIteration
 
-    result = hvp.minimize(problem.loss, problem.variables, method=method, callback=callback)
+    result = hvp.minimize(H, method=method, callback=callback)
     assert len(seen) == 2
     assert not result.success
     np.testing.assert_array_equal(problem.variables.numpy(), result.x)
@@ -279,7 +286,6 @@ def test_callback_ends_the_run(method):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_callback_takes_the_intermediate_result(method):
-    problem = rosenbrock(4)
     values = []
 
     def callback(intermediate_result):
@@ -287,14 +293,13 @@ def test_callback_takes_the_intermediate_result(method):
         assert intermediate_result.fun == pytest.approx(rosen(intermediate_result.x))
 
     options = {"maxfun": 30} if method == "TNC" else {"maxiter": 5}
-
-    hvp.minimize(problem.loss, problem.variables, method=method, callback=callback, options=options)
+    hvp.minimize(traced(rosenbrock, 4)[1], method=method, callback=callback, options=options)
     assert values
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_interrupt_leaves_the_best_point_and_an_error_the_start(method):
-    problem = rosenbrock(4)
+    problem, H = traced(rosenbrock, 4)
     losses = []
 
     def interrupt(x, *rest):
@@ -303,16 +308,23 @@ def test_interrupt_leaves_the_best_point_and_an_error_the_start(method):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        hvp.minimize(problem.loss, problem.variables, method=method, callback=interrupt)
+        hvp.minimize(H, method=method, callback=interrupt)
     assert rosen(problem.variables.numpy()) <= min(losses)
-
-    def fail(x, *rest):
-        raise RuntimeError("mine")
-
     before = problem.variables.numpy()
     with pytest.raises(RuntimeError, match="mine"):
-        hvp.minimize(problem.loss, problem.variables, method=method, callback=fail, x0=[2.0] * 4)
+        hvp.minimize(H, method=method, callback=fail, x0=[2.0] * 4)
     np.testing.assert_array_equal(problem.variables.numpy(), before)
+
+
+def fail(x, *rest):
+    raise RuntimeError("mine")
+
+
+def test_an_error_restores_the_values_from_before_x0():
+    problem = rosenbrock(4)
+    with pytest.raises(RuntimeError, match="mine"):
+        hvp.minimize(problem.loss, problem.variables, callback=fail, x0=[2.0] * 4)
+    np.testing.assert_array_equal(problem.variables.numpy(), rosenbrock_start(4))
 
 
 def test_error_in_the_loss_restores_the_variables():
@@ -343,13 +355,11 @@ def test_frozen_variable_that_changes_during_the_run_raises():
 
 
 def test_start_that_is_not_finite_is_refused():
-    loss, w = logarithm()
-    with pytest.raises(hvp.NonFiniteError):
-        hvp.minimize(loss, w, x0=[-1.0, 0.0])
-    np.testing.assert_array_equal(w.numpy(), [3.0, 1.0])
-    with pytest.raises(hvp.NonFiniteError):
-        hvp.minimize(hvp.HessianOperator(loss, w), x0=[-1.0, 0.0])
-    np.testing.assert_array_equal(w.numpy(), [3.0, 1.0])
+    problem, H = traced(logarithm, "float64")
+    for arguments in ((problem.loss, problem.variables), (H,)):
+        with pytest.raises(hvp.NonFiniteError):
+            hvp.minimize(*arguments, x0=[-1.0, 0.0])
+        np.testing.assert_array_equal(problem.variables, [3.0, 1.0])
 
 
 def test_a_diverging_method_returns_a_finite_value():
@@ -373,7 +383,7 @@ def test_first_order_methods_need_no_second_derivative():
 
 
 def test_bad_arguments_are_refused_before_any_work():
-    problem = rosenbrock(4)
+    problem, operator = traced(rosenbrock, 4)
     calls = []
 
     def loss():
@@ -381,7 +391,6 @@ def test_bad_arguments_are_refused_before_any_work():
         return problem.loss()
 
     w = problem.variables
-    operator = hvp.HessianOperator(problem.loss, w)
     many = tf.Variable(tf.zeros(5000))
     for arguments, error, message in (
         ({"method": "Nelder-Mead"}, hvp.HvpError, "a gradient: trust-krylov"),
@@ -410,10 +419,10 @@ def test_bad_arguments_are_refused_before_any_work():
 
 def test_progress_is_shown(capfd):
     pytest.importorskip("tqdm")
-    problem = rosenbrock(4)
-    hvp.minimize(problem.loss, problem.variables, progress="always", maxiter=5)
+    _, H = traced(rosenbrock, 4)
+    hvp.minimize(H, progress="always", maxiter=5)
     assert "iterations" in capfd.readouterr().err
-    hvp.minimize(problem.loss, problem.variables, progress=True, maxiter=5)
+    hvp.minimize(H, progress=True, maxiter=5)
     assert "iterations" not in capfd.readouterr().err  # not a terminal
 
 
@@ -424,29 +433,23 @@ def live_objects():
     return sum(isinstance(x, tf.__internal__.EagerTensor) for x in objects), len(objects)
 
 
-def test_memory_stays_flat_over_five_hundred_iterations():
-    problem = rosenbrock(200)
+def test_memory_stays_flat_over_the_iterations():
     counts = []
 
     def callback(x):
-        if len(counts) in (50, 499):
-            counts.append(live_objects())
-        else:
-            counts.append(None)
+        counts.append(live_objects() if len(counts) in (20, 249) else None)
 
-    hvp.minimize(
-        problem.loss, problem.variables, method="trust-ncg", maxiter=500, callback=callback
-    )
-    assert len(counts) == 500
-    (tensors, objects), (tensors_then, objects_then) = counts[50], counts[499]
+    hvp.minimize(traced(rosenbrock, 100)[1], method="trust-ncg", maxiter=250, callback=callback)
+    assert len(counts) == 250
+    (tensors, objects), (tensors_then, objects_then) = counts[20], counts[249]
     assert tensors_then <= tensors
-    assert objects_then <= objects + 100
+    assert objects_then <= objects + 50
 
 
 def test_a_run_leaves_no_tensors():
-    problem = rosenbrock(50)
+    problem = rosenbrock(20)
     hvp.minimize(problem.loss, problem.variables, maxiter=3)
-    problem.variables.assign(rosenbrock_start(50))
+    problem.variables.assign(rosenbrock_start(20))
     hvp.minimize(problem.loss, problem.variables, maxiter=3)
     before = live_objects()[0]
     hvp.minimize(problem.loss, problem.variables, maxiter=30)

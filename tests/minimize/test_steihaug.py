@@ -1,5 +1,7 @@
 """Conjugate gradients in a trust region, compared with dense matrices."""
 
+import functools
+
 import numpy as np
 import pytest
 import scipy.linalg
@@ -17,18 +19,28 @@ def matrix(eigenvalues, seed=0):
     return (Q * eigenvalues) @ Q.T
 
 
-def operator_of(A):
-    w = tf.Variable(np.zeros(len(A)))
-    return hvp.HessianOperator(lambda: tf.tensordot(w, tf.linalg.matvec(A, w), 1) / 2, w)
+@functools.cache
+def quadratic():
+    """Return the Hessian of a quadratic form, and its matrix, a variable."""
+    w, A = tf.Variable(np.zeros(SIZE)), tf.Variable(np.eye(SIZE), trainable=False)
+    return hvp.HessianOperator(lambda: tf.tensordot(w, tf.linalg.matvec(A, w), 1) / 2, w), A
+
+
+@functools.cache
+def solver_of(preconditioner):
+    kind = PRECONDITIONERS.get(preconditioner)
+    return Steihaug(quadratic()[0], None if kind is None else kind.solve)
 
 
 def solve(A, g, preconditioner=None, **options):
-    H = operator_of(A)
+    """Solve with a matrix; return the result, and the tensors of the preconditioner."""
+    H, matrix_of_H = quadratic()
+    matrix_of_H.assign(A)
+    H.refresh()
     kind = PRECONDITIONERS.get(preconditioner)
     tensors = [] if kind is None else kind.make(H, 5, [0, 1])
     limits = {"radius": 1e6, "tolerance": 1e-11, "maxiter": 200, **options}
-    solver = Steihaug(H, None if kind is None else kind.solve)
-    return solver.solve(tf.constant(g), tensors=tensors, **limits), tensors
+    return solver_of(preconditioner).solve(tf.constant(g), tensors=tensors, **limits), tensors
 
 
 def model(A, g, p):

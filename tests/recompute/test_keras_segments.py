@@ -16,7 +16,7 @@ layers = keras.layers
 X = tf.constant(random(0, 6, 5))
 
 
-def sequential(depth=12):
+def sequential(depth=6):
     return keras.Sequential(
         [keras.Input((5,)), *(layers.Dense(5, "tanh", name=f"d{i}") for i in range(depth))]
     )
@@ -56,13 +56,12 @@ def convolutional():
 def transformer():
     tokens = keras.Input((6,), dtype="int32")
     h = layers.Embedding(9, 8)(tokens)
-    for i in range(2):
-        a = layers.LayerNormalization()(h)
-        # A bias of the keys changes nothing: its derivatives are rounding.
-        a = layers.MultiHeadAttention(2, 4, use_bias=False)(a, a, use_causal_mask=True)
-        h = layers.Add()([h, layers.Dropout(0.2, seed=i)(a)])
-        f = layers.Dense(8)(layers.Dense(16, "gelu")(layers.LayerNormalization()(h)))
-        h = layers.Add()([h, f])
+    a = layers.LayerNormalization()(h)
+    # A bias of the keys changes nothing: its derivatives are rounding.
+    a = layers.MultiHeadAttention(2, 4, use_bias=False)(a, a, use_causal_mask=True)
+    h = layers.Add()([h, layers.Dropout(0.2, seed=0)(a)])
+    f = layers.Dense(8)(layers.Dense(16, "gelu")(layers.LayerNormalization()(h)))
+    h = layers.Add()([h, f])
     return keras.Model(tokens, layers.Dense(3)(h))
 
 
@@ -71,8 +70,8 @@ def masked():
         [
             keras.Input((3,), dtype="int32"),
             layers.Embedding(5, 4, mask_zero=True),
-            layers.LSTM(4, return_sequences=True),
-            layers.LSTM(3),
+            layers.SimpleRNN(4, return_sequences=True),
+            layers.SimpleRNN(3),
             layers.Dense(2),
         ]
     )
@@ -108,8 +107,7 @@ def subclassed():
 IMAGES = tf.constant(random(1, 2, 8, 8, 2))
 TOKENS = tf.constant([[1, 2, 3, 4, 0, 8], [3, 0, 5, 1, 1, 2]])
 CASES = {
-    "sequential": (sequential, X, None),
-    "three segments": (sequential, X, 3),
+    "sequential": (sequential, X, 3),
     "residual": (residual, X, None),
     "several inputs and outputs": (several_inputs_and_outputs, {"a": X, "b": 2 * X}, 3),
     "convolutional": (convolutional, IMAGES, 3),
@@ -150,14 +148,14 @@ def test_values_derivatives_and_state_are_the_models(case, mode):
 
 
 def test_segments_are_balanced_and_branches_whole():
-    names = hvp.recompute_model(sequential()).segments
+    names = hvp.recompute_model(sequential(12)).segments
     assert [len(part) for part in names] == [3, 3, 3, 3]
     assert [name for part in names for name in part] == [f"d{i}" for i in range(12)]
     for part in hvp.recompute_model(residual(), 4).segments:
         numbers = {name[-1] for name in part}
         assert len(numbers) == 1
         assert len(part) == 3
-    assert max(len(p) for p in hvp.recompute_model(sequential(), 5).segments) == 3
+    assert max(len(p) for p in hvp.recompute_model(sequential(12), 5).segments) == 3
 
 
 def test_sizes_decide():
@@ -278,8 +276,9 @@ class TestOperator:
         H = hvp.HessianOperator(self.loss(model), model, data, recompute=recompute, **options)
         cached = hvp.HessianOperator(self.loss(model), model, data, engine=engine)
         V = random(1, H.shape[0], 3)
-        assert relative_error(H @ V[:, 0], cached @ V[:, 0]) < 1e-5
-        assert relative_error(H @ V, cached @ V) < 1e-5
+        want = np.stack([cached @ v for v in V.T], axis=1)
+        assert relative_error(H @ V[:, 0], want[:, 0]) < 1e-5
+        assert relative_error(H @ V, want) < 1e-5
         assert relative_error(H.gradient, cached.gradient) < 1e-5
         assert H.stats.residual_bytes < cached.stats.residual_bytes
         assert H.stats.note == ""
@@ -291,7 +290,7 @@ class TestOperator:
 
     def test_only_boundaries_are_kept(self):
         """Inputs and cotangents of segments: nothing that is inside of one."""
-        w = [tf.Variable(random(i, 5, 5)) for i in range(12)]
+        w = [tf.Variable(random(i, 5, 5)) for i in range(6)]
         x = tf.constant(random(20, 2**15, 5))
 
         def layer(x, w):
@@ -303,7 +302,7 @@ class TestOperator:
             return x
 
         def loss(count):
-            parts = [w[i : i + 12 // count] for i in range(0, 12, 12 // count)]
+            parts = [w[i : i + 6 // count] for i in range(0, 6, 6 // count)]
             segments = [hvp.recompute(lambda x, p=p: chain(x, p)) for p in parts[:-1]]
             last = hvp.recompute(lambda x: tf.reduce_mean(chain(x, parts[-1]) ** 2))
 
@@ -316,12 +315,12 @@ class TestOperator:
             return run
 
         tensor = 2**15 * 5 * 4
-        for count in (2, 3, 4):
+        v = np.ones(150, "float32")
+        plain = hvp.HessianOperator(lambda: tf.reduce_mean(chain(x, w) ** 2), w)
+        for count in (2, 3):
             H = hvp.HessianOperator(loss(count), w)
-            assert H.stats.residual_bytes <= 2 * (count - 1) * tensor + 12 * 100 + 1000
-            got = H @ np.ones(300, "float32")
-            plain = hvp.HessianOperator(lambda: tf.reduce_mean(chain(x, w) ** 2), w)
-            assert relative_error(got, plain @ np.ones(300, "float32")) < 1e-5
+            assert H.stats.residual_bytes <= 2 * (count - 1) * tensor + 6 * 100 + 1000
+            assert relative_error(H @ v, plain @ v) < 1e-5
             # What is computed again depends on the vector, so that it is in the product's part.
             calls = [n for n in inside.program(H).product_part.node if "Call" in n.op]
             # The last segment has no way back: the loss's own cotangent is always one.
@@ -330,7 +329,7 @@ class TestOperator:
     def test_dropout_stays_as_it_was_drawn(self):
         keras.utils.set_random_seed(0)
         model = keras.Sequential(
-            [keras.Input((5,)), *(layer for _ in range(4) for layer in self.with_dropout())]
+            [keras.Input((5,)), *(layer for _ in range(2) for layer in self.with_dropout())]
         )
         H = hvp.HessianOperator(self.loss(model), model, (X, self.Y), recompute=2)
         D = H.to_dense()

@@ -71,7 +71,7 @@ def programs(draw):
     return f, unwrap, x, sources, dtype
 
 
-@examples(4)
+@examples(3)
 @given(programs(), st.sampled_from(["eager", "graph", "xla", "outside"]))
 def test_three_derivatives(program, mode):
     f, unwrap, x, sources, dtype = program

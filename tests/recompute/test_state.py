@@ -154,7 +154,7 @@ def test_recurrent_layers_with_dropout_and_masks(mode):
         model = keras.Sequential(
             [
                 layers.Embedding(7, 4, mask_zero=True),
-                layers.LSTM(3, dropout=0.3, recurrent_dropout=0.2, seed=4),
+                layers.SimpleRNN(3, dropout=0.3, recurrent_dropout=0.2, seed=4),
             ]
         )
         model(tf.constant([[1, 2, 0]]))

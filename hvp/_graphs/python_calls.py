@@ -1,0 +1,68 @@
+"""Calls of Python from inside graphs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+import tensorflow as tf
+
+from hvp._errors import HvpError
+
+
+def call_python(
+    function: Callable[..., Sequence[tf.Tensor]],
+    tensors: Sequence[tf.Tensor],
+    specs: Sequence[tf.TensorSpec],
+) -> list[tf.Tensor]:
+    """Call a Python function of eager tensors when the graph being traced runs.
+
+    Parameters
+    ----------
+    function : callable
+        Takes and returns eager tensors. It may call compiled functions.
+    tensors : sequence of tf.Tensor
+        Its arguments.
+    specs : sequence of tf.TensorSpec
+        Types and shapes of its results.
+
+    Raises
+    ------
+    HvpError
+        If TensorFlow would wait for ever, see `can_wait_for_python`.
+    """
+    check_can_wait_for_python("the product")
+    results = tf.py_function(function, tensors, [spec.dtype for spec in specs])
+    for result, spec in zip(results, specs):
+        result.set_shape(spec.shape)
+    return results
+
+
+def check_can_wait_for_python(doing: str) -> None:
+    """Refuse to call Python from a graph where TensorFlow would wait for ever."""
+    if not can_wait_for_python():
+        raise HvpError(
+            f"{doing} calls Python inside a graph, and TensorFlow has one thread for the "
+            "operations of graphs, which would wait for a function that only it could run",
+            "a second thread, even on a machine with one core",
+            "call tf.config.threading.set_inter_op_parallelism_threads(2) before TensorFlow is "
+            "used for the first time, or multiply outside of tf.function",
+        )
+
+
+def can_wait_for_python() -> bool:
+    """Whether a graph may call Python that calls a compiled function.
+
+    A thread that runs operations of graphs waits until Python returns. Meanwhile another thread of
+    the same pool has to run the function that Python called. By default, the pool has as many
+    threads as the process may use cores.
+    """
+    threads = tf.config.threading.get_inter_op_parallelism_threads()
+    threads = threads or int(os.environ.get("TF_NUM_INTEROP_THREADS", "0")) or _core_count()
+    return threads != 1
+
+
+def _core_count() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
