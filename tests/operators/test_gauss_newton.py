@@ -113,7 +113,6 @@ ALWAYS = {
     ("images", "one batch"),
     ("images", "batches"),
     ("images", "recomputed on the tape"),
-    ("lstm", "one batch"),
 }
 
 
