@@ -155,7 +155,7 @@ def refuse_missing_derivatives(doubts: list[Doubt]) -> None:
 def derivative_errors() -> Iterator[None]:
     """Replace TensorFlow's errors about missing derivatives by `SecondDerivativeError`.
 
-    The error names the operation, and the line that made it if it is in the graph being traced.
+    The error names the operation, and for operations of the graph being traced the line of code.
     """
     try:
         yield

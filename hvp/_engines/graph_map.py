@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -58,7 +59,7 @@ class GraphMap(LinearMap):
 
     @property
     def nbytes(self) -> int | None:  # type: ignore[override]
-        """Bytes of the residuals without the variables' own values; None if it cannot be told."""
+        """Bytes of the residuals without the variables' own values; None if it is unknown."""
         total = 0
         for tensor, owned in zip(self.residuals, self.program.owned):
             if not owned:
@@ -130,8 +131,9 @@ class _TransposedGraphMap(GraphMap):
     def __init__(self, plain: GraphMap) -> None:
         super().__init__(plain.program, [], plain.codomain, plain.domain)
         self._plain = plain
-        parts = list(zip(plain.domain.shapes, plain.domain.dtypes))[: self.program.zeros_wanted]
-        self._zeros = [tf.zeros(shape, dtype) for shape, dtype in parts]
+        parts = zip(plain.domain.shapes, plain.domain.dtypes)
+        zeros = itertools.islice(parts, self.program.zero_vector_count)
+        self._zeros = [tf.zeros(shape, dtype) for shape, dtype in zeros]
 
     @property
     def product(self) -> GraphProduct:
@@ -173,7 +175,7 @@ def _in_parts(
     rows : tf.Tensor
         Of shape `(k, n)`.
     at_most : int
-        How many rows it may be given.
+        Upper bound on the rows in one call.
     space : Space
         The space of the rows that it returns.
     """

@@ -33,7 +33,7 @@ class Compilation:
     jit_compile : bool or "auto"
         Whether XLA compiles products with one vector.
     report : callable
-        Told, in words, when something cannot be done as wanted.
+        Called with a message if a function cannot be compiled as requested.
     by_columns : bool
         Whether blocks are multiplied one vector after the other in any case.
     xla_for_blocks : bool
@@ -52,7 +52,7 @@ class Compilation:
 
 
 class GraphProduct:
-    """Products with a linear map that is given as a graph.
+    """Products with a linear map whose graph is known.
 
     Parameters
     ----------
@@ -192,7 +192,7 @@ class GraphProduct:
         return tf.map_fn(multiply, rows, fn_output_signature=signature)
 
     def _compare_rows(self, residuals: Sequence[tf.Tensor]) -> bool | None:
-        """Tell whether a block product agrees with single ones; None if that cannot be told."""
+        """Whether a block product agrees with single ones; None if it cannot be computed."""
         function = self.flat_rows
         if self._by_columns:
             return True

@@ -152,16 +152,17 @@ class GraphProgram:
         """
         doubts = self._traced.transposed_doubts()
         refuse_missing_derivatives(doubts.missing + doubts.wrong_at_values)
-        zeros = self._traced.vector_specs[: self.zeros_wanted]
+        zeros = self._traced.vector_specs[: self.zero_vector_count]
         how = dataclasses.replace(self._compilation, residuals=[*zeros, *self.residual_specs])
         domain, codomain = self.product.codomain, self.product.domain
         return GraphProduct(self._import_transposed, self._codomain.specs, domain, codomain, how)
 
     @property
-    def zeros_wanted(self) -> int:
-        """How many zeros, shaped like the vector's parts, `transposed` takes before residuals.
+    def zero_vector_count(self) -> int:
+        """Number of vectors of zeros that the transposed product takes before the residuals.
 
-        None, if it can make them itself, because the shapes are known.
+        They have the shapes of the vector's parts. Where all shapes are static, the number is zero,
+        and the product contains the zeros itself.
         """
         return 0 if self.product.domain is not None else len(self._traced.vector_specs)
 
@@ -251,10 +252,10 @@ class GraphProgram:
         self, vector: Sequence[tf.Tensor], residuals: Sequence[tf.Tensor]
     ) -> list[tf.Tensor]:
         # At zero, as good as anywhere: the product is linear.
-        at = list(residuals[: self.zeros_wanted]) or [
+        at = list(residuals[: self.zero_vector_count]) or [
             tf.zeros(spec.shape, spec.dtype) for spec in self._traced.vector_specs
         ]
-        residuals = residuals[self.zeros_wanted :]
+        residuals = residuals[self.zero_vector_count :]
         products = self._import_connected(at, residuals)
         names = self._traced.products
         weights = [part for part, name in zip(vector, names) if name is not None]

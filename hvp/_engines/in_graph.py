@@ -69,8 +69,8 @@ class InGraph(Store):
         # The residuals one by one, where they are packed: XLA would take them apart each time.
         self._parts: list[Slot] = []
         self._unpack = tf.function(self._program.unpack, autograph=False)
-        # A tf.function being traced takes every variable made meanwhile in its thread for its own,
-        # also those made in an init_scope, and is traced again.
+        # A tf.function that is being traced claims all variables created in its thread, even those
+        # created in an init_scope, and is then traced again.
         self._elsewhere(self._make, held, values)
 
     @staticmethod

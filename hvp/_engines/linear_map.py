@@ -120,7 +120,7 @@ class Sum(LinearMap):
     domain, codomain : Space
         Those of all terms.
     streamed : callable, optional
-        Returns an iterator over further terms, made for each product and released afterwards.
+        Returns an iterator over further terms, which exist during one product only.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class Sum(LinearMap):
         self._held = []
 
     def terms(self) -> Iterator[tuple[float, LinearMap]]:
-        """Go through all terms, the streamed ones made for the moment."""
+        """Iterate over all terms, those that are held and those that are streamed."""
         yield from self._held
         if self._streamed is not None:
             yield from self._streamed()

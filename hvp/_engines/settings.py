@@ -33,7 +33,7 @@ class Settings:
     progress : bool or "always"
         Whether to show a bar over batches.
     products : bool
-        Whether products are wanted, or only values and gradients.
+        Whether to prepare products, and not only values and gradients.
 
     Raises
     ------

@@ -33,7 +33,7 @@ from hvp._errors import (
 from hvp._graphs.inline import KEPT_WHOLE
 from hvp._graphs.parts import digest_of_graph
 from hvp._graphs.split import UnsplittableError
-from hvp._keras.losses import kept_losses
+from hvp._keras.losses import preserved_losses
 from hvp._runtime.digest import digest
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.strategies import outside_strategies
@@ -126,7 +126,7 @@ class SinglePlan(Plan):
     def _on_tapes(self) -> tuple[Results, LinearMap]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(exact_functions())
-            stack.enter_context(kept_losses(self.nest.source))
+            stack.enter_context(preserved_losses(self.nest.source))
             self._refuse_wrong_values()
             if self._trace is None:
                 stack.enter_context(doubtful_nones())
@@ -197,7 +197,7 @@ class SinglePlan(Plan):
         )
 
     def _try_to_split(self) -> GraphProgram | None:
-        """Make the graph engine's functions, or note why they cannot be made."""
+        """Return the functions of the graph engine, or note why there are none."""
         if self._trace is None:
             return None
         graph = self._trace.graph
@@ -276,7 +276,7 @@ class SinglePlan(Plan):
 
     def _try_to_trace(self) -> Trace | None:
         try:
-            with exact_functions(), kept_losses(self.nest.source):
+            with exact_functions(), preserved_losses(self.nest.source):
                 traced = self._traced()
         except HvpError:
             raise

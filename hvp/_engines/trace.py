@@ -53,7 +53,7 @@ class TracedGraph:
     vector_specs : list of tf.TensorSpec
         Their shapes and types.
     products : list of (str or None)
-        The parts of the product; None where it is zero, or was not wanted.
+        The parts of the product; None where it is zero or was not traced.
     error : Exception or None
         Why there is no product, if there is none.
     transposed_doubts : callable
@@ -76,7 +76,7 @@ class TracedGraph:
 
     @property
     def results(self) -> list[str]:
-        """The tensors that are wanted once per point, each one once."""
+        """The tensors to evaluate once per point, without duplicates."""
         gradient = [name for name in self.gradient or () if name is not None]
         return list(dict.fromkeys([*tf.nest.flatten(self.value), *gradient]))
 
@@ -132,8 +132,8 @@ def trace(
     """Trace a rule's evaluation and product together, without running them.
 
     The product is traced for placeholders in the place of the vector, in the same graph as the
-    evaluation that it continues: only so can what does not depend on the vector be told from what
-    does, and the former, whichever of the two it was written in, be run once.
+    evaluation that it continues. Only one graph shows what depends on the vector and what does
+    not. The latter is then run once per point, even if the product's code computes it.
 
     Parameters
     ----------
@@ -144,7 +144,7 @@ def trace(
     nest : VariableNest
         What to differentiate with respect to.
     products : bool
-        Whether the product is wanted.
+        Whether to trace the product too.
 
     Returns
     -------
@@ -203,7 +203,7 @@ class _Whole:
         products: bool,
     ) -> None:
         self._evaluate, self._rule = evaluate, rule
-        self._variables, self._wanted = list(variables), products
+        self._variables, self._with_products = list(variables), products
 
     def __call__(self) -> Any:
         at = self._evaluate()
@@ -216,7 +216,7 @@ class _Whole:
         self._products: list[Any] = [None] * len(self._variables)
         self._error: Exception | None = None
         try:
-            if self._wanted:
+            if self._with_products:
                 self._products = list(self._rule.multiply(at.state, self._vectors))
         except Exception as error:  # a tape may still manage, or tell better what is wrong
             self._error = error

@@ -141,8 +141,8 @@ class Dataflow:
     def users(self, start: Vertex) -> set[Vertex]:
         """Return the operations that use a result of `start` as an input.
 
-        Calls and identities in between do not count. The operations that read or write a variable
-        are found in this way from its handle.
+        Calls and identities in between do not count. With a variable's handle as `start`, these are
+        the operations that read or write the variable.
         """
         transparent = self.reachable([start], passes=lambda edge: self._is_transparent(edge.target))
         targets = {edge.target for vertex in transparent for edge in self.outgoing[vertex]}

@@ -16,7 +16,7 @@ from hvp._graphs.compiled import Compiled
 from hvp._graphs.parts import digest_of_graph
 from hvp._graphs.vectorized import NotVectorizedError, vectorized
 from hvp._influence.example_data import ExampleData
-from hvp._keras.losses import kept_losses
+from hvp._keras.losses import preserved_losses
 from hvp._runtime.digest import digest
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._snapshots.snapshot import Snapshot
@@ -174,7 +174,7 @@ class ExampleGradients:
 
     def _of_batch(self, elements: Elements) -> tuple[tf.Tensor, tf.Tensor]:
         """Return the loss of a whole batch, and its gradient as one vector."""
-        with Uninterrupted(), self._snapshot.preserving(), kept_losses(self._nest.source):
+        with Uninterrupted(), self._snapshot.preserving(), preserved_losses(self._nest.source):
             return self._value_and_row(elements)
 
     def _value_and_row(self, elements: Elements) -> tuple[tf.Tensor, tf.Tensor]:
@@ -207,6 +207,6 @@ class ExampleGradients:
                 dtype = self._space.dtype
                 return tf.map_fn(of_example, list(tensors), fn_output_signature=(dtype, dtype))
 
-            with Uninterrupted(), self._snapshot.preserving(), kept_losses(self._nest.source):
+            with Uninterrupted(), self._snapshot.preserving(), preserved_losses(self._nest.source):
                 self._functions[key] = Compiled(of_examples, specs, False)
         return self._functions[key]

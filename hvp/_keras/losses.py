@@ -16,7 +16,7 @@ from hvp._keras.private import layers_of, lists_of_losses, losses_of
 
 
 @contextlib.contextmanager
-def kept_losses(variables: Any) -> Iterator[None]:
+def preserved_losses(variables: Any) -> Iterator[None]:
     """Restore the losses that the layers of Keras models hold when the context ends.
 
     Parameters

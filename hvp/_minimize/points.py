@@ -119,7 +119,7 @@ class Point:
         Parameters
         ----------
         x : ndarray or None
-            The current values, if the point is to be found by them later.
+            The current values, by which the point can be looked up later.
         """
         start = time.perf_counter()
         self._forget()

@@ -79,7 +79,7 @@ class DtypePreserving(LinearOperator):
 
 
 class Composite(DtypePreserving):
-    """An operator that scipy built out of others, its arithmetic made to keep the dtype.
+    """An operator that scipy built out of others, with arithmetic that preserves the dtype.
 
     Parameters
     ----------

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 
 class TensorFlowOperator(tf.linalg.LinearOperator):
-    """A square, self-adjoint operator given by its products with blocks of columns.
+    """A square, self-adjoint operator, defined by its products with blocks of columns.
 
     Parameters
     ----------

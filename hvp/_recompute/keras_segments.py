@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from hvp._errors import RecomputeError
 from hvp._graphs.parts import nbytes
-from hvp._keras.losses import kept_losses
+from hvp._keras.losses import preserved_losses
 from hvp._keras.private import has_layers, layers_of, maker_of
 from hvp._recompute.partition import fewest_bytes, smallest_largest
 from hvp._recompute.recompute import recompute, refuse_losses
@@ -197,7 +197,7 @@ def _by_layers(model: Any, listed: Sequence[Any]) -> Callable[..., Any]:
 
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            with replaced(without=layer), kept_losses(layer):
+            with replaced(without=layer), preserved_losses(layer):
                 results = original(*args, **kwargs)
                 refuse_losses(layer)
                 return results
@@ -285,7 +285,7 @@ def _part(model: Any, links: list[_Link], start: int, end: int) -> tuple[Any, li
         with warnings.catch_warnings():
             # Keras warns about masks, but the layers of the part take the mask or compute it.
             warnings.filterwarnings("ignore", message=".*input with a mask attached")
-            with kept_losses(part):
+            with preserved_losses(part):
                 results = part(tensors, training=training)
                 refuse_losses(part)
         if outputs is None:
@@ -364,7 +364,7 @@ def _link_sizes(model: Any, links: list[_Link]) -> list[int]:
 
     sizes: dict[int, int] = {}
     specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in model.inputs]
-    with Uninterrupted(), kept_losses(model):
+    with Uninterrupted(), preserved_losses(model):
         tf.function(run, autograph=False).get_concrete_function(*specs)
     each = iter(sizes.values())
     return [max(1, sum(next(each) for _ in link.names)) for link in links]

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvp._errors import RecomputeError
-from hvp._keras.losses import kept_losses, layers_with_new_losses
+from hvp._keras.losses import layers_with_new_losses, preserved_losses
 from hvp._keras.private import mask_of, set_mask
 from hvp._keras.scope import KerasScope
 from hvp._recompute.segment import Segment
@@ -145,7 +145,7 @@ class _Signature:
         self.key = (str(self._structure), self.scope.key, *(leaf.key for leaf in leaves))
 
     def arguments(self, tensors: Sequence[tf.Tensor]) -> tuple[Any, Any]:
-        """Return arguments of this signature with the given tensors."""
+        """Return arguments of this signature that hold these tensors."""
         rest = iter(tensors)
         leaves = [leaf.assemble(rest) for leaf in self._leaves]
         return tf.nest.pack_sequence_as(self._structure, leaves)
@@ -170,7 +170,7 @@ class _Traced:
         def function(*tensors: tf.Tensor) -> list[tf.Tensor]:
             args, kwargs = signature.arguments(tensors)
             masks = [(leaf, mask_of(leaf)) for leaf in tf.nest.flatten((args, kwargs))]
-            with kept_losses(f), signature.scope.resumed():
+            with preserved_losses(f), signature.scope.resumed():
                 results = f(*args, **kwargs)
                 refuse_losses(f)
             self.unmasked = [mask is not None and mask_of(leaf) is None for leaf, mask in masks]
@@ -220,7 +220,7 @@ class _Leaf:
         return type(self.fixed), self.fixed, repr(self.fixed) if self.fixed == 0 else None
 
     def assemble(self, tensors: Iterator[tf.Tensor]) -> Any:
-        """Return the argument or result, made of the next tensors."""
+        """Build the argument or result out of the next tensors."""
         if self.spec is None:
             return self.fixed
         parts = [next(tensors) for _ in tf.nest.flatten(self.spec, expand_composites=True)]

@@ -162,7 +162,7 @@ class Segment:
         return Order(results, present, run, recorded, self._missing(order, concrete, flow, present))
 
     def _evaluate(self, order: int, tensors: list[tf.Tensor]) -> list[Any]:
-        """Run the Python code of an order on arguments and cotangents, in the trace being made.
+        """Run the Python code of an order on arguments and cotangents, in the current trace.
 
         The result of an order above 0 has an entry for each input of the order below; None stands
         for zero.
@@ -233,7 +233,7 @@ class Segment:
             doubts = find_doubts(flow, starts + cotangents, targets)
             return doubts.missing + doubts.wrong_at_values
 
-        # If nothing is missing for any input, the graph need not be kept for later questions.
+        # If nothing is missing for any input, later calls do not need the graph.
         return missing if missing(None) else _nothing_is_missing
 
 
@@ -245,7 +245,8 @@ def _nothing_is_missing(watched: frozenset[int] | None) -> list[Doubt]:
 def _refuse_if_nothing_is_recorded() -> None:
     """Refuse to trace where all derivatives would be zero.
 
-    TensorFlow can be told to record nothing in a thread, and a trace made there records nothing.
+    Recording can be stopped in a thread (`tf.GradientTape.stop_recording`), and a trace in this
+    thread then records nothing.
     """
     with tf.GradientTape() as tape:
         probe = tf.zeros([])

@@ -107,7 +107,7 @@ class Problem:
         else:
             source = Batches(data, batch_size, weight)
         added = None if regularization is None else HessianRule(_as_tensor(regularization))
-        # Arrays that were converted are not kept beside their tensors.
+        # The tensors replace the arrays that they were converted from.
         data = source if isinstance(source, Elements) else data
         return cls(rule, variables, data, source, added, reduction == "sum")
 

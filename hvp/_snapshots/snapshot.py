@@ -1,8 +1,8 @@
-"""Snapshots: what was evaluated at one moment, and whether that is still true.
+"""Snapshots: the results of one evaluation, and whether they are still valid.
 
 This is the one place that decides whether a linear map may be used: whether it was closed, whether
-variables have changed, whether another thread is at work, and whether products are wanted now or in
-a graph that is being traced.
+variables have changed, whether another thread is using it, and whether to multiply now or in a
+graph that is being traced.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ class Snapshot(OneProcess):
         count: int,
         apply_if_current: Callable[[LinearMap], Result | None] | None = None,
     ) -> Result:
-        """Multiply now, by the map that is held, having made sure that it is current.
+        """Check that the map is current, and multiply by it now.
 
         Parameters
         ----------

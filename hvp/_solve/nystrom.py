@@ -58,7 +58,7 @@ class NystromSketch:
         eigenvalues : ndarray
             Shape `(rank,)`, decreasing, not negative.
         eigenvectors : ndarray
-            Shape `(n, rank)`, one in each column. Those that rounding has made useless are zero.
+            Shape `(n, rank)`, one in each column. Zero where only rounding errors are left.
         """
         core = (self._basis @ self._images.T).astype(np.float64)
         values, vectors = scipy.linalg.eigh((core + core.T) / 2)
