@@ -92,8 +92,12 @@ def dense_hessian(problem: Problem, step: float = 4e-3) -> np.ndarray:
 
     The problem's variables must be float64; with this step the error is near 1e-12.
     """
+    return hessian_oracle(problem, step)()
+
+
+def hessian_oracle(problem: Problem, step: float = 4e-3) -> Callable[[], np.ndarray]:
+    """Return a function that computes `dense_hessian` at the values of the moment."""
     variables = problem.tensorflow_variables()
-    at = np.concatenate([variable.numpy().reshape(-1) for variable in variables])
     sizes = [variable.shape.num_elements() for variable in variables]
 
     def gradient_at(w: tf.Tensor) -> tf.Tensor:
@@ -107,13 +111,20 @@ def dense_hessian(problem: Problem, step: float = 4e-3) -> np.ndarray:
 
     steps = step * np.array([sign * k for k in STENCIL for sign in (1, -1)])
     factors = np.array([sign * c for c in STENCIL.values() for sign in (1, -1)])
-    changes = steps[:, np.newaxis, np.newaxis] * np.eye(len(at))
-    try:
-        gradients = gradients_at((at + changes).reshape(-1, len(at))).numpy()
-    finally:
-        gradient_at(tf.constant(at))
-    rows = np.tensordot(factors, gradients.reshape(changes.shape), 1) / step
-    return rows.T
+    changes = steps[:, np.newaxis, np.newaxis] * np.eye(sum(sizes))
+
+    def hessian() -> np.ndarray:
+        values = [variable.numpy() for variable in variables]
+        at = np.concatenate([value.reshape(-1) for value in values])
+        try:
+            gradients = gradients_at((at + changes).reshape(-1, len(at))).numpy()
+        finally:
+            for variable, value in zip(variables, values):
+                variable.assign(value)
+        rows = np.tensordot(factors, gradients.reshape(changes.shape), 1) / step
+        return rows.T
+
+    return hessian
 
 
 def derivatives_by_values(problem: Problem, step: float = 2e-2) -> tuple[np.ndarray, np.ndarray]:

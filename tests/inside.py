@@ -1,11 +1,53 @@
-"""The one place where tests look behind the public interface."""
+"""The one place where tests look behind the public interface.
+
+Its functions show what an operator holds, set limits that the library chooses for itself, count or
+interrupt the steps of a computation, and pretend things about the machine. Those that take
+`monkeypatch` last until the end of the test, and fail if the name that they patch has moved.
+`test_rooms.py` holds that other tests use no underscored name of the package.
+"""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
+
 import hvp
+from hvp._data import budget
+from hvp._engines import graph_map, graph_program, trace
+from hvp._influence import damped_inverse, example_gradients
 from hvp._operators.operator import core_of
+from hvp._recompute import schedule
+from hvp._runtime import checkpoint, guard
+from hvp._snapshots.nearby import Gradients
+from hvp._snapshots.snapshot import Snapshot
+from hvp._solve import equations, krylov, solve
+from hvp._vectors import packing
+
+# Limits that the library chooses for itself: the module that has the constant, and its name.
+LIMITS: dict[str, tuple[Any, str]] = {
+    "bytes of rows times residuals": (graph_map, "_BLOCK_BYTES"),
+    "bytes that are packed": (packing, "_MAX_BYTES"),
+    "columns of a solve": (equations, "_MAX_COLUMNS"),
+    "iterations in one call": (krylov, "_MAX_ITERATIONS"),
+    "size of a dense solve": (solve, "_DENSE"),
+    "right-hand sides of influence": (damped_inverse, "_MAX_WIDTH"),
+    "bytes of example gradients": (example_gradients, "_GRADIENT_BYTES"),
+    "bytes of scheduled values": (schedule, "_SMALL"),
+    "large values computed meanwhile": (schedule, "_WORTH_IT"),
+    "seconds between saves": (checkpoint, "INTERVAL"),
+}
+
+# Steps that tests count or interrupt: the class or module that has the function, and its name.
+STEPS: dict[str, tuple[Any, str]] = {
+    "check for changed variables": (Snapshot, "make_sure"),
+    "gradient at a nearby point": (Gradients, "again"),
+    "call of the graph of a Krylov method": (krylov.Krylov, "_parameters"),
+    "update of a solution": (krylov, "norms"),
+    "save of a checkpoint": (checkpoint.Checkpoint, "save"),
+}
 
 
 def snapshot(operator: Any) -> Any:
@@ -30,8 +72,8 @@ def variables(operator: Any) -> Any:
     return snapshot(operator).plan.nest.variables
 
 
-def made_for(operator: Any) -> int:
-    """How many compiled solvers are kept with an operator."""
+def solver_count(operator: Any) -> int:
+    """The number of compiled solvers that are cached with an operator."""
     return core_of(operator).cached_count
 
 
@@ -43,3 +85,68 @@ def multiply_rows(operator: Any, rows: Any) -> Any:
 def fingerprint(operator: Any) -> dict[str, str]:
     """What tells an operator's weights, data and loss from others."""
     return core_of(operator).fingerprint()
+
+
+def scoring(influence: hvp.InfluenceFunctions) -> Any:
+    """The object that computes scores, with its `gradients` and its `inverse`."""
+    return influence._scoring
+
+
+def set_limit(monkeypatch: pytest.MonkeyPatch, limit: str, value: float) -> None:
+    """Set one of the `LIMITS`."""
+    module, name = LIMITS[limit]
+    monkeypatch.setattr(module, name, value)
+
+
+def before_each(monkeypatch: pytest.MonkeyPatch, step: str, function: Callable[[], Any]) -> None:
+    """Call a function before each run of one of the `STEPS`."""
+    owner, name = STEPS[step]
+    original = getattr(owner, name)
+
+    def run(*arguments: Any, **options: Any) -> Any:
+        function()
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(owner, name, run)
+
+
+@contextlib.contextmanager
+def interrupted(step: str, runs: int) -> Iterator[None]:
+    """Press Ctrl-C before one of the `STEPS`, once it has run so many times."""
+    count = 0
+
+    def interrupt() -> None:
+        nonlocal count
+        count += 1
+        if count == runs + 1:
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        before_each(patch, step, interrupt)
+        yield
+
+
+@contextlib.contextmanager
+def forked(before_use: bool = False) -> Iterator[None]:
+    """Pretend that this process was forked, after the library was used in it or before."""
+    process = guard._Process
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process, "is_broken", False)
+        if before_use:
+            patch.setattr(process, "in_use", False)
+        process.after_fork()
+        yield
+
+
+def pretend_available(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
+    """Pretend that the machine has so much memory left."""
+    monkeypatch.setattr(budget, "_available", lambda: nbytes)
+
+
+def use_tensorflow_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave operations in graphs that the library would replace because TensorFlow has them wrong.
+
+    No pool counts as one whose second derivative TensorFlow may have wrong.
+    """
+    monkeypatch.setattr(graph_program, "replace_operations", lambda graph_def: graph_def)
+    monkeypatch.setattr(trace, "has_risky_pools", lambda nodes: False)

@@ -1,6 +1,11 @@
-"""The structure of the package: rooms that depend downwards only, and keep to themselves."""
+"""The structure of the package: rooms that depend downwards only, and keep to themselves.
+
+Tests keep to public names too, of the package and of its modules.
+"""
 
 import ast
+import contextlib
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -86,3 +91,98 @@ def test_what_is_wrong_is_noticed():
     tree = ast.parse("def f(a):\n    from hvp._check import check\n    return a._b + self._c")
     assert list(imported(tree)) == ["hvp._check"]
     assert list(private_attributes(tree)) == ["a._b in line 3"]
+
+
+TESTS = Path(__file__).parent
+# All but the one that may use hidden names, and this file, which has examples of uses.
+TEST_FILES = sorted(set(TESTS.rglob("*.py")) - {TESTS / "inside.py", Path(__file__)})
+BY_NAME = {"getattr", "hasattr", "setattr", "delattr"}
+MODULES = {
+    ".".join(["hvp", *path.relative_to(PACKAGE).with_suffix("").parts])
+    for path in PACKAGE.rglob("*")
+    if path.is_dir() or path.suffix == ".py"
+}
+
+
+def defined_names(tree):
+    """Yield the names that a file gives to attributes, variables, functions and classes."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+
+
+HIDDEN = {
+    name
+    for path in PACKAGE.rglob("*.py")
+    if name_of(path) not in PRIVATE
+    for name in defined_names(ast.parse(path.read_text()))
+    if name.startswith("_") and name.strip("_") and not name.endswith("__")
+}
+
+
+def is_hidden(path):
+    """Whether a dotted path leads to, or through, an underscored name of the package."""
+    parts = path.split(".")
+    modules = [i for i in range(len(parts) + 1) if ".".join(parts[:i]) in MODULES]
+    return not HIDDEN.isdisjoint(parts[max(modules, default=0) :])
+
+
+def is_text(node):
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def hidden_names(tree):
+    """Yield uses of underscored names of the package, in programs for other processes too."""
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    in_classes = {node for owner in classes for node in ast.walk(owner)}
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Attribute) and node.attr in HIDDEN:
+            own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            if not (own and node in in_classes):
+                names = [ast.unparse(node)]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hvp"):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in BY_NAME:
+            names = [argument.value for argument in node.args if is_text(argument)]
+        elif is_text(node) and "import " in node.value:
+            with contextlib.suppress(SyntaxError):
+                yield from hidden_names(ast.parse(textwrap.dedent(node.value)))
+        yield from (f"{name} in line {node.lineno}" for name in names if is_hidden(name))
+
+
+@pytest.mark.parametrize("path", TEST_FILES, ids=lambda path: str(path.relative_to(TESTS)))
+def test_tests_use_public_names(path):
+    """What they need beyond these goes through `inside.py`."""
+    assert not list(hidden_names(ast.parse(path.read_text())))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "graph_map._BLOCK_BYTES",
+        "def f(self):\n    self._BLOCK_BYTES",
+        "from hvp._engines.graph_map import _BLOCK_BYTES",
+        "monkeypatch.setattr(graph_map, '_BLOCK_BYTES', 4)",
+        "monkeypatch.setattr('hvp._engines.graph_map._BLOCK_BYTES', 4)",
+        "RUN = '''\n    import hvp\n    hvp._engines.graph_map._BLOCK_BYTES = 4\n'''",
+    ],
+)
+def test_hidden_names_in_tests_are_noticed(use):
+    assert list(hidden_names(ast.parse(use)))
+
+
+def test_what_is_not_hidden_may_be_used_in_tests():
+    uses = """
+        from hvp._engines import graph_map
+        monkeypatch.setattr("hvp._engines.graph_map.GraphMap", None)
+        model._flatten_layers()
+        class Case:
+            def __init__(self):
+                self._BLOCK_BYTES = 4
+    """
+    assert not list(hidden_names(ast.parse(textwrap.dedent(uses))))

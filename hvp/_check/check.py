@@ -100,7 +100,7 @@ def check(H: Any, *, rtol: float = 1e-5, seed: int = 0, progress: Any = False) -
     ...     report = hvp.check(H)
     >>> report.ok, report.eigenvalues.round(2), report.products
     (True, array([1., 4., 9.]), 10)
-    >>> report["curvature"].said
+    >>> report["curvature"].message
     'positive: eigenvalues from 1 to 9'
     """
     if not isinstance(H, SymmetricOperator):

@@ -21,12 +21,17 @@ class Finding(NamedTuple):
 
     Its `name` says what was checked. Its `outcome` is ``"ok"`` or ``"failed"``; ``"note"`` marks
     useful information, and ``"warning"`` something that may be wrong or could not be checked. The
-    text `said` is the finding in words, including what to do about it.
+    `message` describes the result, and what to do about it.
     """
 
     name: str
     outcome: Verdict
-    said: str
+    message: str
+
+    @property
+    def said(self) -> str:
+        """The former name of `message`."""
+        return self.message
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,7 @@ class CheckReport:
     title : str
         The kind, size and dtype of the operator.
     findings : tuple of Finding
-        The findings, in order; each has a `name`, an `outcome` and the text `said`.
+        The findings, in order; each has a `name`, an `outcome` and a `message`.
     eigenvalues : ndarray
         Ritz values in increasing order. They lie inside the spectrum and estimate its ends.
     seconds_per_product : float
@@ -114,7 +119,7 @@ class CheckReport:
         cost = f"{self.products} products, {self.gradient_evaluations} gradients"
         width = max(len(finding.name) for finding in self.findings)
         rows = [
-            f"  {finding.outcome:<8} {finding.name:<{width}}  {finding.said}"
+            f"  {finding.outcome:<8} {finding.name:<{width}}  {finding.message}"
             for finding in self.findings
         ]
         return "\n".join([f"{self.title}: {summary} ({cost})", *rows])

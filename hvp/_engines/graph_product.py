@@ -159,7 +159,7 @@ class GraphProduct:
     @functools.cached_property
     def flat_rows(self) -> Compiled:
         """The product with each row of a block, of shape `(k, n)`."""
-        self._by_columns |= any(map(_is_converted_wrongly, self.single.graph.get_operations()))
+        self._by_columns |= any(map(is_converted_wrongly, self.single.graph.get_operations()))
         how, domain = self._compilation, self._spaces[0]
         jit_compile = how.jit_compile if how.xla_for_blocks else False
         specs = [tf.TensorSpec([None, domain.size], domain.dtype), *how.residuals]
@@ -214,7 +214,7 @@ class GraphProduct:
 _SINGLE = ("watched", "flat", "parts")
 
 
-def _is_converted_wrongly(operation: tf.Operation) -> bool:
+def is_converted_wrongly(operation: tf.Operation) -> bool:
     """Whether `tf.vectorized_map` converts an operation of a traced product wrongly.
 
     It multiplies the filter gradient of a convolution in groups for many cotangents as if they were

@@ -128,7 +128,7 @@ class Compiled:
             self._chosen = self._traced(False) if demanded else first
             self.uses_xla = False
             return
-        self.uses_xla = demanded or _faster(xla, first, tensors)
+        self.uses_xla = demanded or is_faster(xla, first, tensors)
         self._chosen = xla if self.uses_xla else first
 
     def choose_for(self, symbolic: Sequence[tf.Tensor], rest: Sequence[tf.Tensor]) -> None:
@@ -144,7 +144,7 @@ class Compiled:
             return function.get_concrete_function(*self._specs)
 
 
-def _faster(one: Any, other: Any, tensors: Sequence[tf.Tensor]) -> bool:
+def is_faster(one: Any, other: Any, tensors: Sequence[tf.Tensor]) -> bool:
     """Whether the first is faster. They run in turns, and the least times are compared."""
     best = [math.inf, math.inf]
     for turn in range(_MAX_ROUNDS):

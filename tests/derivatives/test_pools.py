@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 import hvp
-from hvp._engines import graph_program, trace
+from tests import inside
 from tests.cases import Problem, dense_hessian, long, random
 
 # The images' axes of space, windows and strides: what is pooled has the size of the image in all
@@ -77,14 +77,14 @@ def test_also_inside_functions(within):
     def loop(x):
         return tf.while_loop(lambda i, _: i < 2, lambda i, x: (i + 1, once(x) * 0.9), (0, x))[1]
 
-    inside = {
+    placed = {
         "function": tf.function(once),
         "loop": loop,
         "loop in recompute": hvp.recompute(loop),
         "branch": lambda x: tf.cond(tf.reduce_sum(x) < 99, lambda: once(x), lambda: x),
         "recompute": hvp.recompute(once),
     }[within]
-    pooled = problem("moved by one", inside)
+    pooled = problem("moved by one", placed)
     twice = problem("moved by one", lambda x: once(once(x) * 0.9) * 0.9)
     want = dense_hessian(twice, step=1e-4) if "loop" in within else hessian_of("moved by one")
     assert_right(pooled, want)
@@ -133,8 +133,7 @@ def test_in_space():
 
 def test_tensorflow_still_has_it_wrong(monkeypatch):
     """When it has not, the module `pools` can go."""
-    monkeypatch.setattr(graph_program, "replace_operations", lambda graph_def: graph_def)
-    monkeypatch.setattr(trace, "has_risky_pools", lambda nodes: False)
+    inside.use_tensorflow_operations(monkeypatch)
     pooled = problem("moved by one", functools.partial(pool, name="moved by one"))
     with pytest.raises(AssertionError, match="Not equal"):
         assert_right(pooled, hessian_of("moved by one"))

@@ -131,7 +131,7 @@ def test_influence_of_convolutions_in_groups_is_that_of_gradients():
 
 def test_a_block_that_is_converted_wrongly_goes_column_by_column(monkeypatch):
     # As if nothing were known of it: comparing a random block with its columns finds out.
-    monkeypatch.setattr("hvp._engines.graph_product._is_converted_wrongly", lambda operation: False)
+    monkeypatch.setattr("hvp._engines.graph_product.is_converted_wrongly", lambda operation: False)
     problem = grouped_problem("two groups", "float32", tf.nn.conv2d)
     want = dense_hessian(grouped_problem("two groups", "float64", in_groups))
     with hvp.HessianOperator(problem.loss, problem.variables) as H:
@@ -144,7 +144,7 @@ def test_a_block_that_is_converted_wrongly_goes_column_by_column(monkeypatch):
 
 
 def test_tensorflow_still_converts_convolutions_in_groups_wrongly():
-    # If this fails, TensorFlow has fixed it, and `_is_converted_wrongly` can go.
+    # If this fails, TensorFlow has fixed it, and `is_converted_wrongly` can go.
     x, w = random(0, 2, 5, 5, 4), random(1, 3, 3, 2, 4)
     upstream = random(2, 3, 2, 5, 5, 4)
 

@@ -8,8 +8,6 @@ import pytest
 import tensorflow as tf
 
 import hvp
-from hvp._snapshots.snapshot import Snapshot
-from hvp._vectors import packing
 from tests import inside
 from tests.cases import CASES, crossed, long, random, relative_error
 
@@ -92,8 +90,7 @@ def test_a_graph_never_answers_for_an_old_point(jit_compile, spoil):
 def test_no_python_for_each_product(monkeypatch):
     """There is Python in one branch only, and that is taken when variables have changed."""
     asked = []
-    make_sure = Snapshot.make_sure
-    monkeypatch.setattr(Snapshot, "make_sure", lambda self: asked.append(1) or make_sure(self))
+    inside.before_each(monkeypatch, "check for changed variables", lambda: asked.append(1))
     H, w = operator(on_stale="refresh")
     loop = tf.function(lambda v: tf.foldl(lambda v, _: H.product(v), tf.range(5), v))
     found = operations(loop.get_concrete_function(tf.TensorSpec([15])))
@@ -172,7 +169,7 @@ def test_a_product_in_a_graph_can_be_differentiated_by_its_vector(
 ):
     """The gradient of v @ H v is 2 H v."""
     if large:
-        monkeypatch.setattr(packing, "_MAX_BYTES", 0)
+        inside.set_limit(monkeypatch, "bytes that are packed", 0)
     H, _ = operator("float64", on_stale=on_stale)
     v = tf.constant(random(7, 15, dtype="float64"))
 

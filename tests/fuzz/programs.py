@@ -61,13 +61,13 @@ class Program:
         nest: str,
         recomputed: tuple[int, ...] = (),
     ) -> None:
-        self._names, self._rows, self._columns, self._seed = names, rows, columns, seed
-        self._loss, self._nest, self.recomputed = loss, nest, recomputed
+        self.names, self.rows, self.columns, self.seed = names, rows, columns, seed
+        self.loss, self.nest, self.recomputed = loss, nest, recomputed
 
     def __repr__(self) -> str:
         return (
-            f"Program({self._names!r}, {self._rows}, {self._columns}, {self._seed}, "
-            f"{self._loss!r}, {self._nest!r}, {self.recomputed!r})"
+            f"Program({self.names!r}, {self.rows}, {self.columns}, {self.seed}, "
+            f"{self.loss!r}, {self.nest!r}, {self.recomputed!r})"
         )
 
     def made(self, dtype: str = "float64", recompute: bool = False) -> Made:
@@ -82,25 +82,25 @@ class Made:
         self._program, self.dtype = program, dtype
         self._recomputed = program.recomputed if recompute else ()
         self._x = tf.Variable(
-            random(program._seed, program._rows, program._columns, dtype=dtype, scale=0.7)
+            random(program.seed, program.rows, program.columns, dtype=dtype, scale=0.7)
         )
-        self._parameters = Parameters(program._seed, dtype)
+        self._parameters = Parameters(program.seed, dtype)
         self.loss()  # makes the variables
         self.list = [self._x, *self._parameters.variables]
-        self.variables = NESTS[program._nest](self.list)
+        self.variables = NESTS[program.nest](self.list)
 
     def loss(self) -> tf.Tensor:
         """Compute the loss, a scalar."""
         x = tf.convert_to_tensor(self._x)
         self._parameters.again()
-        for number, (family, name) in enumerate(self._program._names):
+        for number, (family, name) in enumerate(self._program.names):
             step = FAMILIES[family][name]
             if number in self._recomputed and self._parameters.complete:
                 x = _recompute(step, x, self._parameters)
             else:
                 x = step(x, self._parameters)
             x = _matrix(x)
-        loss = LOSSES[self._program._loss](x, self._parameters)
+        loss = LOSSES[self._program.loss](x, self._parameters)
         self._parameters.complete = True
         return loss
 
@@ -171,12 +171,12 @@ class Parameters:
         self._seed, self._dtype = seed, dtype
         self.variables: list[Any] = []
         self._given: list[Any] = []
-        self._next = 0
+        self.position = 0
         self.complete = False
 
     def again(self) -> None:
         """Begin anew."""
-        self._next = 0
+        self.position = 0
 
     def __call__(self, *shape: int) -> tf.Tensor:
         """Give a parameter."""
@@ -192,10 +192,10 @@ class Parameters:
         return layer
 
     def _give(self, make: Callable[[], Any]) -> Any:
-        if self._next == len(self._given):
+        if self.position == len(self._given):
             self._given.append(make())
-        self._next += 1
-        return self._given[self._next - 1]
+        self.position += 1
+        return self._given[self.position - 1]
 
     def _variable(self, shape: tuple[int, ...], scale: float = 0.7) -> tf.Variable:
         seed = self._seed + 1000 + len(self.variables)
@@ -235,14 +235,14 @@ class _Watched:
 
 def _recompute(step: Any, x: tf.Tensor, parameters: Parameters) -> tf.Tensor:
     """Recompute a step; its parameters are closed over, in the order they were made."""
-    start = parameters._next
+    start = parameters.position
 
     def run(x: tf.Tensor) -> tf.Tensor:
-        parameters._next = start
+        parameters.position = start
         return step(x, parameters)
 
     made = hvp.recompute(run)(x)
-    end = parameters._next
+    end = parameters.position
     if end == start:  # nothing was traced: what it asks for is known from the first time
         run(x)
     return made

@@ -70,7 +70,7 @@ def replaced(nest, parts):
 def check(program):
     """Compare all ways with differences; report what could not be compared."""
     truth = program.made()
-    v = random(program._seed + 7, truth.size, dtype="float64")
+    v = random(program.seed + 7, truth.size, dtype="float64")
     v /= np.linalg.norm(v)
     zero = truth.gradient()(np.zeros(truth.size))
     if not np.isfinite(zero).all() or not np.isfinite(truth.loss().numpy()):
@@ -80,7 +80,7 @@ def check(program):
     if not apart <= _SETTLED * scale:
         return REPORT.add("differences do not settle", truth)
     largest = max(scale, np.abs(zero).max(), abs(float(truth.loss())))
-    more = sorted(MORE_WAYS)[program._seed % len(MORE_WAYS)]
+    more = sorted(MORE_WAYS)[program.seed % len(MORE_WAYS)]
     for way, options in {**WAYS, more: MORE_WAYS[more]}.items():
         try:
             result, apart_in_block, gradient = product(program, v, **options)

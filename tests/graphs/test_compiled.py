@@ -55,7 +55,7 @@ def test_auto_stays_with_the_faster(monkeypatch, faster):
         compared.append(len(tensors))
         return faster == "xla"
 
-    monkeypatch.setattr(compiled, "_faster", compare)
+    monkeypatch.setattr(compiled, "is_faster", compare)
     loss, w = problem()
     H = hvp.HessianOperator(loss, w, jit_compile="auto")
     for _ in range(3):
@@ -69,8 +69,8 @@ def test_which_is_faster_is_measured():
     slow = tf.function(lambda a: tf.linalg.matmul(a, a))
     fast = tf.function(lambda a: a[:1] + 1.0)
     a = tf.ones((500, 500))
-    assert compiled._faster(fast, slow, [a])
-    assert not compiled._faster(slow, fast, [a])
+    assert compiled.is_faster(fast, slow, [a])
+    assert not compiled.is_faster(slow, fast, [a])
 
 
 @pytest.mark.parametrize("jit_compile", [True, "auto"])

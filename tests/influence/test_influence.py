@@ -13,10 +13,8 @@ import pytest
 import tensorflow as tf
 
 import hvp
-from hvp._influence import damped_inverse
-from hvp._influence.example_gradients import ExampleGradients
 from hvp._influence.score_store import mapped_array
-from hvp._runtime import checkpoint
+from tests import inside
 from tests.cases import long
 from tests.influence.regression import (
     RIDGE,
@@ -44,7 +42,9 @@ def shared(solver="auto"):
     return w, hvp.InfluenceFunctions(loss, w, data, test_loss=bare, solver=solver)
 
 
-@pytest.mark.parametrize("solver", [long("auto"), "exact", "cg", "block_cg", "minres", "neumann"])
+@pytest.mark.parametrize(
+    "solver", [*map(long, ["auto", "cg", "minres"]), "exact", "block_cg", "neumann"]
+)
 def test_linear_regression_has_the_closed_form(solver):
     w, loss, bare, data = ridge()
     influence = hvp.InfluenceFunctions(
@@ -148,7 +148,7 @@ def test_scores_do_not_depend_on_batching(kind):
     influence = hvp.InfluenceFunctions(loss, w, train, test_loss=bare, **options)
     assert influence.n_train == N
     if kind == "memory_limit":  # gradients get a quarter of it: 31 examples of 160 bytes
-        assert influence._scoring.gradients.at_once == 5000 // (5 * 8 * 4) == 31
+        assert inside.scoring(influence).gradients.at_once == 5000 // (5 * 8 * 4) == 31
         assert influence.operator.stats.batches > 1
     H, train_gradients, test_gradients = closed_form(w)
     inverse = np.linalg.inv(H)
@@ -161,14 +161,8 @@ def test_scores_do_not_depend_on_batching(kind):
 
 def make_blocks_small(monkeypatch):
     """Limit blocks to three right-hand sides, and calls to the gradients of four examples."""
-    monkeypatch.setattr(damped_inverse, "_MAX_WIDTH", 3)
-    original = ExampleGradients.__init__
-
-    def init(self, *arguments):
-        original(self, *arguments)
-        self.at_once = 4
-
-    monkeypatch.setattr(ExampleGradients, "__init__", init)
+    inside.set_limit(monkeypatch, "right-hand sides of influence", 3)
+    inside.set_limit(monkeypatch, "bytes of example gradients", 4 * P * 8)
 
 
 def test_scores_do_not_depend_on_blocks(monkeypatch):
@@ -250,22 +244,18 @@ RUN = """
     import sys
     import time
     import numpy as np
-    from hvp._runtime import checkpoint
+    import pytest
     import hvp
-    from hvp._influence import damped_inverse
+    from tests import inside
     from tests.influence.regression import TEST, ridge
 
-    checkpoint.INTERVAL, damped_inverse._MAX_WIDTH = 0.0, 2
-    save = checkpoint.Checkpoint.save
-
-    def save_slowly(self, arrays):
-        save(self, arrays)
-        time.sleep(0.1)
-
-    checkpoint.Checkpoint.save = save_slowly
+    patch = pytest.MonkeyPatch()
+    inside.set_limit(patch, "seconds between saves", 0.0)
+    inside.set_limit(patch, "right-hand sides of influence", 2)
+    inside.before_each(patch, "save of a checkpoint", lambda: time.sleep(0.1))
     w, loss, bare, data = ridge()
     influence = hvp.InfluenceFunctions(loss, w, data, test_loss=bare, solver="block_cg")
-    influence._scoring.gradients.at_once = 11
+    inside.scoring(influence).gradients.at_once = 11
     scores = influence.scores(TEST, out=sys.argv[1] or None, checkpoint="scores.npz")
     np.save("result.npy", scores)
 """
@@ -273,10 +263,10 @@ RUN = """
 
 @pytest.mark.parametrize("out", [long(""), "scores.npy"])
 def test_a_killed_run_resumes_with_the_same_result(tmp_path, monkeypatch, out):
-    monkeypatch.setattr(damped_inverse, "_MAX_WIDTH", 2)
+    inside.set_limit(monkeypatch, "right-hand sides of influence", 2)
     w, loss, bare, data = ridge()
     influence = hvp.InfluenceFunctions(loss, w, data, test_loss=bare, solver="block_cg")
-    influence._scoring.gradients.at_once = 11
+    inside.scoring(influence).gradients.at_once = 11
     whole = influence.scores(TEST)
     products = influence.operator.stats.products
     process = subprocess.Popen(
@@ -382,7 +372,7 @@ def test_an_interrupt_saves(tmp_path, monkeypatch):
     make_blocks_small(monkeypatch)
     influence = hvp.InfluenceFunctions(loss, w, data, test_loss=bare)
     whole, path = influence.scores(TEST), tmp_path / "scores.npz"
-    gradients, count = influence._scoring.gradients, []
+    gradients, count = inside.scoring(influence).gradients, []
     pieces = gradients.pieces
 
     def interrupted(data):
@@ -393,7 +383,7 @@ def test_an_interrupt_saves(tmp_path, monkeypatch):
             yield piece
 
     monkeypatch.setattr(gradients, "pieces", interrupted)
-    monkeypatch.setattr(checkpoint, "INTERVAL", 0.0)
+    inside.set_limit(monkeypatch, "seconds between saves", 0.0)
     with pytest.raises(KeyboardInterrupt):
         influence.scores(TEST, checkpoint=path)
     monkeypatch.setattr(gradients, "pieces", pieces)
@@ -405,7 +395,7 @@ def test_self_influence_resumes(tmp_path, monkeypatch):
     make_blocks_small(monkeypatch)
     influence = hvp.InfluenceFunctions(loss, w, data, test_loss=bare, solver="cg", rtol=1e-10)
     whole, path = influence.self_influence(), tmp_path / "own.npz"
-    inverse, count = influence._scoring.inverse, []
+    inverse, count = inside.scoring(influence).inverse, []
     apply = inverse.apply
 
     def interrupted(rows, solver_checkpoint):

@@ -110,7 +110,6 @@ WAYS = {
 
 
 ALWAYS = {
-    ("images", "one batch"),
     ("images", "batches"),
     ("images", "recomputed on the tape"),
 }

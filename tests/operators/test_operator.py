@@ -7,7 +7,6 @@ import pytest
 import tensorflow as tf
 
 import hvp
-from hvp._engines import graph_map
 from tests import inside
 from tests.cases import Problem, dense_hessian, random
 
@@ -157,7 +156,8 @@ def test_a_wide_block_goes_in_pieces(nested, monkeypatch):
             return rows(block, *residuals)
 
     monkeypatch.setattr(product, "flat_rows", Counting())
-    monkeypatch.setattr(graph_map, "_BLOCK_BYTES", 3 * H.stats.residual_bytes)
+    three_rows = 3 * H.stats.residual_bytes
+    inside.set_limit(monkeypatch, "bytes of rows times residuals", three_rows)
     np.testing.assert_allclose(H @ V, whole, rtol=1e-6, atol=1e-6)
     assert calls == [3, 3, 1]
     np.testing.assert_allclose(whole, H.to_dense() @ V, rtol=1e-5, atol=1e-5)
@@ -169,7 +169,8 @@ def test_a_wide_block_in_a_graph_goes_in_pieces(nested, monkeypatch, known):
     V = random(8, 10, 7)
     whole = H @ V
     before = H.stats.products
-    monkeypatch.setattr(graph_map, "_BLOCK_BYTES", 3 * H.stats.residual_bytes)
+    three_rows = 3 * H.stats.residual_bytes
+    inside.set_limit(monkeypatch, "bytes of rows times residuals", three_rows)
 
     @tf.function(input_signature=[tf.TensorSpec([7 if known else None, 10])])
     def product(rows):

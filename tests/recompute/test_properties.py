@@ -6,7 +6,7 @@ from hypothesis import given, note
 from hypothesis import strategies as st
 
 import hvp
-from hvp._recompute import schedule
+from tests import inside
 from tests.cases import examples, random
 from tests.recompute.derivatives import MODES, assert_same, derivatives
 
@@ -39,8 +39,8 @@ NESTS = {
 def _small_is_large():
     """Let small tensors be scheduled as large ones are."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(schedule, "_SMALL", 1)
-        patch.setattr(schedule, "_WORTH_IT", 0)
+        inside.set_limit(patch, "bytes of scheduled values", 1)
+        inside.set_limit(patch, "large values computed meanwhile", 0)
         yield
 
 

@@ -15,7 +15,6 @@ import tensorflow as tf
 from scipy.sparse.linalg import cg
 
 import hvp
-from hvp._runtime import guard
 from hvp._runtime.interrupts import Uninterrupted
 from tests import inside
 from tests.cases import FUZZ, dense_hessian, long, mlp, random
@@ -180,17 +179,12 @@ def outcome_in_child(use):
     return "worked"
 
 
-def test_forked_before_it_is_used_there_is_nothing_to_refuse(monkeypatch):
-    monkeypatch.setattr(guard._Process, "in_use", False)
-    monkeypatch.setattr(guard._Process, "is_broken", False)
-    guard._Process.after_fork()
+def test_forked_before_it_is_used_there_is_nothing_to_refuse():
     w, loss = quartic()
-    with hvp.HessianOperator(loss, w) as H:
+    with inside.forked(before_use=True), hvp.HessianOperator(loss, w) as H:
         H @ np.ones(N)
-        guard._Process.after_fork()
-        with pytest.raises(hvp.ProcessError, match="forked"):
+        with inside.forked(), pytest.raises(hvp.ProcessError, match="forked"):
             H @ np.ones(N)
-        monkeypatch.setattr(guard._Process, "is_broken", False)
 
 
 def test_pickles_and_deep_copies_say_what_to_do():

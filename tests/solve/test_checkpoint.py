@@ -12,10 +12,8 @@ import pytest
 import tensorflow as tf
 
 import hvp
-from hvp._runtime import checkpoint
 from hvp._runtime.checkpoint import Checkpoint
 from hvp._runtime.digest import digest
-from hvp._solve import equations, krylov, solve
 from tests import inside
 from tests.cases import long
 from tests.runtime.disk import files_of_at_most
@@ -29,21 +27,17 @@ RUN = """
     import sys
     import time
     import numpy as np
-    from hvp._runtime import checkpoint
-    from hvp._solve import equations, krylov
+    import pytest
+    from tests import inside
     from tests.solve.resumed import ill_conditioned, preconditioned
 
     _ = [object() for _ in range(1000)]  # changes the addresses of objects
     preconditioned("preconditioned.npz")
-    checkpoint.INTERVAL = 0.0
-    krylov._MAX_ITERATIONS, equations._MAX_COLUMNS = 4, 6
-    save = checkpoint.Checkpoint.save
-
-    def save_slowly(self, arrays):
-        save(self, arrays)
-        time.sleep(0.04)
-
-    checkpoint.Checkpoint.save = save_slowly
+    patch = pytest.MonkeyPatch()
+    inside.set_limit(patch, "seconds between saves", 0.0)
+    inside.set_limit(patch, "iterations in one call", 4)
+    inside.set_limit(patch, "columns of a solve", 6)
+    inside.before_each(patch, "save of a checkpoint", lambda: time.sleep(0.04))
     result, _ = ill_conditioned(sys.argv[1], "killed.npz")
     np.save("result.npy", result.x)
 """
@@ -51,7 +45,7 @@ RUN = """
 
 @pytest.mark.parametrize("method", ["block_cg", long("cg"), long("minres")])
 def test_another_process_resumes_with_the_same_result(tmp_path, method, monkeypatch):
-    monkeypatch.setattr(equations, "_MAX_COLUMNS", 6)
+    inside.set_limit(monkeypatch, "columns of a solve", 6)
     whole, products = ill_conditioned(method)
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(RUN), method],
@@ -79,35 +73,24 @@ def test_another_process_resumes_with_the_same_result(tmp_path, method, monkeypa
 
 @pytest.fixture
 def system(monkeypatch):
-    monkeypatch.setattr(checkpoint, "INTERVAL", 0.0)
-    monkeypatch.setattr(krylov, "_MAX_ITERATIONS", 4)
+    inside.set_limit(monkeypatch, "seconds between saves", 0.0)
+    inside.set_limit(monkeypatch, "iterations in one call", 4)
     return matrix(np.geomspace(1e-3, 1, N)), columns(N, 3)
 
 
-def interrupt(monkeypatch, H, b, path, calls=3, **options):
+def interrupt(H, b, path, calls=3, **options):
     """Solve, and press Ctrl-C after some calls of the graph."""
-    parameters = krylov.Krylov._parameters
-    count = 0
-
-    def interrupting(self, *arguments):
-        nonlocal count
-        count += 1
-        if count > calls:
-            raise KeyboardInterrupt
-        return parameters(self, *arguments)
-
-    monkeypatch.setattr(krylov.Krylov, "_parameters", interrupting)
-    with pytest.raises(KeyboardInterrupt):
+    interrupted = inside.interrupted("call of the graph of a Krylov method", calls)
+    with interrupted, pytest.raises(KeyboardInterrupt):
         hvp.solve(H, b, checkpoint=path, **options)
-    monkeypatch.setattr(krylov.Krylov, "_parameters", parameters)
 
 
 def test_an_interrupt_saves(system, tmp_path, monkeypatch):
     A, b = system
     H, path = operator(A), tmp_path / "solve.npz"
     whole = hvp.solve(H, b, method="cg")
-    monkeypatch.setattr(checkpoint, "INTERVAL", 1e9)
-    interrupt(monkeypatch, H, b, path, method="cg")
+    inside.set_limit(monkeypatch, "seconds between saves", 1e9)
+    interrupt(H, b, path, method="cg")
     before = H.stats.products
     assert path.exists()
     result = hvp.solve(H, b, method="cg", checkpoint=path)
@@ -119,40 +102,30 @@ def test_an_interrupt_saves(system, tmp_path, monkeypatch):
     assert H.stats.products - before < whole.products
 
 
-def test_an_interrupt_during_an_update_saves_nothing_inconsistent(system, tmp_path, monkeypatch):
+def test_an_interrupt_during_an_update_saves_nothing_inconsistent(system, tmp_path):
     A, b = system
-    H, calls = operator(A), []
+    H = operator(A)
     whole = hvp.solve(H, b, method="cg", rtol=1e-8)
-    norms = krylov.norms
-
-    def interrupting(rows):
-        calls.append(1)
-        if len(calls) == call + 1:
-            raise KeyboardInterrupt
-        return norms(rows)
-
     for call in range(3):
         path = tmp_path / f"{call}.npz"
-        calls.clear()
-        monkeypatch.setattr(krylov, "norms", interrupting)
         try:
-            hvp.solve(H, b, method="cg", rtol=1e-8, checkpoint=path)
+            with inside.interrupted("update of a solution", call):
+                hvp.solve(H, b, method="cg", rtol=1e-8, checkpoint=path)
         except KeyboardInterrupt:
             pass
         else:
             assert call == 2  # the residual of the system is computed twice
-        monkeypatch.setattr(krylov, "norms", norms)
         again = hvp.solve(H, b, method="cg", rtol=1e-8, checkpoint=path)
         np.testing.assert_array_equal(again.x, whole.x)
         np.testing.assert_array_equal(again.residual_norms, whole.residual_norms)
 
 
 def test_the_second_method_resumes_too(system, tmp_path, monkeypatch):
-    monkeypatch.setattr(solve, "_DENSE", 0)
+    inside.set_limit(monkeypatch, "size of a dense solve", 0)
     _, b = system
     A = matrix(np.concatenate([-np.geomspace(1e-2, 1, 20), np.linspace(0.5, 3, N - 20)]))
     H, path = operator(A), tmp_path / "solve.npz"
-    interrupt(monkeypatch, H, b, path, calls=12)
+    interrupt(H, b, path, calls=12)
     result, whole = hvp.solve(H, b, checkpoint=path), hvp.solve(H, b)
     assert result.method == whole.method == "block_cg, minres"
     np.testing.assert_array_equal(result.x, whole.x)

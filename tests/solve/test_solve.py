@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from scipy.sparse.linalg import aslinearoperator
 
 import hvp
-from hvp._solve import equations
 from tests import inside
 from tests.cases import crossed, examples, long
 from tests.solve.systems import SPECTRA, columns, matrix, operator, shared
@@ -206,7 +205,7 @@ def test_dependent_columns():
 
 
 def test_many_columns_are_solved_block_by_block(monkeypatch):
-    monkeypatch.setattr(equations, "_MAX_COLUMNS", 4)
+    inside.set_limit(monkeypatch, "columns of a solve", 4)
     A = matrix(SPECTRA["definite"](N))
     b = columns(N, 10)
     result = hvp.solve(shared(A), b, method="block_cg", rtol=1e-10)
@@ -315,9 +314,9 @@ def test_a_preconditioner_is_reused():
     result = hvp.solve(H, b, M=M)
     assert result.method == "cg"
     assert H.stats.products == before + result.products
-    solver_count = inside.made_for(H)
+    solver_count = inside.solver_count(H)
     hvp.solve(H.damped(1.0), 2 * b, M=M)
-    assert inside.made_for(H) == solver_count
+    assert inside.solver_count(H) == solver_count
 
 
 def test_an_indefinite_preconditioner_is_refused():
