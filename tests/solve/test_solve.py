@@ -47,8 +47,7 @@ def test_dense_solutions(spectrum, method, k):
 _RANGE_EXHAUSTED = [("singular", "block_cg"), ("singular", "auto")]
 
 
-@pytest.mark.parametrize("k", [1, 7])
-@pytest.mark.parametrize("method", ["cg", "block_cg", "auto"])
+@pytest.mark.parametrize(("method", "k"), crossed(["cg", "block_cg", "auto"], [1, 7, 7]))
 def test_negative_curvature_is_reported(method, k):
     A = matrix(SPECTRA["indefinite"](N))
     b = columns(N, k)
@@ -82,8 +81,7 @@ def test_damping_below_the_most_negative_curvature():
     np.testing.assert_allclose(combined.x, sufficient.x, rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize("method", ["minres", "exact", "auto"])
-@pytest.mark.parametrize("k", [1, 7])
+@pytest.mark.parametrize(("method", "k"), crossed(["minres", "exact", "auto"], [1, 7, 7]))
 def test_least_squares_if_no_solution_exists(method, k):
     A = matrix(SPECTRA["singular"](N))
     b = columns(N, k)
@@ -291,8 +289,9 @@ def test_absolute_tolerance_and_iterations():
     assert (incomplete.residual_norms < np.linalg.norm(b, axis=0)).all()
 
 
-@pytest.mark.parametrize("method", ["cg", "minres"])
-@pytest.mark.parametrize("name", ["nystrom", "diagonal", "scipy"])
+@pytest.mark.parametrize(
+    ("name", "method"), crossed(["nystrom", "diagonal", "scipy"], ["cg", "minres"])
+)
 def test_preconditioners_save_iterations(method, name):
     rng = np.random.default_rng(0)
     scales = np.concatenate([np.geomspace(1e2, 1e5, 10), 1 + rng.random(N - 10)])
