@@ -58,8 +58,10 @@ def can_wait_for_python() -> bool:
     threads as the process may use cores.
     """
     threads = tf.config.threading.get_inter_op_parallelism_threads()
-    threads = threads or int(os.environ.get("TF_NUM_INTEROP_THREADS", "0")) or _core_count()
-    return threads != 1
+    from_environment = os.environ.get("TF_NUM_INTEROP_THREADS", "")
+    if not threads and from_environment.isdigit():  # TensorFlow ignores other texts
+        threads = int(from_environment)
+    return (threads or _core_count()) != 1
 
 
 def _core_count() -> int:

@@ -199,8 +199,7 @@ class Points:
             snapshot.on_stale = "ignore"
             self._points.append(Point(snapshot, self.work))
             self._points[-1].adopt(self.position.read().numpy())
-        self._earlier_products = 0
-        self._earlier_products = self.products  # by an operator that was used before
+        self._earlier_products = self._count_products()  # an operator may have been used before
 
     @classmethod
     def of(
@@ -279,8 +278,11 @@ class Points:
     @property
     def products(self) -> int:
         """Number of products at all points so far, including those inside graphs."""
+        return self._count_products() - self._earlier_products
+
+    def _count_products(self) -> int:
         in_graphs = sum(point.snapshot.products_in_graphs for point in self._points)
-        return self._snapshot.products_eager + in_graphs - self._earlier_products
+        return self._snapshot.products_eager + in_graphs
 
     def at(self, x: np.ndarray) -> Point:
         """Return the loss at a point, and evaluate it there unless it is cached.

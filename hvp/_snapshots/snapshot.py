@@ -257,7 +257,7 @@ class Snapshot(OneProcess):
             self._current()
 
     def make_sure_in_graph(self) -> None:
-        """Do the same for a graph that is running, which waits for it."""
+        """Do what `make_sure` does, for a graph that runs and waits for the answer."""
         if self.on_stale == "refresh":
             check_can_wait_for_python("evaluating the gradient again")
         self.make_sure()

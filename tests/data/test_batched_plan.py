@@ -338,7 +338,7 @@ def test_an_exception_of_the_source_leaves_the_operator_usable(dense):
 
 def test_limits_in_words():
     network = Network()
-    for limit in ("1 GB", "0.5 TiB", 2**30):
+    for limit in ("1GiB", "1 GB", "500MB", "0.5 TiB", 2**30):
         H = hvp.HessianOperator(mean_square(network), network, (X, Y), memory_limit=limit)
         assert H.stats.batches_kept == 1
 
@@ -409,15 +409,14 @@ class TestFromKeras:
             kernel = model.get_layer("hidden").kernel
             return tf.reduce_mean(0.5 * a + 2 * b) + 0.1 * tf.reduce_sum(kernel.value**2)
 
-        v = random(1, model.count_params())
-        want = hvp.HessianOperator(by_hand, model, data) @ v
+        want = hvp.HessianOperator(by_hand, model, data).to_dense()
         x, y, *weights = data
         evaluated = model.evaluate(x, y, sample_weight=(weights or [None])[0], verbose=0)
         evaluated = np.ravel(evaluated)[0]  # with other metrics, or alone, by Keras' version
         seen = [float(metric.result()) for metric in model.metrics if metric.name == "loss"]
         for options in ({}, {"batch_size": 7}, {"batch_size": 7, "memory_limit": 20000}):
             H = hvp.HessianOperator.from_keras(model, data, **options)
-            assert relative_error(H @ v, want) < 1e-5
+            assert relative_error(H.to_dense(), want) < 1e-5
         assert [float(m.result()) for m in model.metrics if m.name == "loss"] == seen
         assert H.value == pytest.approx(evaluated, rel=1e-5)
 
@@ -483,7 +482,6 @@ def test_the_limit_is_kept():
 
     def measure(name, **options):
         pathlib.Path("/proc/self/clear_refs").write_text("5")
-        start = resident_megabytes()
         with hvp.HessianOperator(loss, weights, (x,), **options) as H:
             for _ in range(2):
                 product = H @ np.ones(H.shape[0])
@@ -493,6 +491,7 @@ def test_the_limit_is_kept():
 
     with hvp.HessianOperator(loss, weights, (x[:8],)) as first:  # what it takes to begin at all
         first @ np.ones(first.shape[0])
+    start = resident_megabytes()
     measure("limited", LIMITED)
     measure("whole", batch_size=2**11)
     """
@@ -502,9 +501,9 @@ def test_the_limit_is_kept():
         assert measured["limited_grown"] < 1.2 * limit
         assert measured["limited_kept"] > 0
         assert measured["limited_norm"] == pytest.approx(measured["whole_norm"], rel=1e-5)
-        # Without a limit more is kept, in memory that the first one has left to the process.
+        # Both are measured from the same start: memory that the first one left counts for both.
         assert measured["whole_kept"] == 8
-        assert measured["whole_grown"] > 250 - measured["limited_grown"]
+        assert measured["whole_grown"] > 250
 
 
 def test_data_without_end_are_refused():
