@@ -1,24 +1,14 @@
-"""Fixtures of all tests, and the counts of random programs at the end of a run."""
+"""Options of a run, and the counts of random programs at its end."""
 
-import gc
-import inspect
-import itertools
 import os
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 # Threads for matrices of a hundred rows only wait for each other, and several processes run.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-import keras
-import numpy as np
 import pytest
-import tensorflow as tf
 
 from tests.fuzz.report import REPORT
-
-# What importing has made stays: the collector need not look through it again and again.
-gc.collect()
-gc.freeze()
 
 
 # Tests of these start processes, or take seconds each: they are no part of a quick run.
@@ -39,6 +29,12 @@ def pytest_addoption(parser):
     parser.addoption("--quick", action="store_true", help=f"run {OF_EACH} tests of each module")
 
 
+def pytest_configure(config):
+    """Load the fixtures, and with them TensorFlow, where tests run: not where they are dealt out."""
+    if hasattr(config, "workerinput") or getattr(config.option, "dist", "no") == "no":
+        config.pluginmanager.import_plugin("tests.fixtures")
+
+
 def pytest_collection_modifyitems(config, items):
     """Choose the tests of a quick run, spread over each module."""
     if not config.getoption("--quick"):
@@ -52,29 +48,6 @@ def pytest_collection_modifyitems(config, items):
     ]
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = chosen
-
-
-_serials = itertools.count(1)
-# Newer versions of Keras collect garbage each time unless told not to.
-_parameters = inspect.signature(keras.backend.clear_session).parameters
-KEEP_MEMORY = {"free_memory": False} if "free_memory" in _parameters else {}
-
-
-def _collect():
-    """Collect garbage now and then: with the graphs of many tests it takes as long as a test."""
-    if next(_serials) % 25 == 0:
-        gc.collect()
-        gc.freeze()  # what is left belongs to modules, and need not be looked through again
-
-
-@pytest.fixture(autouse=True)
-def _seeded():
-    """Start each test from the same random numbers, and forget its models afterwards."""
-    np.random.seed(0)  # noqa: NPY002 - scipy's lobpcg tests draw from the global generator
-    tf.random.set_seed(0)
-    yield
-    keras.backend.clear_session(**KEEP_MEMORY)
-    _collect()
 
 
 # Not in tests/fuzz: of several processes, the one that reports reads no conftest there.
