@@ -10,7 +10,6 @@ import pytest
 
 from tests.fuzz.report import REPORT
 
-
 # Tests of these start processes, or take seconds each: they are no part of a quick run.
 SLOW = {"test_memory", "test_processes", "test_strategies", "test_bare_install", "test_checkpoint"}
 SLOW |= {
@@ -30,7 +29,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """Load the fixtures, and with them TensorFlow, where tests run: not where they are dealt out."""
+    """Load the fixtures, and TensorFlow, where tests run: not where they are only dealt out."""
     if hasattr(config, "workerinput") or getattr(config.option, "dist", "no") == "no":
         config.pluginmanager.import_plugin("tests.fixtures")
 

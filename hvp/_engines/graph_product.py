@@ -66,6 +66,8 @@ class GraphProduct:
         are no flat vectors.
     compilation : Compilation
         How to compile.
+    multiply_each : callable, optional
+        Like `multiply`, written so that TensorFlow applies it well to all rows of a block at once.
     """
 
     def __init__(
@@ -75,8 +77,10 @@ class GraphProduct:
         domain: Space | None,
         codomain: Space | None,
         compilation: Compilation,
+        multiply_each: Multiply | None = None,
     ) -> None:
         self._multiply, self._specs, self._compilation = multiply, list(specs), compilation
+        self._multiply_each = multiply_each or multiply
         self.domain, self.codomain = domain, codomain
         self._by_columns = compilation.by_columns
         self._rows_are_right: bool | None = None
@@ -180,14 +184,18 @@ class GraphProduct:
         return codomain.join(self._multiply(domain.split(flat), residuals))
 
     def _multiply_rows(self, rows: tf.Tensor, *residuals: tf.Tensor) -> tf.Tensor:
+        domain, codomain = self._spaces
+
+        def multiply_each(row: tf.Tensor) -> tf.Tensor:
+            return codomain.join(self._multiply_each(domain.split(row), residuals))
+
         def multiply(row: tf.Tensor) -> tf.Tensor:
             return self._multiply_flat(row, *residuals)
 
         # All rows in one operation where TensorFlow knows how, else in a loop in the graph.
         if not self._by_columns:
             with contextlib.suppress(NotVectorizedError):
-                return vectorized(multiply, rows)
-        codomain = self._spaces[1]
+                return vectorized(multiply_each, rows)
         signature = tf.TensorSpec([codomain.size], codomain.dtype)
         return tf.map_fn(multiply, rows, fn_output_signature=signature)
 

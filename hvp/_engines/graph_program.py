@@ -22,6 +22,7 @@ from hvp._engines.trace import TracedGraph
 from hvp._graphs.compiled import Compiled, JitCompile
 from hvp._graphs.dataflow import CALLS, CONTROL_FLOW
 from hvp._graphs.inline import KEPT_WHOLE, inline_calls
+from hvp._graphs.matrix_products import for_many_vectors
 from hvp._graphs.parts import import_part, nbytes, node_of
 from hvp._graphs.split import split
 from hvp._vectors.packing import Packing
@@ -103,6 +104,7 @@ class GraphProgram:
         self._products = [rename(name) for name in traced.products if name is not None]
         parts = split(flat, self._vectors, self._products, self._results_of_once)
         self.once_part, self.product_part = parts.once, parts.product
+        self._dependent = parts.dependent
         # A variable itself, whose shape a product may ask for, is the same at every point.
         self._handles = {
             name: tensor for name, tensor in self._captures.items() if tensor.dtype == tf.resource
@@ -131,7 +133,12 @@ class GraphProgram:
         same = specs == codomain.specs
         domain = codomain if same else Space.of_tensors(specs)
         self.product = GraphProduct(
-            self._import_product, specs, domain, codomain, self._compilation
+            self._import_product,
+            specs,
+            domain,
+            codomain,
+            self._compilation,
+            multiply_each=self._import_product_of_each,
         )
         if self._products:
             self.product.make()
@@ -213,7 +220,10 @@ class GraphProgram:
             tensors[: len(self._results_of_once)],
             tensors[len(self._results_of_once) :],
         )
-        finite = [tf.reduce_all(tf.math.is_finite(t)) for t in results if t.dtype.is_floating]
+        finite = [
+            tf.reduce_all(tf.math.is_finite(t))
+            for t in _joined_if_small([t for t in results if t.dtype.is_floating])
+        ]
         packed = self._pack([*watched, *residuals], len(watched))
         return [tf.reduce_all(finite), *results, *watched, *packed]
 
@@ -227,19 +237,25 @@ class GraphProgram:
         return self._packing.pack(tensors)
 
     def _import_product(
-        self, vector: Sequence[tf.Tensor], residuals: Sequence[tf.Tensor]
+        self, vector: Sequence[tf.Tensor], residuals: Sequence[tf.Tensor], part: Any = None
     ) -> list[tf.Tensor]:
-        products = iter(self._import_connected(vector, residuals))
+        products = iter(self._import_connected(vector, residuals, part))
         parts = [None if name is None else next(products) for name in self._traced.products]
         return self._codomain.with_zeros(parts)
 
-    def _import_connected(
+    def _import_product_of_each(
         self, vector: Sequence[tf.Tensor], residuals: Sequence[tf.Tensor]
+    ) -> list[tf.Tensor]:
+        part = for_many_vectors(self.product_part, self._dependent)
+        return self._import_product(vector, residuals, part)
+
+    def _import_connected(
+        self, vector: Sequence[tf.Tensor], residuals: Sequence[tf.Tensor], part: Any = None
     ) -> list[tf.Tensor]:
         """Import the parts of the product that are not identically zero."""
         values = [*vector, *self.unpack(residuals)]
         known = {**self._handles, **dict(zip([*self._vectors, *self.residuals], values))}
-        tensors = import_part(self.product_part, known, self._products)
+        tensors = import_part(part or self.product_part, known, self._products)
         pairs = zip(self._codomain.shapes, self._traced.products)
         shapes = [shape for shape, name in pairs if name is not None]
         # Where a shape was computed, and is now a residual, TensorFlow forgets what it is.
@@ -261,6 +277,12 @@ class GraphProgram:
         weights = [part for part, name in zip(vector, names) if name is not None]
         with corrected_derivatives():
             return tf.gradients(products, at, weights, unconnected_gradients="zero")
+
+
+def _joined_if_small(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+    """Concatenate tensors where that is faster than to look at each of them."""
+    packing = Packing([tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors])
+    return packing.pack(tensors) if packing.pays else tensors
 
 
 def _is_not_vectorized(node: Any) -> bool:

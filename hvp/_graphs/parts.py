@@ -110,8 +110,13 @@ def import_part(part: Any, known: dict[str, tf.Tensor], results: Sequence[str]) 
     used = {
         tensor if ":" in tensor else f"{tensor}:0" for node in part.node for tensor in node.input
     }
-    # An identity captures a tensor that belongs to an outer graph.
-    inputs = {name: tf.identity(tensor) for name, tensor in known.items() if name in used}
+    graph = tf.compat.v1.get_default_graph()
+
+    def captured(tensor: tf.Tensor) -> tf.Tensor:
+        inside = tf.is_symbolic_tensor(tensor) and tensor.graph is graph
+        return tensor if inside else tf.identity(tensor)
+
+    inputs = {name: captured(tensor) for name, tensor in known.items() if name in used}
     computed = [name for name in results if name not in known]
     tensors = tf.graph_util.import_graph_def(part, inputs, computed, name="")
     values = {**known, **dict(zip(computed, tensors))}

@@ -33,11 +33,14 @@ class Split:
         The part that runs once, and the part that runs for each product.
     residuals : list of str
         Names of the tensors that pass from the first to the second.
+    dependent : set of str
+        Names of the nodes that depend on the vector.
     """
 
     once: Any
     product: Any
     residuals: list[str]
+    dependent: set[str]
 
 
 class UnsplittableError(Exception):
@@ -93,6 +96,7 @@ def split(
         once=cut_out(flat, once, keep_controls=True),
         product=cut_out(flat, product - vector_nodes, keep_controls=False),
         residuals=residuals,
+        dependent=dependent,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -44,8 +45,9 @@ class Packing:
     def pack(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Concatenate the tensors, or the first few of them, into buffers."""
         flat: dict[tf.DType, list[tf.Tensor]] = {dtype: [] for dtype in self._dtypes}
+        shape = tf.constant([-1])  # one for all: each constant is an operation of its own
         for tensor in tensors:
-            flat[tensor.dtype].append(tf.reshape(tensor, [-1]))
+            flat[tensor.dtype].append(reshaped(tensor, shape, rank=1))
         return [
             tf.concat(parts, 0) if parts else tf.zeros([0], dtype) for dtype, parts in flat.items()
         ]
@@ -56,4 +58,14 @@ class Packing:
         for dtype, buffer in zip(self._dtypes, buffers):
             sizes = [s.shape.num_elements() for s in self._specs if s.dtype == dtype]
             pieces[dtype] = iter(tf.split(buffer, sizes))
-        return [tf.reshape(next(pieces[spec.dtype]), spec.shape) for spec in self._specs]
+        shapes = {tuple(spec.shape) for spec in self._specs}
+        constants = {shape: tf.constant(shape, tf.int32, [len(shape)]) for shape in sorted(shapes)}
+        return [
+            reshaped(next(pieces[spec.dtype]), constants[tuple(spec.shape)], spec.shape.rank)
+            for spec in self._specs
+        ]
+
+
+def reshaped(tensor: tf.Tensor, shape: Any, rank: int) -> tf.Tensor:
+    """Reshape between flat vectors and tensors, which are the same if their ranks are."""
+    return tensor if tensor.shape.rank == rank else tf.reshape(tensor, shape)

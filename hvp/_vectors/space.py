@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvp._errors import InvalidVectorError
+from hvp._vectors.packing import reshaped
 from hvp._vectors.variables import VariableNest
 
 # NumPy or scipy.sparse do not support these types, so flat vectors use the next wider one.
@@ -112,11 +113,11 @@ class Space:
             Shape `(n,)`, or `(k, n)` if the parts have one more axis.
         """
         is_block = len(parts[0].shape) > len(self.shapes[0])
-        flat_shape = self._flat if tf.executing_eagerly() else [-1]
+        flat_shape = self._flat if tf.executing_eagerly() else tf.constant([-1])
         flat = []
         for part, size in zip(parts, self.sizes):
             shape = [tf.shape(part)[0], size] if is_block else flat_shape
-            flat.append(tf.reshape(tf.cast(part, self.dtype), shape))
+            flat.append(reshaped(tf.cast(part, self.dtype), shape, rank=1 + is_block))
         return flat[0] if len(flat) == 1 else tf.concat(flat, axis=-1)
 
     def split(self, flat: tf.Tensor) -> list[tf.Tensor]:
@@ -141,7 +142,7 @@ class Space:
         else:
             shapes = self._eager_shapes if eager else self.shapes
         return [
-            tf.cast(tf.reshape(piece, shape), dtype)
+            tf.cast(reshaped(piece, shape, len(shape)), dtype)
             for piece, shape, dtype in zip(pieces, shapes, self.dtypes)
         ]
 
