@@ -127,7 +127,7 @@ class Checkpoint:
             with self._temporary.open("wb") as file:
                 fingerprint = np.array(json.dumps(self._fingerprint))
                 entries: dict[str, Any] = {_FINGERPRINT: fingerprint, **arrays}
-                np.savez(file, **entries)
+                _write_npz(file, entries)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(self._temporary, self._path)
@@ -142,3 +142,11 @@ class Checkpoint:
             self._last_save = time.monotonic()
             with contextlib.suppress(OSError):
                 self._temporary.unlink()
+
+
+def _write_npz(file: Any, arrays: dict[str, Any]) -> None:
+    """Write arrays like `numpy.savez`, older versions of which leave the archive open on errors."""
+    with zipfile.ZipFile(file, "w", allowZip64=True) as archive:
+        for name, array in arrays.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
+                np.lib.format.write_array(entry, np.asanyarray(array), allow_pickle=False)
