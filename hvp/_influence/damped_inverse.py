@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Literal
 
 import numpy as np
 
@@ -14,7 +14,8 @@ from hvp._runtime.digest import digest
 from hvp._solve.inverses import ArnoldiInverse, ExactInverse, NeumannInverse
 from hvp._solve.solve import solve
 
-_KRYLOV_METHODS = ("cg", "block_cg", "minres")
+_KrylovMethod = Literal["cg", "block_cg", "minres"]
+_KRYLOV_METHODS: tuple[_KrylovMethod, ...] = ("cg", "block_cg", "minres")
 _INVERSES: dict[str, Any] = {
     "exact": ExactInverse,
     "neumann": NeumannInverse,
@@ -93,8 +94,9 @@ class DampedInverse:
         ndarray
             The solutions, of shape `(k, n)`.
         """
-        if self.solver in _KRYLOV_METHODS:
-            return self._solve(rows, checkpoint)
+        for method in _KRYLOV_METHODS:
+            if method == self.solver:
+                return self._solve(method, rows, checkpoint)
         if self._inverse is None or self._evaluations != self._operator.stats.gradient_evaluations:
             self._build_inverse()
         return np.ascontiguousarray(np.asarray(self._inverse @ rows.T).T, rows.dtype)
@@ -109,13 +111,13 @@ class DampedInverse:
         settings = [self._operator.damping, self._rtol, self._maxiter, self.width]
         return {"solver": solver, "settings": repr(settings)}
 
-    def _solve(self, rows: np.ndarray, checkpoint: Any) -> np.ndarray:
+    def _solve(self, method: _KrylovMethod, rows: np.ndarray, checkpoint: Any) -> np.ndarray:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             result = solve(
                 self._operator,
                 np.asarray(rows.T, order="C"),
-                method=cast(Any, self.solver),
+                method=method,
                 rtol=self._rtol,
                 maxiter=self._maxiter,
                 checkpoint=checkpoint,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -174,15 +174,15 @@ class InfluenceFunctions(OneProcess):
         train = ExampleData(train_data, "training")
         self.n_train = train.count
         # Half of the limit is for the batches, a quarter for gradients and a quarter for solutions.
-        half = quarter = None
+        quarter = None
         if memory_limit is not None:
-            half, quarter = Share(memory_limit, 1 / 2), Share(memory_limit, 1 / 4).nbytes
+            options["memory_limit"] = Share(memory_limit, 1 / 2)
+            quarter = Share(memory_limit, 1 / 4).nbytes
         self.operator = HessianOperator(
             loss,
             variables,
             train_data,
             damping=damping,
-            memory_limit=cast(Any, half),
             batch_size=batch_size,
             regularization=regularization,
             **options,

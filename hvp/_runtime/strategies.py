@@ -11,28 +11,32 @@ import contextvars
 import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar
 
 import tensorflow as tf
 
 from hvp._runtime.interrupts import Uninterrupted
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+if TYPE_CHECKING:
+    from typing_extensions import ParamSpec
+
+    Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
-def outside_strategies(function: Function) -> Function:
+def outside_strategies(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Decorate a function so that it runs outside the scope of any strategy.
 
     Inside ``strategy.run``, where code runs once per replica, the function is called directly.
     """
 
     @functools.wraps(function)
-    def run_outside(*arguments: Any, **named: Any) -> Any:
+    def run_outside(*arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
         scoped = tf.distribute.has_strategy() and tf.distribute.in_cross_replica_context()
         if not (scoped and tf.executing_eagerly()):
             return function(*arguments, **named)
         context = contextvars.copy_context()
         with Uninterrupted(), ThreadPoolExecutor(1) as executor:
-            return executor.submit(context.run, function, *arguments, **named).result()
+            return executor.submit(lambda: context.run(function, *arguments, **named)).result()
 
-    return cast(Function, run_outside)
+    return run_outside

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -93,9 +93,8 @@ class Solution:
     @classmethod
     def of_arrays(cls, arrays: dict[str, np.ndarray]) -> Solution:
         """Return the solution from the arrays of a checkpoint."""
-        fields = dict(arrays)
-        products = int(fields.pop("products"))
-        return cls(**cast(Any, fields), products=products)
+        fields = {name: array for name, array in arrays.items() if name != "products"}
+        return cls(**fields, products=int(arrays["products"]))
 
     def replace(self, columns: np.ndarray, other: Solution) -> None:
         """Replace the solutions of some columns, but keep their directions."""
