@@ -378,7 +378,6 @@ FUNCTIONS = {
         "bias add": lambda x: tf.nn.bias_add(x, x[0]),
         "bias add of channels": lambda x: tf.nn.bias_add(tf.cos(channels(x)), channels(x)[0, 0, 0]),
         "sobel edges": lambda x: tf.image.sobel_edges(image(x) ** 2),
-        "adjust contrast": lambda x: tf.image.adjust_contrast(image(x) ** 2, 0.7),
         "rgb to gray": lambda x: tf.image.rgb_to_grayscale(tf.tile(x[..., None], [1, 1, 3])),
         "rgb to yuv": lambda x: tf.image.rgb_to_yuv(tf.stack([x, tf.sin(x), tf.cos(x)], axis=-1)),
         "total variation": lambda x: tf.image.total_variation(image(x) ** 3)[:, None],
@@ -411,7 +410,6 @@ LINEAR_ALGEBRA = {
         "kronecker": lambda a: tf.linalg.LinearOperatorKronecker(
             [tf.linalg.LinearOperatorFullMatrix(a)] * 2
         ).to_dense(),
-        "lu": lambda a: tf.linalg.lu(a)[0] ** 2,
         "adjoint solve": lambda a: tf.linalg.solve(a, tf.sin(a), adjoint=True),
         "adjoint triangular solve": lambda a: tf.linalg.triangular_solve(
             tf.linalg.cholesky(a), a, adjoint=True
