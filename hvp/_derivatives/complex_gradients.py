@@ -27,7 +27,7 @@ _FORMULAS: dict[str, Callable[[tf.Tensor, tf.Tensor], tf.Tensor]] = {
 OUTPUT = "z"
 
 
-def is_wrong(node: Any) -> bool:
+def is_replaced(node: Any) -> bool:
     """Whether XLA computes the operation wrong."""
     return node.op in _FORMULAS and tf.as_dtype(node.attr["T"].type).is_complex
 

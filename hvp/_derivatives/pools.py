@@ -24,10 +24,10 @@ OUTPUT = "output"
 
 def has_risky_pools(nodes: Iterable[Any]) -> bool:
     """Whether a node is the gradient of a pool that may be differentiated wrong."""
-    return any(node.op in _GRADIENTS and is_wrong(node) for node in nodes)
+    return any(node.op in _GRADIENTS and is_replaced(node) for node in nodes)
 
 
-def is_wrong(node: Any) -> bool:
+def is_replaced(node: Any) -> bool:
     """Whether a node is a pool's gradient or second derivative that may be wrong."""
     if node.op not in _GRADIENTS and node.op not in _SECOND:
         return False

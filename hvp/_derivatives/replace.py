@@ -1,4 +1,4 @@
-"""Replacing operations that TensorFlow or XLA computes wrong in traced graphs."""
+"""Replacing operations of traced graphs that TensorFlow computes wrong or far too slowly."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvp._derivatives import complex_gradients, pools
+from hvp._derivatives import complex_gradients, explicit_padding, pools
 
-# Modules with a predicate `is_wrong` of a node, and a `replacement`: a function of the same inputs.
-_CORRECTIONS = (pools, complex_gradients)
+# Modules with a predicate `is_replaced` of a node, and a `replacement`: a function of the same
+# inputs.
+_CORRECTIONS = (pools, complex_gradients, explicit_padding)
 
 
 def replace_operations(graph_def: Any) -> Any:
-    """Return a graph without operations that are computed wrong.
+    """Return a graph without operations that are computed wrong or far too slowly.
 
     Parameters
     ----------
@@ -59,7 +60,7 @@ def _replace(nodes: Sequence[Any], graph_def: Any, known: set[str]) -> dict[str,
         node.Clear()
         node.name, node.op = name, "PartitionedCall"
         node.input.extend(inputs)
-        node.attr["Tin"].list.type.extend([dtype] * len(definition.signature.input_arg))
+        node.attr["Tin"].list.type.extend(x.type for x in definition.signature.input_arg)
         node.attr["Tout"].list.type.append(dtype)
         node.attr["f"].func.name = definition.signature.name
     return renamed
@@ -81,7 +82,7 @@ def _definition(
 
 
 def _correction_of(node: Any) -> Any:
-    return next((module for module in _CORRECTIONS if module.is_wrong(node)), None)
+    return next((module for module in _CORRECTIONS if module.is_replaced(node)), None)
 
 
 def _all_nodes(graph_def: Any) -> Iterator[Any]:
