@@ -255,7 +255,7 @@ class GraphProgram:
         """Import the parts of the product that are not identically zero."""
         values = [*vector, *self.unpack(residuals)]
         known = {**self._handles, **dict(zip([*self._vectors, *self.residuals], values))}
-        tensors = import_part(part or self.product_part, known, self._products)
+        tensors = import_part(self.product_part if part is None else part, known, self._products)
         pairs = zip(self._codomain.shapes, self._traced.products)
         shapes = [shape for shape, name in pairs if name is not None]
         # Where a shape was computed, and is now a residual, TensorFlow forgets what it is.
