@@ -7,8 +7,8 @@ With ``"EXPLICIT"`` it falls to a kernel that takes up to twenty times as long (
     conv(x, w, padding)   =  conv(pad(x), w, "VALID")
     gradient by x         =  unpad(gradient by pad(x))
 
-The convolution itself and the gradient by the kernel reach oneDNN as they are; so do the gradients
-of depthwise convolutions, as far as TensorFlow has a kernel for these.
+The convolution itself and the gradient by the kernel reach oneDNN as they are, and depthwise
+convolutions would gain nothing.
 """
 
 from __future__ import annotations
