@@ -17,9 +17,9 @@ import pytest
 import hvp
 from hvp._data import budget
 from hvp._engines import graph_map, graph_program, trace
+from hvp._graphs import rematerialize, sizes
 from hvp._influence import damped_inverse, example_gradients
 from hvp._operators.operator import core_of
-from hvp._recompute import schedule
 from hvp._runtime import checkpoint, guard
 from hvp._snapshots.nearby import Gradients
 from hvp._snapshots.snapshot import Snapshot
@@ -35,8 +35,9 @@ LIMITS: dict[str, tuple[Any, str]] = {
     "size of a dense solve": (solve, "_DENSE"),
     "right-hand sides of influence": (damped_inverse, "_MAX_WIDTH"),
     "bytes of example gradients": (example_gradients, "_GRADIENT_BYTES"),
-    "bytes of scheduled values": (schedule, "_SMALL"),
-    "large values computed meanwhile": (schedule, "_WORTH_IT"),
+    "bytes of large values": (sizes, "_SMALL"),
+    "bytes of many values": (sizes, "_FEW"),
+    "large values computed meanwhile": (rematerialize, "_WORTH_IT"),
     "seconds between saves": (checkpoint, "INTERVAL"),
 }
 

@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvp._derivatives import complex_gradients, explicit_padding, pools
+from hvp._graphs.sizes import note_shapes, shapes_of
 
 # Modules with a predicate `is_replaced` of a node, and a `replacement`: a function of the same
 # inputs.
@@ -55,7 +56,7 @@ def _replace(nodes: Sequence[Any], graph_def: Any, known: set[str]) -> dict[str,
         if definition.signature.name not in known:
             graph_def.library.function.add().CopyFrom(definition)
             known.add(definition.signature.name)
-        name, inputs = node.name, list(node.input)
+        name, inputs, shapes = node.name, list(node.input), shapes_of(node)
         renamed[f"{name}:{correction.OUTPUT}:0"] = f"{name}:output:0"
         node.Clear()
         node.name, node.op = name, "PartitionedCall"
@@ -63,6 +64,7 @@ def _replace(nodes: Sequence[Any], graph_def: Any, known: set[str]) -> dict[str,
         node.attr["Tin"].list.type.extend(x.type for x in definition.signature.input_arg)
         node.attr["Tout"].list.type.append(dtype)
         node.attr["f"].func.name = definition.signature.name
+        note_shapes(node, shapes)
     return renamed
 
 

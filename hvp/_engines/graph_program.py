@@ -20,10 +20,12 @@ from hvp._derivatives.replace import replace_operations
 from hvp._engines.graph_product import Compilation, GraphProduct
 from hvp._engines.trace import TracedGraph
 from hvp._graphs.compiled import Compiled, JitCompile
-from hvp._graphs.dataflow import CALLS, CONTROL_FLOW
-from hvp._graphs.inline import KEPT_WHOLE, inline_calls
+from hvp._graphs.dataflow import CALLS, CONTROL_FLOW, KEPT_WHOLE
+from hvp._graphs.inline import inline_calls
 from hvp._graphs.matrix_products import for_many_vectors
 from hvp._graphs.parts import import_part, nbytes, node_of
+from hvp._graphs.schedule import in_order_if_large
+from hvp._graphs.sizes import take_sizes
 from hvp._graphs.split import split
 from hvp._vectors.packing import Packing
 from hvp._vectors.resources import Resource, differ
@@ -102,8 +104,10 @@ class GraphProgram:
         self._renamed = {name: rename(name) for name in traced.results}
         self._results_of_once = list(dict.fromkeys(self._renamed.values()))
         self._products = [rename(name) for name in traced.products if name is not None]
-        parts = split(flat, self._vectors, self._products, self._results_of_once)
-        self.once_part, self.product_part = parts.once, parts.product
+        sizes = take_sizes(flat)
+        parts = split(flat, self._vectors, self._products, self._results_of_once, sizes)
+        self.once_part = parts.once
+        self.product_part = in_order_if_large(parts.product, sizes, self._products)
         self._dependent = parts.dependent
         # A variable itself, whose shape a product may ask for, is the same at every point.
         self._handles = {

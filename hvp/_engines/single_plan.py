@@ -30,7 +30,7 @@ from hvp._errors import (
     line_of,
     quoted,
 )
-from hvp._graphs.inline import KEPT_WHOLE
+from hvp._graphs.dataflow import KEPT_WHOLE
 from hvp._graphs.parts import digest_of_graph
 from hvp._graphs.split import UnsplittableError
 from hvp._keras.losses import preserved_losses

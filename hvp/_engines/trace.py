@@ -25,6 +25,7 @@ from hvp._graphs.concrete import (
 )
 from hvp._graphs.dataflow import RECOMPUTED_GRADIENT, Dataflow, Vertex, layer_of
 from hvp._graphs.parts import ancestors, cut_out, import_part
+from hvp._graphs.sizes import graph_def_with_shapes
 from hvp._vectors.resources import Resource
 from hvp._vectors.variables import VariableNest
 
@@ -157,7 +158,7 @@ def trace(
     """
     whole = _Whole(evaluate, rule, nest.variables, products)
     concrete = concrete_function(whole)
-    graph_def = concrete.graph.as_graph_def()
+    graph_def = graph_def_with_shapes(concrete.graph)
     flow = Dataflow(graph_def, concrete.graph)
     targets = [flow.vertex(output.name) for output in concrete.outputs]
     reaching = flow.reachable(targets, backward=True)

@@ -23,6 +23,8 @@ CONTROL_FLOW = _LOOPS | {"Case", "If", "StatelessCase", "StatelessIf"}
 # Prefix of the names of the gradient functions that `hvp.recompute` registers.
 RECOMPUTED_GRADIENT = "HvpRecomputed"
 CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
+# Part of the names of functions whose calls are not inlined.
+KEPT_WHOLE = "hvp_recomputed"
 # The name that TensorFlow gives to the gradient of an operation in a function, loop or branch.
 _IN_A_FUNCTION = re.compile(r"(?:.*gradients?(?:_\d+)?/)?(.+)_grad/([^/]+)")
 # Operations whose functions run on their inputs. Others that have functions among their attributes
@@ -198,7 +200,7 @@ class Dataflow:
             if self._called(by_name[name]):
                 return (scope, name, "ret", number), None
             self._used_outputs[(scope, name)].add(number)
-            dtypes = [dtype for _, dtype in _outputs(by_name[name])]
+            dtypes = output_dtypes(by_name[name])
             return (scope, name), dtypes[number] if number < len(dtypes) else None
 
         for node in by_name.values():
@@ -318,6 +320,22 @@ def functions_of(node: Any) -> Iterator[Any]:
         yield from [value.func] if value.HasField("func") else value.list.func
 
 
+def kept_whole(graph_def: Any) -> set[str]:
+    """Return the names of the functions in a graph that stay as they are, and keep their names.
+
+    They are the recomputed ones, and those that they call.
+    """
+    functions = {f.signature.name: f for f in graph_def.library.function}
+    kept: set[str] = set()
+    queue = [name for name in functions if KEPT_WHOLE in name]
+    while queue:
+        name = queue.pop()
+        if name in functions and name not in kept:
+            kept.add(name)
+            queue += [f.name for node in functions[name].node_def for f in functions_of(node)]
+    return kept
+
+
 def _outputs(node: Any) -> list[tuple[str, tf.DType]]:
     """Return the name of the output argument, and the type, of each output of a node."""
     definition = op_def_registry.get(node.op)
@@ -339,6 +357,11 @@ def output_offset(node: Any, output: str) -> int:
     """
     names = [name for name, _ in _outputs(node)]
     return names.index(output) if output in names else 0
+
+
+def output_dtypes(node: Any) -> list[tf.DType]:
+    """Return the types of the results of a node."""
+    return [dtype for _, dtype in _outputs(node)]
 
 
 def layer_of(operation_name: str) -> str:

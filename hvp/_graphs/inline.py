@@ -8,11 +8,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvp._graphs.dataflow import CALLS, functions_of, output_offset
+from hvp._graphs.dataflow import CALLS, KEPT_WHOLE, functions_of, kept_whole, output_offset
+from hvp._graphs.parts import node_of
+from hvp._graphs.sizes import note_shapes, shapes_of
 
 _serials = itertools.count()
-# Part of the names of functions whose calls are not inlined.
-KEPT_WHOLE = "hvp_recomputed"
 
 
 def inline_calls(graph_def: Any) -> tuple[Any, Callable[[str], str]]:
@@ -35,7 +35,7 @@ def inline_calls(graph_def: Any) -> tuple[Any, Callable[[str], str]]:
     functions = {f.signature.name: f for f in graph_def.library.function}
     flat = tf.compat.v1.GraphDef(versions=graph_def.versions)
     outermost = _Inliner(functions, flat).add("", graph_def.node, {}, [])
-    _rename_functions(flat, functions)
+    _rename_functions(flat, functions, kept_whole(graph_def))
     _add_in_pairs(flat.node, ":0")
     for function in flat.library.function:
         if KEPT_WHOLE not in function.signature.name:
@@ -44,7 +44,7 @@ def inline_calls(graph_def: Any) -> tuple[Any, Callable[[str], str]]:
     return flat, outermost.tensor
 
 
-def _rename_functions(flat: Any, functions: dict[str, Any]) -> None:
+def _rename_functions(flat: Any, functions: dict[str, Any], kept: set[str]) -> None:
     """Add the functions of the remaining loops and branches, under new names.
 
     TensorFlow knows functions of the old names already, and may have changed them since. It does
@@ -52,14 +52,13 @@ def _rename_functions(flat: Any, functions: dict[str, Any]) -> None:
     """
     serial = next(_serials)
     names: dict[str, str] = {}
-    queue = [(node, False) for node in flat.node]
+    queue = list(flat.node)
     while queue:
-        node, unchanged = queue.pop()
-        for function in functions_of(node):
-            if function.name in functions and function.name not in names:
-                same = unchanged or KEPT_WHOLE in function.name
-                names[function.name] = function.name if same else f"{function.name}_hvp_{serial}"
-                queue += [(inner, same) for inner in functions[function.name].node_def]
+        for function in functions_of(queue.pop()):
+            name = function.name
+            if name in functions and name not in names:
+                names[name] = name if name in kept else f"{name}_hvp_{serial}"
+                queue += functions[name].node_def
     for name, new_name in names.items():
         function = flat.library.function.add()
         function.CopyFrom(functions[name])
@@ -123,6 +122,7 @@ class _Inliner:
     def __init__(self, functions: dict[str, Any], flat: Any) -> None:
         self._functions = functions
         self._flat = flat
+        self._added: dict[str, Any] = {}
 
     def add(
         self, prefix: str, nodes: Any, arguments: dict[str, str], controls: list[str]
@@ -143,6 +143,7 @@ class _Inliner:
             copy.input.extend([*inputs, *dict.fromkeys(waits)])
             # This attribute names nodes to be colocated with, which may no longer exist.
             copy.attr.pop("_class", None)
+            self._added[copy.name] = copy
         return scope
 
     def _is_inlined(self, node: Any) -> bool:
@@ -157,9 +158,19 @@ class _Inliner:
         )
         outputs = [function.ret[out.name] for out in function.signature.output_arg]
         scope.results[node.name] = [inner.tensor(name) for name in outputs]
+        self._pass_on_shapes(node, scope.results[node.name])
         effects = [c for name in function.control_ret.values() for c in inner.control("^" + name)]
         results = [f"^{tensor.partition(':')[0]}" for tensor in scope.results[node.name]]
         scope.effects[node.name] = effects + results + waits
+
+    def _pass_on_shapes(self, call: Any, results: list[str]) -> None:
+        """Note the shapes of a call's results, which a function may know less well."""
+        for tensor, shape in zip(results, shapes_of(call)):
+            node = self._added.get(node_of(tensor))
+            shapes = [] if node is None else shapes_of(node)
+            if shapes:
+                shapes[int(tensor.partition(":")[2])] = shape
+                note_shapes(node, shapes)
 
 
 class _Scope:

@@ -13,14 +13,8 @@ from typing import Any
 
 from hvp._graphs.dataflow import is_stateful
 from hvp._graphs.parts import ancestors, cut_out, data_inputs, node_of
-
-# Operations that run for each product instead of keeping their results as residuals. Their inputs
-# are smaller than the result or share its buffer: constants, views and repetitions.
-_RECOMPUTED = frozenset(
-    """
-    BroadcastTo Const EnsureShape ExpandDims Fill Identity OnesLike Reshape Squeeze Tile ZerosLike
-    """.split()
-)
+from hvp._graphs.residuals import choose_residuals
+from hvp._graphs.sizes import Sizes
 
 
 @dataclass(frozen=True)
@@ -48,7 +42,11 @@ class UnsplittableError(Exception):
 
 
 def split(
-    flat: Any, vectors: Sequence[str], results: Sequence[str], once_results: Sequence[str]
+    flat: Any,
+    vectors: Sequence[str],
+    results: Sequence[str],
+    once_results: Sequence[str],
+    sizes: Sizes,
 ) -> Split:
     """Split a graph without calls.
 
@@ -62,6 +60,8 @@ def split(
         Names of the tensors that make up the product.
     once_results : sequence of str
         Names of the tensors that the first part returns besides residuals.
+    sizes : Sizes
+        The sizes of the results of all operations.
 
     Returns
     -------
@@ -81,7 +81,10 @@ def split(
             raise UnsplittableError(
                 f"{nodes[name].op} at {name!r} has effects and depends on the vector"
             )
-    product, residuals = _with_recomputed(nodes, needed, results)
+    wanted = [tensor for name in needed for tensor in data_inputs(nodes[name])]
+    wanted = [tensor for tensor in [*wanted, *results] if node_of(tensor) not in needed]
+    again, residuals = choose_residuals(nodes, wanted, sizes)
+    product = needed | again
     effects = [
         f"{name}:0"
         for name, node in nodes.items()
@@ -113,26 +116,6 @@ def _dependent(nodes: dict[str, Any], starts: set[str]) -> set[str]:
                 seen.add(consumer)
                 queue.append(consumer)
     return seen
-
-
-def _with_recomputed(
-    nodes: dict[str, Any], needed: set[str], results: Sequence[str]
-) -> tuple[set[str], list[str]]:
-    """Add recomputed operations to the product's part; return that part and the residuals."""
-    product, residuals = set(needed), dict[str, None]()
-    queue = [t for name in needed for t in data_inputs(nodes[name])]
-    queue += [t for t in results if node_of(t) not in needed]
-    while queue:
-        tensor = queue.pop()
-        name = node_of(tensor)
-        if name in product:
-            continue
-        if nodes[name].op in _RECOMPUTED:
-            product.add(name)
-            queue += data_inputs(nodes[name])
-        else:
-            residuals[tensor] = None
-    return product, sorted(residuals)
 
 
 def has_effects(node: Any, functions: Mapping[str, Any]) -> bool:

@@ -8,10 +8,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvp._graphs.inline import KEPT_WHOLE
+from hvp._graphs.dataflow import KEPT_WHOLE
 from hvp._graphs.parts import import_part, without_names
+from hvp._graphs.schedule import in_order
+from hvp._graphs.sizes import sizes_by_import
 from hvp._recompute.order import spec_of
-from hvp._recompute.schedule import in_order
 from hvp._runtime.interrupts import Uninterrupted
 
 # Compiled functions by what they compute: equal layers share a function, which TensorFlow then
@@ -68,7 +69,8 @@ def compile_part(
         return shared
     if whole:
         captured_specs = {name: spec_of(tensor) for name, tensor in captured.items()}
-        part = in_order(part, {**captured_specs, **dict(zip(inputs, specs))}, results)
+        known = {**captured_specs, **dict(zip(inputs, specs))}
+        part = in_order(part, sizes_by_import(part, known), results)
 
     def run(*tensors: tf.Tensor) -> list[tf.Tensor]:
         return import_part(part, {**captured, **dict(zip(inputs, tensors))}, results)

@@ -10,6 +10,7 @@ import tensorflow as tf
 from scipy.optimize import rosen, rosen_der, rosen_hess_prod
 
 import hvp
+from tests import inside
 from tests.cases import (
     CASES,
     WRONG_IN_TENSORFLOW,
@@ -75,6 +76,20 @@ def test_products_are_those_of_the_dense_hessian(name, dtype, engine):
         assert relative_error(H.gradient, gradient) <= 10 * TOLERANCE[dtype]
         by_xla = engine == "graph, XLA" and name not in NOT_BY_XLA
         assert H.stats.jit_compile is by_xla
+
+
+@pytest.mark.parametrize(("name", "dtype"), pairwise(CASES, TOLERANCE))
+def test_products_for_little_memory_are_those_of_the_dense_hessian(name, dtype, monkeypatch):
+    inside.set_limit(monkeypatch, "bytes of large values", 1)
+    inside.set_limit(monkeypatch, "bytes of many values", 0)
+    inside.set_limit(monkeypatch, "large values computed meanwhile", 0)
+    with operator(CASES[name](dtype)) as H:
+        assert H.stats.engine == "graph"
+        V = random(0, H.shape[0], 3, dtype=dtype)
+        product = H @ V[:, 0]
+        assert relative_error(product, dense_case(name) @ V[:, 0]) <= TOLERANCE[dtype]
+        assert relative_error(H @ V, dense_case(name) @ V) <= TOLERANCE[dtype]
+        np.testing.assert_array_equal(H @ V[:, 0], product)
 
 
 @pytest.mark.parametrize("name", [name if name in LOOKED_AT else long(name) for name in CASES])

@@ -32,10 +32,10 @@ def test_five_thousand_products_leave_memory_flat():
 def test_close_gives_the_residuals_back_and_they_are_as_large_as_reported():
     measured = memory.run(
         """
+        x = tf.ones((2**16, 128))
         def build():
             # 4 layers of tanh on 32 MiB each: blocks so large go back to the system when freed.
             w = tf.Variable(np.eye(128, dtype="float32") * 0.5)
-            x = tf.ones((2**16, 128))
             def loss():
                 h = x
                 for _ in range(4):

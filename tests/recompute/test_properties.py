@@ -39,7 +39,7 @@ NESTS = {
 def _small_is_large():
     """Let small tensors be scheduled as large ones are."""
     with pytest.MonkeyPatch.context() as patch:
-        inside.set_limit(patch, "bytes of scheduled values", 1)
+        inside.set_limit(patch, "bytes of large values", 1)
         inside.set_limit(patch, "large values computed meanwhile", 0)
         yield
 

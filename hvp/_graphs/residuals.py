@@ -1,0 +1,191 @@
+"""Which values to keep of what runs once, and which to compute again for each product.
+
+A product needs values that do not depend on the vector. It gets them from others, the *residuals*,
+which are kept in memory, by operations that run again. What to keep is a minimum cut through the
+graph: between the operations that must not run again, such as matrix products, and those that
+depend on the vector, it is the set of values that has the fewest bytes.
+
+Chen, Xu, Zhang, Guestrin: Training Deep Nets with Sublinear Memory Cost (2016), arXiv:1604.06174,
+remake cheap values in this way; that the best choice is a minimum cut is the idea of the
+partitioner of PyTorch's AOTAutograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from scipy.sparse import csr_matrix
+from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
+from hvp._graphs.lifetimes import with_index
+from hvp._graphs.parts import data_inputs, node_of
+from hvp._graphs.sizes import DEAR, ENTRYWISE, Sizes, are_few, is_small, size_of
+
+# Operations that run again in any case. Their inputs are smaller than the result or share its
+# buffer: constants, views and repetitions.
+_FREE = frozenset(
+    """
+    BroadcastTo Const EnsureShape ExpandDims Fill Identity OnesLike Reshape Squeeze Tile ZerosLike
+    """.split()
+)
+# What it costs to run an operation again, as the share of its result's bytes that this must save.
+_ENTRYWISE_COST = 0.2
+_DEAR_COST = 0.5
+# Operations whose results take no memory of their own: inputs, and the values of variables.
+_BORROWED = frozenset(["Placeholder", "ReadVariableOp"])
+# The unit of capacities, which are 32-bit integers, and what stands for infinity.
+_UNITS_IN_TOTAL = 2**28
+_INFINITE = 2**30
+
+
+def choose_residuals(
+    nodes: Mapping[str, Any], wanted: Iterable[str], sizes: Sizes
+) -> tuple[set[str], list[str]]:
+    """Choose what to keep so that some tensors can be computed.
+
+    Parameters
+    ----------
+    nodes : mapping of str to NodeDef
+        The operations that do not depend on the vector, by name.
+    wanted : iterable of str
+        The tensors that operations which depend on the vector use.
+    sizes : Sizes
+        The sizes of the results of all operations.
+
+    Returns
+    -------
+    again : set of str
+        Operations to run again.
+    residuals : list of str
+        The tensors to keep.
+    """
+    again, residuals = _with_free_ones(nodes, wanted)
+    owned = (tensor for tensor in residuals if nodes[node_of(tensor)].op not in _BORROWED)
+    if are_few(sum(size_of(tensor, sizes) for tensor in owned)):
+        return again, residuals
+    return _minimum_cut(nodes, wanted, sizes)
+
+
+def _with_free_ones(nodes: Mapping[str, Any], wanted: Iterable[str]) -> tuple[set[str], list[str]]:
+    """Run again what is free, and keep the rest."""
+    again: set[str] = set()
+    residuals: set[str] = set()
+    queue = list(map(with_index, wanted))
+    while queue:
+        tensor = queue.pop()
+        name = node_of(tensor)
+        if name in again:
+            continue
+        if nodes[name].op in _FREE:
+            again.add(name)
+            queue += map(with_index, data_inputs(nodes[name]))
+        else:
+            residuals.add(tensor)
+    return again, sorted(residuals)
+
+
+def _minimum_cut(
+    nodes: Mapping[str, Any], wanted: Iterable[str], sizes: Sizes
+) -> tuple[set[str], list[str]]:
+    """Keep what has the fewest bytes, plus the costs of what runs again because of that."""
+    network = _Network(nodes, sizes)
+    kept = network.cut({with_index(tensor) for tensor in wanted})
+    again: set[str] = set()
+    residuals: set[str] = set()
+    queue = [with_index(tensor) for tensor in wanted]
+    while queue:
+        tensor = queue.pop()
+        if tensor in kept:
+            residuals.add(tensor)
+        elif node_of(tensor) not in again:
+            again.add(node_of(tensor))
+            queue += map(with_index, data_inputs(nodes[node_of(tensor)]))
+    return again, sorted(residuals)
+
+
+class _Network:
+    """A flow network, in which a cut is a choice of tensors to keep.
+
+    A tensor is an edge, of the capacity of its bytes: to keep the tensor is to cut the edge. Each
+    tensor leads to the tensors that are computed from it, and the wanted ones to the sink. The
+    source leads to what must not run again. It also leads to what may, by an edge of the cost of
+    running it.
+
+    Parameters
+    ----------
+    nodes : mapping of str to NodeDef
+        The operations.
+    sizes : Sizes
+        The sizes of their results.
+    """
+
+    _SOURCE, _SINK = 0, 1
+
+    def __init__(self, nodes: Mapping[str, Any], sizes: Sizes) -> None:
+        self._nodes, self._sizes = nodes, sizes
+
+    def cut(self, wanted: set[str]) -> set[str]:
+        """Return the tensors of a minimum cut, as near to the wanted ones as there is one."""
+        tails, heads, capacities = self._edges(wanted)
+        tensors = self._tensors
+        count = 2 + 2 * len(tensors)
+        scale = max(1.0, capacities[np.isfinite(capacities)].sum() / _UNITS_IN_TOTAL)
+        units = np.where(np.isfinite(capacities), np.ceil(capacities / scale), _INFINITE).astype(
+            np.int32
+        )
+        network = csr_matrix((units, (tails, heads)), shape=(count, count))
+        flow = maximum_flow(network, self._SOURCE, self._SINK).flow
+        left = (network - flow).T.tocsr()
+        left.eliminate_zeros()
+        behind = np.zeros(count, bool)
+        behind[breadth_first_order(left, self._SINK, return_predecessors=False)] = True
+        return {
+            t for t, i in tensors.items() if behind[self._end(i)] and not behind[self._start(i)]
+        }
+
+    def _edges(self, wanted: set[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the edges' ends and capacities; number all tensors that wanted ones depend on."""
+        self._tensors: dict[str, int] = {}
+        queue: list[str] = []
+        edges: list[tuple[int, int, float]] = []
+
+        def number(tensor: str) -> int:
+            if tensor not in self._tensors:
+                self._tensors[tensor] = len(self._tensors)
+                queue.append(tensor)
+            return self._tensors[tensor]
+
+        for tensor in sorted(wanted):
+            edges.append((self._end(number(tensor)), self._SINK, np.inf))
+        while queue:
+            tensor = queue.pop()
+            i, node = self._tensors[tensor], self._nodes[node_of(tensor)]
+            size = size_of(tensor, self._sizes)
+            kept = 1 if node.op in _BORROWED else 1 + size
+            edges.append((self._start(i), self._end(i), kept))
+            cost = self._cost(node, size)
+            if cost:
+                edges.append((self._SOURCE, self._start(i), cost))
+            if cost < np.inf:
+                for source in sorted({*map(with_index, data_inputs(node))}):
+                    edges.append((self._end(number(source)), self._start(i), np.inf))
+        tails, heads, capacities = zip(*edges)
+        return np.array(tails), np.array(heads), np.array(capacities)
+
+    @staticmethod
+    def _cost(node: Any, size: int) -> float:
+        if node.op in _FREE:
+            return 0
+        if node.op not in ENTRYWISE or is_small(size):
+            return np.inf
+        return size * (_DEAR_COST if node.op in DEAR else _ENTRYWISE_COST)
+
+    @staticmethod
+    def _start(i: int) -> int:
+        return 2 + 2 * i
+
+    @staticmethod
+    def _end(i: int) -> int:
+        return 3 + 2 * i

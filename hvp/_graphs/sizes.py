@@ -1,0 +1,138 @@
+"""The sizes of the values in a graph, and what it costs to compute them again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvp._graphs.dataflow import kept_whole, output_dtypes
+from hvp._graphs.parts import data_inputs, nbytes, node_of
+
+# Values of fewer bytes are small: they take little memory, and many of them can be computed at the
+# same time.
+_SMALL = 2**16
+# Values that together have fewer bytes are few: time is worth more than memory.
+_FEW = 2**28
+# Operations whose results share the memory of their first input.
+VIEWS = frozenset(
+    "EnsureShape ExpandDims Identity PreventGradient Reshape Squeeze StopGradient".split()
+)
+# Entrywise operations, which are cheap next to a matrix product or convolution.
+ENTRYWISE = frozenset(
+    """
+    Abs Add AddN AddV2 BiasAdd Cast Cos Div DivNoNan Elu EluGrad Equal Erf Erfc Exp Expm1 Greater
+    GreaterEqual Inv InvGrad LeakyRelu LeakyReluGrad Less LessEqual Log Log1p LogicalAnd LogicalNot
+    LogicalOr Maximum Minimum Mul MulNoNan Neg NotEqual OnesLike Pow RealDiv Reciprocal
+    ReciprocalGrad Relu Relu6 Relu6Grad ReluGrad Rsqrt RsqrtGrad Select SelectV2 Selu SeluGrad
+    Sigmoid SigmoidGrad Sign Sin Softplus SoftplusGrad Softsign SoftsignGrad Sqrt SqrtGrad Square
+    SquaredDifference Sub Tanh TanhGrad Xdivy Xlog1py Xlogy ZerosLike
+    """.split()
+)
+# Those among them that take longer than it takes to write their result to memory.
+DEAR = frozenset(
+    """
+    Cos Elu Erf Erfc Exp Expm1 Log Log1p Pow Selu Sigmoid Sin Softplus Tanh Xdivy Xlog1py Xlogy
+    """.split()
+)
+
+# Where TensorFlow notes the shapes of results in a graph.
+_SHAPES = "_output_shapes"
+
+# From the name of an operation to the bytes of each of its results.
+Sizes = dict[str, list[int]]
+
+
+def graph_def_with_shapes(graph: tf.Graph) -> Any:
+    """Return the GraphDef of a graph, in which the shapes of results are noted.
+
+    Not in functions that keep their names: TensorFlow knows them already, and refuses another
+    definition.
+    """
+    graph_def = graph.as_graph_def(add_shapes=True)
+    kept = kept_whole(graph_def)
+    if kept:
+        plain = {f.signature.name: f for f in graph.as_graph_def().library.function}
+        for function in graph_def.library.function:
+            if function.signature.name in kept:
+                function.CopyFrom(plain[function.signature.name])
+    return graph_def
+
+
+def take_sizes(graph_def: Any) -> Sizes:
+    """Return the sizes of all results, and remove the shapes that TensorFlow noted in the graph.
+
+    Parameters
+    ----------
+    graph_def : GraphDef
+        What `graph_def_with_shapes` returned, changed as you like. It is changed in place.
+
+    Returns
+    -------
+    Sizes
+        A result without a known shape counts as large as the largest input of its operation.
+    """
+    sizes: Sizes = {}
+    unknown = []
+    for node in graph_def.node:
+        shapes = shapes_of(node)
+        if _is_known(shapes):
+            pairs = zip(shapes, output_dtypes(node))
+            sizes[node.name] = [nbytes(tf.TensorSpec(shape, dtype)) for shape, dtype in pairs]
+        else:
+            unknown.append(node)
+        node.attr.pop(_SHAPES, None)
+    for node in unknown:
+        inputs = (size_of(tensor, sizes) for tensor in data_inputs(node))
+        sizes[node.name] = [max(inputs, default=0)] * len(output_dtypes(node))
+    return sizes
+
+
+def sizes_by_import(part: Any, inputs: dict[str, tf.TensorSpec]) -> Sizes:
+    """Return the sizes of the results in a graph, as TensorFlow infers them from its inputs."""
+    with tf.Graph().as_default() as graph:
+        used = {tensor for node in part.node for tensor in data_inputs(node)}
+        placeholders = {
+            name: tf.compat.v1.placeholder(spec.dtype, spec.shape)
+            for name, spec in inputs.items()
+            if name in used
+        }
+        tf.graph_util.import_graph_def(part, placeholders, name="part")
+        operations = {n.name: graph.get_operation_by_name(f"part/{n.name}") for n in part.node}
+        return {name: [nbytes(t) for t in op.outputs] for name, op in operations.items()}
+
+
+def is_small(nbytes: int) -> bool:
+    """Whether a value of so many bytes is not worth any effort."""
+    return nbytes < _SMALL
+
+
+def are_few(nbytes: int) -> bool:
+    """Whether values of so many bytes together are not worth any time."""
+    return nbytes < _FEW
+
+
+def size_of(tensor: str, sizes: Sizes) -> int:
+    """Return the bytes of a tensor; zero if it is not known."""
+    known, index = sizes.get(node_of(tensor), ()), int(tensor.partition(":")[2] or 0)
+    return known[index] if index < len(known) else 0
+
+
+def shapes_of(node: Any) -> list[Any]:
+    """Return the shapes that TensorFlow noted for the results of a node; none if it did not."""
+    return list(node.attr[_SHAPES].list.shape) if _SHAPES in node.attr else []
+
+
+def note_shapes(node: Any, shapes: Sequence[Any]) -> None:
+    """Note the shapes of the results of a node, as TensorFlow does."""
+    if shapes:
+        del node.attr[_SHAPES].list.shape[:]
+        node.attr[_SHAPES].list.shape.extend(shapes)
+
+
+def _is_known(shapes: Any) -> bool:
+    """Whether shapes are known but for one axis each, such as that of the examples."""
+    return bool(shapes) and not any(
+        shape.unknown_rank or sum(dim.size < 0 for dim in shape.dim) > 1 for shape in shapes
+    )
