@@ -55,6 +55,7 @@ docs: $(VENV)/.docs
 benchmark: $(VENV)/.examples
 	$(BIN)/python docs/benchmarks/products.py --figure
 	$(BIN)/python docs/benchmarks/memory.py --figure
+	$(BIN)/python docs/benchmarks/scale.py --figure
 	$(BIN)/python docs/benchmarks/streaming.py
 	OPENBLAS_NUM_THREADS=1 $(BIN)/python docs/benchmarks/solving.py
 	OPENBLAS_NUM_THREADS=1 $(BIN)/python docs/benchmarks/optimizers.py

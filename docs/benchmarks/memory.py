@@ -257,10 +257,10 @@ def measure(workload: str, variant: str, depth: int) -> dict[str, Any]:
     }
 
 
-def in_process_of_its_own(workload: str, variant: str, depth: int) -> dict[str, Any]:
-    """Run `measure` in a new process; an error is a result too."""
+def in_process_of_its_own(script: str, *point: str) -> dict[str, Any]:
+    """Let a script measure one point in a new process; an error is a result too."""
     answer = subprocess.run(
-        [sys.executable, __file__, "--point", workload, variant, str(depth)],
+        [sys.executable, script, "--point", *point],
         capture_output=True,
         text=True,
         env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
@@ -405,13 +405,13 @@ def main() -> None:
     if options.only in (None, "chain"):
         for depth in options.depths.split(","):
             for variant in options.variants.split(","):
-                point = in_process_of_its_own("chain", variant, int(depth))
+                point = in_process_of_its_own(__file__, "chain", variant, depth)
                 results.setdefault("chain", {}).setdefault(variant, {})[depth] = point
                 print(variant, depth, point, flush=True)
                 file.write_text(json.dumps(results, indent=1) + "\n")
     if options.only in (None, "transformer"):
         for variant in ("cached", "recompute"):
-            point = in_process_of_its_own("transformer", variant, 12)
+            point = in_process_of_its_own(__file__, "transformer", variant, "12")
             results.setdefault("transformer", {})[variant] = point
             print("transformer", variant, point, flush=True)
     if options.only in (None, "seconds"):
