@@ -108,6 +108,7 @@ class GraphProgram:
         parts = split(flat, self._vectors, self._products, self._results_of_once, sizes)
         self.once_part = parts.once
         self.product_part = in_order_if_large(parts.product, sizes, self._products)
+        self._product_in_any_order = parts.product
         self._dependent = parts.dependent
         # A variable itself, whose shape a product may ask for, is the same at every point.
         self._handles = {
@@ -250,7 +251,7 @@ class GraphProgram:
     def _import_product_of_each(
         self, vector: Sequence[tf.Tensor], residuals: Sequence[tf.Tensor]
     ) -> list[tf.Tensor]:
-        part = for_many_vectors(self.product_part, self._dependent)
+        part = for_many_vectors(self._product_in_any_order, self._dependent)
         return self._import_product(vector, residuals, part)
 
     def _import_connected(
