@@ -25,7 +25,7 @@ from hvp._graphs.inline import inline_calls
 from hvp._graphs.matrix_products import for_many_vectors
 from hvp._graphs.parts import import_part, nbytes, node_of
 from hvp._graphs.schedule import in_order_if_large
-from hvp._graphs.sizes import take_sizes
+from hvp._graphs.sizes import BORROWED, take_sizes
 from hvp._graphs.split import split
 from hvp._vectors.packing import Packing
 from hvp._vectors.resources import Resource, differ
@@ -116,10 +116,7 @@ class GraphProgram:
         }
         self.residuals = [name for name in parts.residuals if name not in self._handles]
         nodes = {node.name: node for node in flat.node}
-        # A variable's value shares the variable's buffer, and a tensor that the function uses from
-        # outside is there anyway: they cost nothing to keep.
-        borrowed = ("Placeholder", "ReadVariableOp")
-        self.owned = [nodes[node_of(name)].op not in borrowed for name in self.residuals]
+        self.owned = [nodes[node_of(name)].op not in BORROWED for name in self.residuals]
         self._packing: Packing | None = None
         self._once = Compiled(self._import_once, [], False, report)
         outputs = [tf.TensorSpec(t.shape, t.dtype) for t in self._once.outputs[1:]]

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from hvp._graphs.parts import data_inputs, node_of
+from hvp._graphs.parts import data_inputs, node_of, with_index
 from hvp._graphs.sizes import ENTRYWISE, VIEWS, Sizes, size_of
 
 
@@ -93,8 +93,3 @@ def root_of(tensor: str, by_name: dict[str, Any]) -> str:
     while (node := by_name.get(node_of(tensor))) is not None and node.op in VIEWS:
         tensor = data_inputs(node)[0]
     return with_index(tensor)
-
-
-def with_index(tensor: str) -> str:
-    """Return the full name of a tensor, with the index that the first result may lack."""
-    return tensor if ":" in tensor else f"{tensor}:0"

@@ -19,6 +19,11 @@ def node_of(tensor: str) -> str:
     return tensor.lstrip("^").partition(":")[0]
 
 
+def with_index(tensor: str) -> str:
+    """Return the full name of a tensor, with the index that the first result may lack."""
+    return tensor if ":" in tensor else f"{tensor}:0"
+
+
 def data_inputs(node: Any) -> list[str]:
     """Return a node's inputs without its control inputs."""
     return [tensor for tensor in node.input if not tensor.startswith("^")]
@@ -107,9 +112,7 @@ def import_part(part: Any, known: dict[str, tf.Tensor], results: Sequence[str]) 
     -------
     list of tf.Tensor
     """
-    used = {
-        tensor if ":" in tensor else f"{tensor}:0" for node in part.node for tensor in node.input
-    }
+    used = {with_index(tensor) for node in part.node for tensor in node.input}
     graph = tf.compat.v1.get_default_graph()
 
     def captured(tensor: tf.Tensor) -> tf.Tensor:

@@ -12,16 +12,15 @@ partitioner of PyTorch's AOTAutograd.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-from hvp._graphs.lifetimes import with_index
-from hvp._graphs.parts import data_inputs, node_of
-from hvp._graphs.sizes import DEAR, ENTRYWISE, Sizes, are_few, is_small, size_of
+from hvp._graphs.parts import data_inputs, node_of, with_index
+from hvp._graphs.sizes import BORROWED, DEAR, ENTRYWISE, Sizes, are_few, is_small, size_of
 
 # Operations that run again in any case. Their inputs are smaller than the result or share its
 # buffer: constants, views and repetitions.
@@ -33,8 +32,6 @@ _FREE = frozenset(
 # What it costs to run an operation again, as the share of its result's bytes that this must save.
 _ENTRYWISE_COST = 0.2
 _DEAR_COST = 0.5
-# Operations whose results take no memory of their own: inputs, and the values of variables.
-_BORROWED = frozenset(["Placeholder", "ReadVariableOp"])
 # The unit of capacities, which are 32-bit integers, and what stands for infinity.
 _UNITS_IN_TOTAL = 2**28
 _INFINITE = 2**30
@@ -61,47 +58,30 @@ def choose_residuals(
     residuals : list of str
         The tensors to keep.
     """
-    again, residuals = _with_free_ones(nodes, wanted)
-    owned = (tensor for tensor in residuals if nodes[node_of(tensor)].op not in _BORROWED)
+    wanted = {with_index(tensor) for tensor in wanted}
+    again, residuals = _remade(nodes, wanted, lambda t: nodes[node_of(t)].op not in _FREE)
+    owned = (tensor for tensor in residuals if nodes[node_of(tensor)].op not in BORROWED)
     if are_few(sum(size_of(tensor, sizes) for tensor in owned)):
         return again, residuals
-    return _minimum_cut(nodes, wanted, sizes)
+    kept = _Network(nodes, wanted, sizes).cut()
+    return _remade(nodes, wanted, lambda tensor: tensor in kept)
 
 
-def _with_free_ones(nodes: Mapping[str, Any], wanted: Iterable[str]) -> tuple[set[str], list[str]]:
-    """Run again what is free, and keep the rest."""
+def _remade(
+    nodes: Mapping[str, Any], wanted: Iterable[str], is_kept: Callable[[str], bool]
+) -> tuple[set[str], list[str]]:
+    """Return what computes the wanted tensors from those that are kept, and which these are."""
     again: set[str] = set()
     residuals: set[str] = set()
-    queue = list(map(with_index, wanted))
+    queue = list(wanted)
     while queue:
         tensor = queue.pop()
         name = node_of(tensor)
-        if name in again:
-            continue
-        if nodes[name].op in _FREE:
+        if is_kept(tensor):
+            residuals.add(tensor)
+        elif name not in again:
             again.add(name)
             queue += map(with_index, data_inputs(nodes[name]))
-        else:
-            residuals.add(tensor)
-    return again, sorted(residuals)
-
-
-def _minimum_cut(
-    nodes: Mapping[str, Any], wanted: Iterable[str], sizes: Sizes
-) -> tuple[set[str], list[str]]:
-    """Keep what has the fewest bytes, plus the costs of what runs again because of that."""
-    network = _Network(nodes, sizes)
-    kept = network.cut({with_index(tensor) for tensor in wanted})
-    again: set[str] = set()
-    residuals: set[str] = set()
-    queue = [with_index(tensor) for tensor in wanted]
-    while queue:
-        tensor = queue.pop()
-        if tensor in kept:
-            residuals.add(tensor)
-        elif node_of(tensor) not in again:
-            again.add(node_of(tensor))
-            queue += map(with_index, data_inputs(nodes[node_of(tensor)]))
     return again, sorted(residuals)
 
 
@@ -117,18 +97,22 @@ class _Network:
     ----------
     nodes : mapping of str to NodeDef
         The operations.
+    wanted : set of str
+        The tensors to be computed.
     sizes : Sizes
-        The sizes of their results.
+        The sizes of all results.
     """
 
     _SOURCE, _SINK = 0, 1
 
-    def __init__(self, nodes: Mapping[str, Any], sizes: Sizes) -> None:
-        self._nodes, self._sizes = nodes, sizes
+    def __init__(self, nodes: Mapping[str, Any], wanted: set[str], sizes: Sizes) -> None:
+        self._nodes, self._wanted, self._sizes = nodes, sorted(wanted), sizes
+        # The tensors that wanted ones depend on, numbered.
+        self._tensors: dict[str, int] = {}
 
-    def cut(self, wanted: set[str]) -> set[str]:
+    def cut(self) -> set[str]:
         """Return the tensors of a minimum cut, as near to the wanted ones as there is one."""
-        tails, heads, capacities = self._edges(wanted)
+        tails, heads, capacities = self._edges()
         tensors = self._tensors
         count = 2 + 2 * len(tensors)
         scale = max(1.0, capacities[np.isfinite(capacities)].sum() / _UNITS_IN_TOTAL)
@@ -145,9 +129,8 @@ class _Network:
             t for t, i in tensors.items() if behind[self._end(i)] and not behind[self._start(i)]
         }
 
-    def _edges(self, wanted: set[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the edges' ends and capacities; number all tensors that wanted ones depend on."""
-        self._tensors: dict[str, int] = {}
+    def _edges(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the edges' ends and capacities, and number the tensors."""
         queue: list[str] = []
         edges: list[tuple[int, int, float]] = []
 
@@ -157,13 +140,13 @@ class _Network:
                 queue.append(tensor)
             return self._tensors[tensor]
 
-        for tensor in sorted(wanted):
+        for tensor in self._wanted:
             edges.append((self._end(number(tensor)), self._SINK, np.inf))
         while queue:
             tensor = queue.pop()
             i, node = self._tensors[tensor], self._nodes[node_of(tensor)]
             size = size_of(tensor, self._sizes)
-            kept = 1 if node.op in _BORROWED else 1 + size
+            kept = 1 if node.op in BORROWED else 1 + size
             edges.append((self._start(i), self._end(i), kept))
             cost = self._cost(node, size)
             if cost:

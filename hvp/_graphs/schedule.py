@@ -75,9 +75,7 @@ def in_order(part: Any, sizes: Sizes, results: Sequence[str], *, strict: bool = 
         if peak >= before:
             break
     free = {
-        node.name
-        for node in ordered.node
-        if node.op in VIEWS or node.op == "Placeholder" or is_small(sum(sizes[node.name]))
+        node.name for node in ordered.node if node.op in VIEWS or is_small(sum(sizes[node.name]))
     }
     _let_wait(ordered, [name for name in order if name not in free], strict)
     return ordered

@@ -19,6 +19,9 @@ _FEW = 2**28
 VIEWS = frozenset(
     "EnsureShape ExpandDims Identity PreventGradient Reshape Squeeze StopGradient".split()
 )
+# Operations whose results take no memory of their own: the values of variables share the variables'
+# buffers, and tensors that a function uses from outside are there anyway.
+BORROWED = frozenset(["Placeholder", "ReadVariableOp"])
 # Entrywise operations, which are cheap next to a matrix product or convolution.
 ENTRYWISE = frozenset(
     """

@@ -78,13 +78,20 @@ def test_products_are_those_of_the_dense_hessian(name, dtype, engine):
         assert H.stats.jit_compile is by_xla
 
 
-@pytest.mark.parametrize(("name", "dtype"), pairwise(CASES, TOLERANCE))
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, "float64") for name in CASES),
+        *(long(name, "float32") for name in CASES),
+    ],
+)
 def test_products_for_little_memory_are_those_of_the_dense_hessian(name, dtype, monkeypatch):
     inside.set_limit(monkeypatch, "bytes of large values", 1)
     inside.set_limit(monkeypatch, "bytes of many values", 0)
     inside.set_limit(monkeypatch, "large values computed meanwhile", 0)
     with operator(CASES[name](dtype)) as H:
-        assert H.stats.engine == "graph"
+        waits = [node for node in inside.program(H).product_part.node if node.op == "NoOp"]
+        assert bool(waits) is (name != "cond")  # which runs in few operations, and one branch
         V = random(0, H.shape[0], 3, dtype=dtype)
         product = H @ V[:, 0]
         assert relative_error(product, dense_case(name) @ V[:, 0]) <= TOLERANCE[dtype]

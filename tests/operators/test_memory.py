@@ -57,3 +57,29 @@ def test_close_gives_the_residuals_back_and_they_are_as_large_as_reported():
     assert measured["left"] < 0.1 * measured["residuals"]
     # `residual_bytes` is an upper bound: TensorFlow frees values no derivative needs.
     assert 0.9 * measured["residuals"] < measured["reported"] < 2 * measured["residuals"]
+
+
+def test_a_product_takes_three_values_a_layer_unless_told_otherwise():
+    measured = memory.run(
+        """
+        w = [tf.Variable(np.eye(64, dtype="float32") * 0.9) for _ in range(14)]
+        x = tf.ones((2**16, 64))  # 16 MiB
+        def loss():
+            h = x
+            for weights in w:
+                h = tf.tanh(h @ weights)
+            return tf.reduce_mean(h**2)
+        v = [tf.ones_like(weights) for weights in w]
+        start = begin_peak()
+        H = hvp.HessianOperator(loss, w)
+        H.product(v)
+        print("values", (megabytes("VmHWM") - start) / 16)
+        print("residuals", H.stats.residual_bytes / 2**24)
+        """,
+        # oneDNN's allocator keeps what is freed, and so does malloc unless told.
+        TF_ENABLE_ONEDNN_OPTS="0",
+        MALLOC_MMAP_THRESHOLD_="1048576",
+    )
+    assert measured["residuals"] == pytest.approx(2 * 14 - 1, rel=0.02)
+    # A layer's value, its cotangent and its tangent, and the two groups of four on the way.
+    assert measured["values"] < 3 * 14 + 8 + 4

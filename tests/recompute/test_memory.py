@@ -11,8 +11,6 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 # Tensors of 8 MiB: 12 layers take 96 MiB, and what is built (graphs, functions) far less.
 PROGRAM = """
-import gc, pathlib
-
 depth, width, count = 12, 32, 4
 weights = [tf.Variable(np.eye(width, dtype="float32") * 0.9) for _ in range(depth)]
 vector = [tf.ones((width, width)) for _ in weights]
@@ -56,18 +54,12 @@ def gradient():
 def operator():
     return hvp.HessianOperator(loss, weights).product(vector)
 
-def peak():
-    status = pathlib.Path("/proc/self/status").read_text()
-    return int(next(x for x in status.splitlines() if x.startswith("VmHWM")).split()[1]) / 1024
-
 # The plain version comes last: what the other leaves behind can only make it seem smaller.
 for name, functions, run in {RUNS}:
-    gc.collect()
-    pathlib.Path("/proc/self/clear_refs").write_text("5")
-    start = resident_megabytes()
+    start = begin_peak()
     results = run()
     print(name + "_norm", sum(float(tf.reduce_sum(r**2)) for r in results) ** 0.5)
-    print(name + "_grown", peak() - start)
+    print(name + "_grown", megabytes("VmHWM") - start)
     del results
 """
 PLAIN = "[lambda x: layers(x, weights)]"
