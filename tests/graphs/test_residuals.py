@@ -38,7 +38,7 @@ def transformer(layers):
     h = x
     for _ in range(2):
         a = layers.LayerNormalization()(h)
-        h = h + layers.MultiHeadAttention(2, 8, flash_attention=False)(a, a)
+        h = h + layers.MultiHeadAttention(2, 8)(a, a)
         h = h + layers.Dense(16)(layers.Dense(32, "gelu")(layers.LayerNormalization()(h)))
     model = keras.Model(x, layers.Dense(3)(layers.GlobalAveragePooling1D()(h)))
     set_random_weights(model)
