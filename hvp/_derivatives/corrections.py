@@ -5,7 +5,15 @@ They are in force only inside `corrected_derivatives`; see the module `registry`
 
 from __future__ import annotations
 
-from hvp._derivatives import formulas, linear, wrong
+from hvp._derivatives import batched_products, formulas, linear, wrong
 from hvp._derivatives.registry import TENSORFLOWS, corrected_derivatives, is_linearizing
 
-__all__ = ["TENSORFLOWS", "corrected_derivatives", "formulas", "is_linearizing", "linear", "wrong"]
+__all__ = [
+    "TENSORFLOWS",
+    "batched_products",
+    "corrected_derivatives",
+    "formulas",
+    "is_linearizing",
+    "linear",
+    "wrong",
+]

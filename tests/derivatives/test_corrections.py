@@ -192,7 +192,8 @@ CASE_OF = {
     "UnsortedSegmentMax": "unsorted segment max",
     "UnsortedSegmentMin": "unsorted segment max",
 }
-ELSEWHERE = {  # tests of their own, here and in test_exact.py
+ELSEWHERE = {  # tests of their own, here, in test_exact.py and test_batched_products.py
+    "BatchMatMulV2",
     "CumulativeLogsumexp",
     "EuclideanNorm",
     "FakeQuantWithMinMaxArgs",
