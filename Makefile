@@ -56,6 +56,7 @@ benchmark: $(VENV)/.examples
 	$(BIN)/python docs/benchmarks/products.py --figure
 	$(BIN)/python docs/benchmarks/memory.py --figure
 	$(BIN)/python docs/benchmarks/scale.py --figure
+	$(BIN)/python docs/benchmarks/precision.py
 	$(BIN)/python docs/benchmarks/streaming.py
 	OPENBLAS_NUM_THREADS=1 $(BIN)/python docs/benchmarks/solving.py
 	OPENBLAS_NUM_THREADS=1 $(BIN)/python docs/benchmarks/optimizers.py

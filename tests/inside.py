@@ -16,8 +16,8 @@ import pytest
 
 import hvp
 from hvp._data import budget
-from hvp._engines import graph_map, graph_program, trace
-from hvp._graphs import rematerialize, sizes
+from hvp._engines import graph_map, graph_program, single_plan, trace
+from hvp._graphs import low_precision, rematerialize, sizes
 from hvp._influence import damped_inverse, example_gradients
 from hvp._operators.operator import core_of
 from hvp._runtime import checkpoint, guard
@@ -37,6 +37,7 @@ LIMITS: dict[str, tuple[Any, str]] = {
     "bytes of example gradients": (example_gradients, "_GRADIENT_BYTES"),
     "bytes of large values": (sizes, "_SMALL"),
     "bytes of many values": (sizes, "_FEW"),
+    "multiplications per entry in low precision": (low_precision, "_LEAST_INTENSITY"),
     "large values computed meanwhile": (rematerialize, "_WORTH_IT"),
     "seconds between saves": (checkpoint, "INTERVAL"),
 }
@@ -142,6 +143,23 @@ def forked(before_use: bool = False) -> Iterator[None]:
 def pretend_available(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
     """Pretend that the machine has so much memory left."""
     monkeypatch.setattr(budget, "_available", lambda: nbytes)
+
+
+def is_fast(dtype: Any) -> bool:
+    """Whether the machine multiplies faster in a type than in float32."""
+    return low_precision.is_fast(dtype)
+
+
+def pretend_fast(monkeypatch: pytest.MonkeyPatch, fast: bool) -> None:
+    """Pretend that the machine multiplies faster in low precision, or not."""
+    monkeypatch.setattr(single_plan, "is_fast", lambda dtype: fast)
+
+
+def use_low_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute in low precision, where it is asked for, whatever the machine and the sizes."""
+    pretend_fast(monkeypatch, True)
+    set_limit(monkeypatch, "bytes of large values", 1)
+    set_limit(monkeypatch, "multiplications per entry in low precision", 0)
 
 
 def use_tensorflow_operations(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,6 +70,10 @@ def check(H: Any, *, rtol: float = 1e-5, seed: int = 0, progress: Any = False) -
             The signs of the largest and smallest eigenvalues, estimated from inside the spectrum.
         *precision*
             Whether the dtype suffices for `rtol`, given a lower bound on the condition number.
+        *low precision*
+            By how much products in low precision differ from those in full precision, if the
+            operator was made with `precision`. They are compared along three random directions; a
+            difference above two percent is a warning.
         *cost*
             Time and memory of a product.
 
@@ -82,8 +86,9 @@ def check(H: Any, *, rtol: float = 1e-5, seed: int = 0, progress: Any = False) -
 
     Notes
     -----
-    The check costs at most 20 products and eight evaluations of the gradient (two if the loss
-    differs between evaluations), from a separate trace that stores no residuals. If the gradient is
+    The check costs at most 20 products (23, and one more evaluation of the gradient, for an
+    operator in low precision) and eight evaluations of the gradient (two if the loss differs
+    between evaluations), from a separate trace that stores no residuals. If the gradient is
     not evaluated in float64, the variables are moved for the differences, by about the cube root of
     the rounding unit times their size, and restored afterwards, even after an error or an
     interrupt. Other threads that use the operator wait meanwhile.
@@ -132,6 +137,7 @@ def _checked(H: SymmetricOperator, rtol: float, seed: int, progress: Any) -> Che
         lambda: connected(inspected.core),
         lambda: operations(inspected.core),
         lambda: products.spectrum(rtol),
+        products.low_precision,
     ]
     findings: list[Finding] = []
     bar = progress_bar(progress, total=len(steps), unit="step")

@@ -8,6 +8,10 @@ import numpy as np
 
 from hvp._operators.operator import SymmetricOperator, core_of
 
+# Products in low precision count as equal if they differ by at most so many rounding units of the
+# operator's norm.
+_ROUNDINGS = 6
+
 
 class InspectedOperator:
     """An operator under inspection.
@@ -44,6 +48,8 @@ class InspectedOperator:
         self.size = operator.shape[0]
         self.epsilon = float(np.finfo(operator.dtype).eps)
         self.tolerance = 3 * np.sqrt(self.epsilon)
+        if self.core.is_low:
+            self.tolerance = max(self.tolerance, _ROUNDINGS * self.core.rounding)
         self.seconds: list[float] = []
 
     def random_unit_vector(self) -> np.ndarray:

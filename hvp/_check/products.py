@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+import tensorflow as tf
 
 from hvp._check.inspected_operator import InspectedOperator
 from hvp._check.report import Finding, Verdict
@@ -12,6 +13,9 @@ from hvp._errors import NonFiniteError
 
 # Steps of the Lanczos iteration, which needs most of the products.
 _STEPS = 10
+# Products in low precision are compared along so many random directions, and may be wrong by so
+# much, relative to their norm.
+_COMPARED, _LARGE_ERROR = 3, 0.02
 
 
 class ProductInspection:
@@ -63,6 +67,28 @@ class ProductInspection:
         yield judged("linearity", difference, "H(au + bv) and aHu + bHv differ by")
         difference = float(np.linalg.norm(block - np.stack([Hv, Hu], axis=1)))
         yield judged("blocks", difference, "H @ [u, v] and [H @ u, H @ v] differ by")
+
+    def low_precision(self) -> Iterator[Finding]:
+        """Compare products in low precision with those in full precision."""
+        inspected = self._inspected
+        if not (inspected.core.is_low and self.eigenvalues.size):
+            return
+        low, full = inspected.operator.stats.precision, inspected.operator.dtype.name
+        vectors = [inspected.random_unit_vector() for _ in range(_COMPARED)]
+        products = [inspected.multiply(v) for v in vectors]
+        with inspected.core.in_full_precision() as core:
+            exact = [core.map().apply_flat(tf.constant(v)).numpy() for v in vectors]
+        pairs = [
+            (float(np.linalg.norm(product - want)), float(np.linalg.norm(want)))
+            for product, want in zip(products, exact)
+        ]
+        error = max(difference / (norm or 1.0) for difference, norm in pairs)
+        text = f"products in {low} differ from those in {full} by {error:.1g} of their norm"
+        if error <= _LARGE_ERROR:
+            yield Finding("low precision", "ok", f"{text}; hvp.solve refines its solutions")
+            return
+        advice = "leave out precision, or look for values that nearly cancel"
+        yield Finding("low precision", "warning", f"{text}; {advice}")
 
     def _lanczos(self) -> tuple[np.ndarray, float]:
         """Estimate the spectrum and the asymmetry by the Lanczos iteration.

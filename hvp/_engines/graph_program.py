@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -20,8 +20,9 @@ from hvp._derivatives.replace import replace_operations
 from hvp._engines.graph_product import Compilation, GraphProduct
 from hvp._engines.trace import TracedGraph
 from hvp._graphs.compiled import Compiled, JitCompile
-from hvp._graphs.dataflow import CALLS, CONTROL_FLOW, KEPT_WHOLE
+from hvp._graphs.dataflow import CALLS, CONTROL_FLOW, KEPT_WHOLE, output_dtypes
 from hvp._graphs.inline import inline_calls
+from hvp._graphs.low_precision import in_low_precision
 from hvp._graphs.matrix_products import for_many_vectors
 from hvp._graphs.parts import import_part, nbytes, node_of
 from hvp._graphs.schedule import in_order_if_large
@@ -69,9 +70,14 @@ class GraphProgram:
         Whether XLA compiles products.
     report : callable
         Told, in words, when it cannot.
+    precision : tf.DType, optional
+        The type in which matrix products and convolutions of the product are computed, and large
+        residuals are stored; by default that of the graph.
 
     Attributes
     ----------
+    precision : tf.DType or None
+        The same; None if nothing is large enough for low precision.
     residuals : list of str
         Names of the tensors that pass from the first part to the second.
     residual_specs : list of tf.TensorSpec
@@ -96,6 +102,7 @@ class GraphProgram:
         reads: Sequence[Resource],
         jit_compile: JitCompile,
         report: Callable[[str], None],
+        precision: tf.DType | None = None,
     ) -> None:
         self._traced, self._codomain, self._reads = traced, codomain, list(reads)
         flat, rename = inline_calls(replace_operations(traced.graph_def))
@@ -106,10 +113,7 @@ class GraphProgram:
         self._products = [rename(name) for name in traced.products if name is not None]
         sizes = take_sizes(flat)
         parts = split(flat, self._vectors, self._products, self._results_of_once, sizes)
-        self.once_part = parts.once
-        self.product_part = in_order_if_large(parts.product, sizes, self._products)
-        self._product_in_any_order = parts.product
-        self._dependent = parts.dependent
+        self.once_part, self._dependent = parts.once, parts.dependent
         # A variable itself, whose shape a product may ask for, is the same at every point.
         self._handles = {
             name: tensor for name, tensor in self._captures.items() if tensor.dtype == tf.resource
@@ -117,6 +121,19 @@ class GraphProgram:
         self.residuals = [name for name in parts.residuals if name not in self._handles]
         nodes = {node.name: node for node in flat.node}
         self.owned = [nodes[node_of(name)].op not in BORROWED for name in self.residuals]
+        self._rounded: set[str] = set()
+        product = parts.product
+        if precision is not None:
+            own = (name for name, owned in zip(self.residuals, self.owned) if owned)
+            types = {name: _dtype_of(name, nodes) for name in own if name not in self._products}
+            lowered = in_low_precision(product, precision, sizes, types, self._products)
+            product, sizes, self._rounded = lowered.part, lowered.sizes, lowered.rounded
+            recomputed = (f.signature.name for f in product.library.function)
+            inside = any(precision.name in name for name in recomputed)
+            precision = precision if lowered.count or lowered.rounded or inside else None
+        self.precision = precision
+        self._product_in_any_order = product
+        self.product_part = in_order_if_large(product, sizes, self._products)
         self._packing: Packing | None = None
         self._once = Compiled(self._import_once, [], False, report)
         outputs = [tf.TensorSpec(t.shape, t.dtype) for t in self._once.outputs[1:]]
@@ -222,6 +239,10 @@ class GraphProgram:
             tensors[: len(self._results_of_once)],
             tensors[len(self._results_of_once) :],
         )
+        residuals = [
+            tf.cast(tensor, self.precision) if name in self._rounded else tensor
+            for name, tensor in zip(self.residuals, residuals)
+        ]
         finite = [
             tf.reduce_all(tf.math.is_finite(t))
             for t in _joined_if_small([t for t in results if t.dtype.is_floating])
@@ -279,6 +300,11 @@ class GraphProgram:
         weights = [part for part, name in zip(vector, names) if name is not None]
         with corrected_derivatives():
             return tf.gradients(products, at, weights, unconnected_gradients="zero")
+
+
+def _dtype_of(tensor: str, nodes: Mapping[str, Any]) -> tf.DType:
+    name, _, index = tensor.partition(":")
+    return output_dtypes(nodes[name])[int(index or 0)]
 
 
 def _joined_if_small(tensors: list[tf.Tensor]) -> list[tf.Tensor]:

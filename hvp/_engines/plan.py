@@ -85,6 +85,9 @@ class Facts:
         Whether XLA computes products; None before the first.
     expected_nbytes : int
         Bytes that a linear map will hold, as far as shapes tell before it is evaluated.
+    precision : str
+        The type of low precision in which products are computed; empty if they are in full
+        precision.
     note : str
         Why something is not as good as it could be; empty if nothing is.
     """
@@ -99,6 +102,7 @@ class Facts:
     traces: int = 0
     uses_xla: bool | None = None
     expected_nbytes: int = 0
+    precision: str = ""
     note: str = ""
 
     @classmethod
@@ -117,6 +121,7 @@ class Facts:
             traces=sum(facts.traces for facts in every),
             uses_xla=next((facts.uses_xla for facts in every if facts.uses_xla is not None), None),
             expected_nbytes=sum(facts.expected_nbytes for facts in every),
+            precision=next((facts.precision for facts in every if facts.precision), ""),
             note="; ".join(dict.fromkeys(filter(None, (facts.note for facts in every)))),
         )
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from hvp._errors import HvpError
 from hvp._graphs.compiled import JitCompile
 from hvp._runtime.progress import check_progress
 
 Engine = Literal["graph", "tape"]
+Precision = Literal["bfloat16", "float16"]
+# The rounding units of these.
+ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 OnStale = Literal["raise", "refresh", "ignore"]
 
 
@@ -30,6 +33,8 @@ class Settings:
         Upper bound on the memory for residuals and the batch being processed.
     recompute : bool, int or sequence of layers
         Which parts of a Keras model to compute again instead of keeping them.
+    precision : {"bfloat16", "float16"} or None
+        The type in which products are computed, and residuals stored; None for the operator's own.
     progress : bool or "always"
         Whether to show a bar over batches.
     products : bool
@@ -46,6 +51,7 @@ class Settings:
     on_stale: OnStale = "raise"
     memory_limit: Any = None
     recompute: bool | int | Sequence[Any] = False
+    precision: Precision | None = None
     progress: bool | Literal["always"] = False
     products: bool = True
 
@@ -61,5 +67,10 @@ class Settings:
         if self.on_stale not in ("raise", "refresh", "ignore"):
             raise HvpError(
                 f"the argument on_stale is {self.on_stale!r}", "'raise', 'refresh' or 'ignore'"
+            )
+        if self.precision not in (None, *get_args(Precision)):
+            raise HvpError(
+                f"the argument precision is {self.precision!r}",
+                "'bfloat16' or 'float16'; or None, for the precision of the variables",
             )
         check_progress(self.progress)

@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -17,7 +18,7 @@ from hvp._engines.graph_program import GraphProgram, Results
 from hvp._engines.in_graph import StorableGraphMap
 from hvp._engines.linear_map import LinearMap
 from hvp._engines.plan import Facts, Plan, Remarks, WideGradient
-from hvp._engines.rule import Arguments, Evaluated, NoArguments, Rule
+from hvp._engines.rule import Arguments, Evaluated, NoArguments, Parts, Rule
 from hvp._engines.settings import Settings
 from hvp._engines.tape_map import TapeMap
 from hvp._engines.taped import doubtful_nones
@@ -31,6 +32,7 @@ from hvp._errors import (
     quoted,
 )
 from hvp._graphs.dataflow import KEPT_WHOLE
+from hvp._graphs.low_precision import is_fast, recomputed_in
 from hvp._graphs.parts import digest_of_graph
 from hvp._graphs.split import UnsplittableError
 from hvp._keras.losses import preserved_losses
@@ -89,7 +91,13 @@ class SinglePlan(Plan):
         self.nest, self.space = nest, Space.of_variables(nest)
         self._rule, self._settings, self._batch = rule, settings, batch
         self._note = self._unsaid = ""
+        self._precision = self._fast_precision()
         self._trace = self._try_to_trace()
+        if settings.precision is not None and settings.engine == "graph" and not self._precision:
+            self._add_note(
+                f"computes products in {self.space.dtype.name}: this device is not faster in "
+                f"{settings.precision}"
+            )
         self._facts = self._static_facts(inputs)
         if self._trace is not None:
             refuse_missing_derivatives(self._trace.doubts.missing)
@@ -100,10 +108,15 @@ class SinglePlan(Plan):
         self._program = self._try_to_split() if settings.engine == "graph" else None
         if self._program is None:
             self._facts = dataclasses.replace(self._facts, engine="tape")
+            if settings.precision is not None:
+                self._add_note(f"computes products in {self.space.dtype.name}, on tapes")
             self._refuse_risky_pools()
         else:
             expected = self._program.expected_nbytes
-            self._facts = dataclasses.replace(self._facts, expected_nbytes=expected)
+            low = self._program.precision
+            self._facts = dataclasses.replace(
+                self._facts, expected_nbytes=expected, precision=low.name if low else ""
+            )
 
     @property
     def facts(self) -> Facts:
@@ -205,7 +218,12 @@ class SinglePlan(Plan):
             if graph.error is not None:
                 raise UnsplittableError(f"{graph.error}") from graph.error
             return GraphProgram(
-                graph, self.space, self._facts.reads, self._settings.jit_compile, self._add_note
+                graph,
+                self.space,
+                self._facts.reads,
+                self._settings.jit_compile,
+                self._add_note,
+                self._precision,
             )
         except (UnsplittableError, tf.errors.OpError, ValueError) as error:
             reason = line_of(error, -1)
@@ -213,6 +231,14 @@ class SinglePlan(Plan):
             self._add_note(remark)
             self._unsaid = self._note
             return None
+
+    def _fast_precision(self) -> tf.DType | None:
+        """Return the type of low precision that was asked for, if it is fast here."""
+        settings = self._settings
+        if settings.precision is None or not settings.products or settings.engine != "graph":
+            return None
+        precision = tf.as_dtype(settings.precision)
+        return precision if is_fast(precision) else None
 
     def _refuse_risky_pools(self) -> None:
         """Refuse the tape engine for pools that TensorFlow itself may differentiate wrong."""
@@ -259,7 +285,10 @@ class SinglePlan(Plan):
         refuse_missing_derivatives([doubt for doubt, is_at in doubtful if is_at])
 
     def _traced(self) -> Trace:
-        arguments = self._rule, self.nest, self._settings.products
+        rule = self._rule
+        if self._precision is not None:
+            rule = _LowProducts(rule, self._precision)
+        arguments = rule, self.nest, self._settings.products
         try:
             return trace(self._evaluate, *arguments)
         except ValueError as error:
@@ -295,3 +324,21 @@ class SinglePlan(Plan):
             notes.append("runs Python code, where no variable is watched")
         self._note = "; ".join(notes)
         return traced
+
+
+@dataclasses.dataclass(frozen=True)
+class _LowProducts(Rule):
+    """A rule whose products compute recomputed functions in low precision.
+
+    The rest of its products is computed in low precision by `GraphProgram`.
+    """
+
+    rule: Rule
+    precision: tf.DType
+
+    def evaluate(self, variables: Sequence[tf.Variable], batch: Arguments) -> Evaluated:
+        return self.rule.evaluate(variables, batch)
+
+    def multiply(self, state: Any, vector: Parts) -> Parts:
+        with recomputed_in(self.precision):
+            return self.rule.multiply(state, vector)

@@ -95,7 +95,7 @@ class InfluenceFunctions(OneProcess):
         Whether to show a tqdm progress bar over the examples on a terminal; ``"always"`` shows it
         on any stream.
     **options
-        Options of `HessianOperator`: `engine`, `jit_compile`, `recompute`.
+        Options of `HessianOperator`: `engine`, `jit_compile`, `recompute`, `precision`.
 
     Attributes
     ----------

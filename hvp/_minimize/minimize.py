@@ -73,7 +73,8 @@ def minimize(
         ``"always"`` shows it on any stream.
     **more
         Options of `HessianOperator`: `batch_size`, `memory_limit` (which the two points share),
-        `reduction`, `regularization`, `weight`, `engine`, `jit_compile`, `recompute`. All others
+        `reduction`, `regularization`, `weight`, `engine`, `jit_compile`, `recompute`,
+        `precision`. All others
         are options of the method, by scipy's names: `maxiter` (`maxfun` for TNC), `gtol` (`xtol`
         for Newton-CG), and so on.
 

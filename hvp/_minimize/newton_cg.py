@@ -75,7 +75,7 @@ class NewtonCG(OneProcess, tf.Module):
         Seed of samples and sketches.
     **options
         Options of `HessianOperator`: `batch_size`, `memory_limit`, `reduction`, `regularization`,
-        `weight`, `engine`, `jit_compile`, `recompute`.
+        `weight`, `engine`, `jit_compile`, `recompute`, `precision`.
 
     Raises
     ------

@@ -19,11 +19,14 @@ from hvp._minimize.points import Point
 from hvp._minimize.steihaug import Ending, SteihaugResult
 from hvp._minimize.subproblem import Subproblem, euclidean_norm, to_float64
 from hvp._minimize.trust_region import is_accepted, next_damping, next_radius
+from hvp._operators.operator import SymmetricOperator, core_of
 from hvp._snapshots.watch import Watch
 from hvp._vectors.resources import Resource
 
 # A difference of two losses is trusted if it is at least this many units of rounding.
 _ROUNDINGS = 100
+# A model whose products are in low precision is minimized to so many rounding units of theirs.
+_LOW_ROUNDINGS = 4
 
 
 class NewtonIteration:
@@ -114,7 +117,7 @@ class NewtonIteration:
             gradient,
             state.preconditioner,
             radius=float(state.radius),
-            tolerance=forcing * norm,
+            tolerance=max(forcing, _model_error(hessian)) * norm,
             damping=float(state.damping),
         )
         self.cg_seconds += time.perf_counter() - start
@@ -246,3 +249,9 @@ class NewtonIteration:
             return float(self._forcing)
         state = self._state
         return next_forcing(norm, float(state.gradient_norm), float(state.forcing), target)
+
+
+def _model_error(hessian: SymmetricOperator) -> float:
+    """Return the part of the gradient below which a model in low precision says nothing."""
+    core = core_of(hessian)
+    return _LOW_ROUNDINGS * core.rounding if core.is_low else 0.0

@@ -14,7 +14,9 @@ from hvp._runtime.strategies import outside_strategies
 
 # The options of `HessianOperator` that also apply to a loss at many points.
 OPERATOR_OPTIONS = frozenset(
-    "batch_size memory_limit reduction regularization weight engine jit_compile recompute".split()
+    """
+    batch_size memory_limit reduction regularization weight engine jit_compile recompute precision
+    """.split()
 )
 
 
@@ -32,7 +34,7 @@ class ScipyObjective(OneProcess):
         unchanged.
     variables, data, **options
         As for `HessianOperator`: `batch_size`, `memory_limit` (which the two points share),
-        `reduction`, `regularization`, `weight`, `engine`, `jit_compile`, `recompute`.
+        `reduction`, `regularization`, `weight`, `engine`, `jit_compile`, `recompute`, `precision`.
     on_stale : {"raise", "refresh"}, optional
         What to do after a change of a variable that the loss reads but that is not minimized over:
         raise `StaleOperatorError` once, or evaluate the loss again.

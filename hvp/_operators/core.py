@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ import tensorflow as tf
 from hvp._engines.linear_map import LinearMap, damped
 from hvp._engines.plan import Remarks
 from hvp._engines.rule import Rule
+from hvp._engines.settings import ROUNDING
+from hvp._errors import HvpError, StaleOperatorError, quoted
 from hvp._snapshots.nearby import Gradients
 from hvp._snapshots.problem import problem_of
 from hvp._snapshots.snapshot import Snapshot
@@ -27,6 +30,8 @@ class Core:
         The results and the linear map.
     evaluate_gradient : callable, optional
         Returns a snapshot of the gradient alone, of a new trace: for checks.
+    evaluate_in_full : callable, optional
+        Returns a snapshot in full precision, of a new trace: where products are refined.
 
     Attributes
     ----------
@@ -37,11 +42,16 @@ class Core:
     """
 
     def __init__(
-        self, snapshot: Snapshot, evaluate_gradient: Callable[[], Snapshot] | None = None
+        self,
+        snapshot: Snapshot,
+        evaluate_gradient: Callable[[], Snapshot] | None = None,
+        evaluate_in_full: Callable[[], Snapshot] | None = None,
     ) -> None:
         self.snapshot = snapshot
         self.space = snapshot.plan.space
         self._evaluate_gradient = evaluate_gradient
+        self._evaluate_in_full = evaluate_in_full
+        self._in_full: Core | None = None
         self._cache: dict[Any, Any] = {}
 
     def map(self, damping: float = 0.0) -> LinearMap:
@@ -72,6 +82,65 @@ class Core:
         if key not in self._cache:
             self._cache[key] = make()
         return self._cache[key]
+
+    @property
+    def rounding(self) -> float:
+        """The rounding unit of products."""
+        low = ROUNDING.get(self.snapshot.facts.precision)
+        return low or float(np.finfo(self.space.dtype.as_numpy_dtype).eps)
+
+    @property
+    def is_low(self) -> bool:
+        """Whether products are computed in low precision."""
+        return bool(self.snapshot.facts.precision)
+
+    @contextlib.contextmanager
+    def in_full_precision(self) -> Iterator[Core]:
+        """Evaluate the same matrix in full precision, and release what that keeps afterwards.
+
+        If products are in full precision anyway, this is the object itself.
+
+        Raises
+        ------
+        StaleOperatorError
+            If a variable has changed since the operator was evaluated.
+        HvpError
+            If the loss draws random numbers that cannot be repeated.
+        """
+        if not self.is_low:
+            yield self
+            return
+        self._refuse_another_matrix()
+        assert self._evaluate_in_full is not None
+        with self.snapshot.with_seeds():
+            if self._in_full is None:
+                self._in_full = Core(self._evaluate_in_full())
+            else:
+                self._in_full.snapshot.refresh()
+        try:
+            yield self._in_full
+        finally:
+            self._in_full.snapshot.close()
+
+    def _refuse_another_matrix(self) -> None:
+        """Refuse to evaluate again where that would be another matrix."""
+        self.snapshot.make_sure()
+        if self.snapshot.facts.draws:
+            raise HvpError(
+                "the loss draws random numbers, so that it cannot be evaluated once more in full "
+                "precision, which refines what products in low precision give",
+                "a loss that is the same in every evaluation",
+                "leave out precision, or draw with a Keras seed generator or tf.random.stateless_*",
+            )
+        changed = self.snapshot.changed()
+        if changed:
+            raise StaleOperatorError(
+                f"variables that the loss reads have changed: {quoted(changed)}; full precision, "
+                "which refines what products in low precision give, can be evaluated at the "
+                "variables' present values only",
+                "the values at which the operator was evaluated",
+                "call refresh(), or leave out precision",
+            )
 
     @property
     def cached_count(self) -> int:
@@ -123,4 +192,9 @@ def evaluated(rule: Rule, variables: Any, data: Any, **options: Any) -> Core:
     """
     problem, settings = problem_of(rule, variables, data, **options)
     alone = dataclasses.replace(settings, on_stale="ignore", products=False)
-    return Core(problem.snapshot(settings), lambda: problem.snapshot(alone))
+    in_full = dataclasses.replace(settings, on_stale="ignore", precision=None)
+    return Core(
+        problem.snapshot(settings),
+        lambda: problem.snapshot(alone),
+        lambda: problem.snapshot(in_full),
+    )

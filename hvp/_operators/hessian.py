@@ -9,7 +9,7 @@ import numpy as np
 
 from hvp._data.elements import checked_loss
 from hvp._engines.rule import HessianRule
-from hvp._engines.settings import Engine, OnStale
+from hvp._engines.settings import Engine, OnStale, Precision
 from hvp._graphs.compiled import JitCompile
 from hvp._keras.compiled_loss import compiled_problem
 from hvp._operators.core import evaluated
@@ -86,6 +86,17 @@ class HessianOperator(SymmetricOperator):
         for each product. With ``True`` the segments are chosen automatically, an integer is their
         number, and a sequence lists sublayers: see `recompute_model`. Functions made by `recompute`
         are recomputed in any case, by either engine.
+
+    precision : {"bfloat16", "float16"}, optional
+        Compute the matrix products and convolutions of each product in this type, and store large
+        residuals in it, which then take half the memory. Vectors, sums and everything else stay in
+        the type of the variables, as do the loss and the gradient. A product is then wrong by about
+        half a percent; `hvp.check` says by how much. `hvp.solve` refines its solutions to the
+        tolerance that you ask for, and optimizers use the true gradient. Where the device is not
+        faster in this type, ``stats`` and the log say so, and nothing changes. Loops and
+        branches, and products by the tape engine, stay in full precision. On GPUs that have it,
+        TensorFlow itself computes float32 products in TF32:
+        see `tf.config.experimental.enable_tensor_float_32_execution`.
 
     Attributes
     ----------
@@ -171,6 +182,7 @@ class HessianOperator(SymmetricOperator):
         engine: Engine = "graph",
         jit_compile: JitCompile = False,
         recompute: bool | int | Sequence[Any] = False,
+        precision: Precision | None = None,
     ) -> None:
         damping = check_damping(damping)
         core = evaluated(
@@ -187,6 +199,7 @@ class HessianOperator(SymmetricOperator):
             engine=engine,
             jit_compile=jit_compile,
             recompute=recompute,
+            precision=precision,
         )
         super().__init__(core, damping)
 

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvp._engines.rule import PullbackRule
-from hvp._engines.settings import Engine, Settings
+from hvp._engines.settings import Engine, Precision, Settings
 from hvp._engines.single_plan import SinglePlan
 from hvp._errors import InvalidLossError, InvalidVectorError, OutOfMemoryError, line_of
 from hvp._graphs.compiled import JitCompile
@@ -156,6 +156,7 @@ def linearize(
     *,
     engine: Engine = "graph",
     jit_compile: JitCompile = False,
+    precision: Precision | None = None,
 ) -> Linearization:
     """Evaluate a function, and keep its derivative as a linear map.
 
@@ -176,6 +177,8 @@ def linearize(
         cotangent, the tape engine is used instead, and the log says why.
     jit_compile : bool or "auto", optional
         Whether XLA compiles the graph engine's functions; as for `HessianOperator`.
+    precision : {"bfloat16", "float16"}, optional
+        A lower precision for matrix products, convolutions and residuals; as for `HessianOperator`.
 
     Returns
     -------
@@ -212,7 +215,9 @@ def linearize(
             "a function of no arguments",
             "pass lambda: ...",
         )
-    settings = Settings(engine=engine, jit_compile=jit_compile, on_stale="ignore")
+    settings = Settings(
+        engine=engine, jit_compile=jit_compile, on_stale="ignore", precision=precision
+    )
     nest, rule = collect_variables(variables), PullbackRule(lambda: _checked(f()))
     return Linearization(
         Snapshot(

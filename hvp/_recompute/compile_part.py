@@ -9,7 +9,8 @@ from typing import Any
 import tensorflow as tf
 
 from hvp._graphs.dataflow import KEPT_WHOLE
-from hvp._graphs.parts import import_part, without_names
+from hvp._graphs.low_precision import in_low_precision
+from hvp._graphs.parts import import_part, nbytes, node_of, without_names
 from hvp._graphs.schedule import in_order
 from hvp._graphs.sizes import sizes_by_import
 from hvp._recompute.order import spec_of
@@ -28,6 +29,7 @@ def compile_part(
     results: Sequence[str],
     *,
     whole: bool,
+    precision: tf.DType | None = None,
 ) -> Any:
     """Compile a part of a graph as a function of some of its tensors.
 
@@ -46,6 +48,8 @@ def compile_part(
     whole : bool
         Whether to schedule the operations for little memory, and to keep calls from being inlined
         into the graphs that make them. See Notes.
+    precision : tf.DType, optional
+        The type in which large matrix products and convolutions are computed, if `whole`.
 
     Returns
     -------
@@ -62,15 +66,22 @@ def compile_part(
     """
     used = {*results, *(tensor for node in part.node for tensor in node.input)}
     captured = {name: tensor for name, tensor in captured.items() if name in used}
-    key = (whole, without_names(part, inputs, results), tuple(specs))
+    key = (whole, precision, without_names(part, inputs, results), tuple(specs))
     # A function that captures tensors is good for these only.
     shared = None if captured else _shared.get(key)
     if shared is not None:
         return shared
+    name = KEPT_WHOLE
     if whole:
         captured_specs = {name: spec_of(tensor) for name, tensor in captured.items()}
         known = {**captured_specs, **dict(zip(inputs, specs))}
-        part = in_order(part, sizes_by_import(part, known), results)
+        sizes = sizes_by_import(part, known)
+        if precision is not None:
+            sizes.update({node_of(name): [nbytes(spec)] for name, spec in known.items()})
+            lowered = in_low_precision(part, precision, sizes, {}, results)
+            part, sizes = lowered.part, lowered.sizes
+            name += f"_{precision.name}" if lowered.count else ""
+        part = in_order(part, sizes, results)
 
     def run(*tensors: tf.Tensor) -> list[tf.Tensor]:
         return import_part(part, {**captured, **dict(zip(inputs, tensors))}, results)
@@ -79,7 +90,7 @@ def compile_part(
     def hvp_recomputed(*tensors: tf.Tensor) -> list[tf.Tensor]:
         return run(*tensors)
 
-    assert hvp_recomputed.__name__ == KEPT_WHOLE
+    hvp_recomputed.__name__ = name
     function = tf.function(
         hvp_recomputed if whole else run,
         autograph=False,

@@ -101,7 +101,12 @@ class Programs:
         return run
 
     def compile_derivative(
-        self, trace: Trace, *, tangents: Sequence[int] = (), held_back: int = 0
+        self,
+        trace: Trace,
+        *,
+        tangents: Sequence[int] = (),
+        held_back: int = 0,
+        precision: tf.DType | None = None,
     ) -> Any:
         """Compile a derivative, a function of arguments, variables, tensors, state and cotangents.
 
@@ -113,6 +118,8 @@ class Programs:
             Places of results that are computed before the first cotangents are used.
         held_back : int, optional
             The number of these cotangents.
+        precision : tf.DType, optional
+            The type in which large matrix products and convolutions are computed.
         """
         graph = self._graph_of(trace)
         pure = replay(
@@ -137,7 +144,9 @@ class Programs:
             )
         names = [*graph.inputs, *state, *graph.cotangents]
         specs = [*self._specs, *self._state_specs, *trace.cotangents]
-        return compile_part(part, graph.captured, names, specs, graph.results, whole=True)
+        return compile_part(
+            part, graph.captured, names, specs, graph.results, whole=True, precision=precision
+        )
 
     def _graph_of(self, trace: Trace) -> _Graph:
         """Make reads of variables and random draws in a trace repeatable."""

@@ -37,6 +37,7 @@ from hvp._derivatives.gradient import densify
 from hvp._errors import RecomputeError
 from hvp._graphs.concrete import captures, concrete_function
 from hvp._graphs.dataflow import Dataflow
+from hvp._graphs.low_precision import dtype_of_recomputed
 from hvp._recompute.captured import CapturedVariable, captured_tensors, captured_variables
 from hvp._recompute.order import FindMissing, Order, has_derivatives, spec_of
 from hvp._recompute.programs import Programs, Trace
@@ -78,6 +79,8 @@ class Segment:
         # Names of the function's own results in the latest trace.
         self._function_results: list[str] = []
         self._orders: list[Order] = []
+        # The derivatives that products use, in low precision.
+        self._low: dict[tuple[int, tf.DType], Order] = {}
         # Orders and watched inputs for which no derivative is missing.
         self._complete: set[tuple[int, frozenset[int] | None]] = set()
         self._order(0)
@@ -121,11 +124,17 @@ class Segment:
 
     def _order(self, order: int) -> Order:
         with self._lock:
-            while len(self._orders) <= order:
+            precision = dtype_of_recomputed()
+            is_low = precision is not None and order in (1, 2)
+            while len(self._orders) <= order - is_low:
                 self._orders.append(self._make_order(len(self._orders)))
-            return self._orders[order]
+            if precision is None or not is_low:
+                return self._orders[order]
+            if (order, precision) not in self._low:
+                self._low[order, precision] = self._make_order(order, precision)
+            return self._low[order, precision]
 
-    def _make_order(self, order: int) -> Order:
+    def _make_order(self, order: int, precision: tf.DType | None = None) -> Order:
         """Trace and compile an order; the orders below exist already."""
         present: list[int] = []
 
@@ -135,7 +144,7 @@ class Segment:
             present[:] = [i for i, tensor in enumerate(results) if tensor is not None]
             return [tf.identity(results[i]) for i in present]
 
-        cotangents = [spec for lower in self._orders for spec in lower.cotangents]
+        cotangents = [spec for lower in self._orders[:order] for spec in lower.cotangents]
         with exact_functions():
             concrete = apart(lambda: concrete_function(traced, *self._specs, *cotangents))
         graph_def = concrete.graph.as_graph_def()
@@ -154,9 +163,11 @@ class Segment:
             base = self._programs.base_count
             tangents = [place for place, i in enumerate(present) if i >= base]
             count = len(self._orders[0].cotangents)
-            run = self._programs.compile_derivative(trace, tangents=tangents, held_back=count)
+            run = self._programs.compile_derivative(
+                trace, tangents=tangents, held_back=count, precision=precision
+            )
         else:
-            run = self._programs.compile_derivative(trace)
+            run = self._programs.compile_derivative(trace, precision=precision)
         results = [spec_of(tensor) for tensor in concrete.outputs]
         recorded = Recorded(len(results), functools.partial(self._gradient, order))
         return Order(results, present, run, recorded, self._missing(order, concrete, flow, present))

@@ -145,6 +145,7 @@ class Snapshot(OneProcess):
             traces=facts.traces,
             engine=facts.engine,
             jit_compile=facts.uses_xla,
+            precision=facts.precision or self.plan.space.dtype.name,
             note=facts.note,
         )
 
@@ -155,6 +156,10 @@ class Snapshot(OneProcess):
             return "closed"
         looks = self.on_stale != "ignore" and tf.executing_eagerly()
         return "stale" if looks and self._watch.changed() else ""
+
+    def changed(self) -> list[str]:
+        """Return the names of the variables that have other values than when it was evaluated."""
+        return list(self._watch.changed())
 
     def refresh(self) -> None:
         """Evaluate at the values the variables have now.

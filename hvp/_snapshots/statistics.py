@@ -29,6 +29,9 @@ class Statistics:
         The engine that computes products: ``"graph"`` or ``"tape"``.
     jit_compile : bool or None
         Whether XLA computes products with one vector; None before the first product.
+    precision : str
+        The type in which matrix products and convolutions are computed, and residuals stored: that
+        of the operator, unless ``precision`` asks for a lower one that the device is fast in.
     note : str
         The reason if something works less well than asked for, empty otherwise.
     """
@@ -42,4 +45,5 @@ class Statistics:
     residual_bytes: int | None = 0
     engine: str = ""
     jit_compile: bool | None = None
+    precision: str = ""
     note: str = ""

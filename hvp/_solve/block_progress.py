@@ -30,6 +30,8 @@ class BlockProgress:
         Directions of negative curvature, of shape `(k, n)`; zero for rows without one.
     products : int
         Number of products with single vectors.
+    is_low : bool
+        Whether the iterations multiply in low precision.
     active : ndarray
         Indices of the rows in `counters` and `state`; empty between cycles.
     counters : list of tf.Tensor
@@ -50,6 +52,7 @@ class BlockProgress:
     iterations: np.ndarray
     directions: np.ndarray
     products: int = 0
+    is_low: bool = False
     active: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     counters: list[Any] = field(default_factory=list)
     state: list[Any] = field(default_factory=list)
@@ -57,10 +60,17 @@ class BlockProgress:
     changing: bool = False
 
     @classmethod
-    def begin(cls, x: np.ndarray) -> BlockProgress:
+    def begin(cls, x: np.ndarray, *, is_low: bool) -> BlockProgress:
         """Return the progress before the first iteration, from an initial guess."""
-        zeros = np.zeros(len(x), np.int64)
-        return cls(x.copy(), np.full(len(x), np.inf), zeros, zeros.copy(), np.zeros_like(x))
+        zeros, norms = np.zeros(len(x), np.int64), np.full(len(x), np.inf)
+        return cls(x.copy(), norms, zeros, zeros.copy(), np.zeros_like(x), is_low=is_low)
+
+    def go_on_in_full_precision(self, maxiter: int) -> None:
+        """Let the rows that low precision has not solved run again."""
+        pending = (self.outcome != SolveOutcome.CONVERGED) & (self.iterations < maxiter)
+        self.outcome[pending] = SolveOutcome.RUNNING
+        self.directions[pending] = 0
+        self.is_low = False
 
     def begin_cycle(self, rows: np.ndarray, state: list[Any]) -> None:
         """Make some rows active, with the initial state of the method."""
@@ -104,6 +114,7 @@ class BlockProgress:
             "iterations": self.iterations,
             "directions": self.directions,
             "products": np.array(self.products),
+            "is_low": np.array(self.is_low),
             "active": self.active,
         }
         if self.correction is not None:
@@ -127,6 +138,7 @@ class BlockProgress:
             iterations=arrays["iterations"],
             directions=arrays["directions"],
             products=int(arrays["products"]),
+            is_low=bool(arrays.get("is_low", False)),
             active=arrays["active"],
             counters=numbered("counter"),
             state=numbered("state"),

@@ -12,7 +12,7 @@ For `A x = b`, with a preconditioner `M` that approximates the inverse of `A`, f
 Each step minimizes the quadratic model `(x, A x) / 2 - (b, x)` along `p_k`, which decreases by
 `alpha_k (r_k, M r_k) / 2`.
 
-This implementation differs from those of scipy and TensorFlow in two ways:
+This implementation differs from those of scipy and TensorFlow in three ways:
 
 1. The columns advance together, because the product of a block takes a fraction of the time of the
    separate products. Each column has its own step lengths. A column that has ended stays as it is
@@ -21,6 +21,12 @@ This implementation differs from those of scipy and TensorFlow in two ways:
    returned; scipy's iteration continues. Curvature is compared with rounding by the angle between
    `p` and `A p`: if `A` is positive definite with condition number `c`, the cosine of that angle
    is at least `2 sqrt(c) / (c + 1)`.
+
+3. Where products are in low precision, the residual is replaced by the true one now and then, and
+   the iteration goes on in its direction, without beginning anew. The idea is that of H. A. van der
+   Vorst and Q. Ye, "Residual replacement strategies for Krylov subspace iterative methods for the
+   convergence of true residuals", SIAM Journal on Scientific Computing 22(3), 835-852, 2000.
+   https://doi.org/10.1137/S1064827599353865
 
 Reference: M. R. Hestenes and E. Stiefel, "Methods of conjugate gradients for solving linear
 systems", Journal of Research of the National Bureau of Standards 49(6), 409-436, 1952.
@@ -41,6 +47,17 @@ def _initial_state(residual: tf.Tensor, system: System) -> list[tf.Tensor]:
     """Return `x`, `r`, `p` and `(r, M r)` at `x = 0`."""
     descent = system.precondition(residual)
     return [tf.zeros_like(residual), residual, descent, dots(residual, descent)]
+
+
+def _continued_state(state: State, residual: tf.Tensor, system: System) -> list[tf.Tensor]:
+    """Replace the residual by the true one, and keep the direction conjugate to those before.
+
+    The direction contains `M r` for the residual of the recurrence.
+    """
+    _, by_recurrence, direction, _ = state
+    descent = system.precondition(residual)
+    direction += descent - system.precondition(by_recurrence)
+    return [tf.zeros_like(residual), residual, direction, dots(residual, descent)]
 
 
 def _iterate(state: State, running: tf.Tensor, system: System) -> Step:
@@ -81,4 +98,5 @@ CONJUGATE_GRADIENTS = Method(
     separable=True,
     preconditioned=True,
     direction=2,
+    continued_state=_continued_state,
 )

@@ -39,12 +39,15 @@ class Equations:
         Shape `(k,)`: a column has converged when the norm of its residual is at most this.
     maxiter : int
         Upper bound on the iterations of each column.
+    low : Rows or None
+        The operator in low precision, for most of the iterations; None if there is no such thing.
     """
 
     rows: Rows
     damping: float
     tolerance: np.ndarray
     maxiter: int
+    low: Rows | None = None
 
     def residual(self, b: np.ndarray, x: np.ndarray) -> np.ndarray:
         """Return the residual of the system, by a product."""
@@ -255,11 +258,9 @@ class _BlockwiseSolver:
             guess = np.zeros_like(b)
             if self._x0 is not None and not self._stage:
                 guess = self._x0[columns]
-            self._progress = BlockProgress.begin(guess)
+            self._progress = BlockProgress.begin(guess, is_low=equations.low is not None)
         progress = self._progress
-        solver = Krylov(
-            equations.rows, method, self._precondition if method.preconditioned else NO_PRECONDITION
-        )
+        precondition = self._precondition if method.preconditioned else NO_PRECONDITION
 
         def report(progress: BlockProgress) -> None:
             iterations, largest = progress.summary()
@@ -267,14 +268,21 @@ class _BlockwiseSolver:
             bar.set_postfix_str(f"iteration {iterations}, residual {largest:.1e} (to {target:.1e})")
             self._save_if_due()
 
-        solver.run(
-            b,
-            progress,
-            tolerance=equations.tolerance[columns],
-            damping=equations.damping,
-            maxiter=equations.maxiter,
-            report=report,
-        )
+        def run(solver: Krylov) -> None:
+            solver.run(
+                b,
+                progress,
+                tolerance=equations.tolerance[columns],
+                damping=equations.damping,
+                maxiter=equations.maxiter,
+                report=report,
+            )
+
+        if progress.is_low and equations.low is not None:
+            run(Krylov(equations.low, method, precondition, equations.rows))
+            progress.go_on_in_full_precision(equations.maxiter)
+        if (progress.outcome == SolveOutcome.RUNNING).any():
+            run(Krylov(equations.rows, method, precondition))
         # From here until the method's index is advanced, an interrupt must not save anything.
         self._changing = True
         if self._x0 is None:

@@ -60,9 +60,10 @@ class _Inverse(LinearOperator):
     def _transpose(self) -> _Inverse:
         return self
 
-    def _multiply(self, X: np.ndarray) -> np.ndarray:
-        """Multiply columns by the damped operator."""
-        product = self._rows.multiply(tf.constant(np.ascontiguousarray(X.T))).numpy().T
+    def _multiply(self, X: np.ndarray, rows: Rows | None = None) -> np.ndarray:
+        """Multiply columns by the damped operator, or by that of other rows."""
+        rows = rows or self._rows
+        product = rows.multiply(tf.constant(np.ascontiguousarray(X.T))).numpy().T
         return product + np.asarray(self.damping, X.dtype) * X
 
     def _eigen(self, rank: int, tol: float) -> tuple[np.ndarray, np.ndarray]:
@@ -139,9 +140,10 @@ class ExactInverse(_Inverse):
                 "use conjugate gradients, or pass a larger max_size",
             )
         dense = np.empty((size, size))
-        for start in range(0, size, _BLOCK):
-            columns = np.eye(size, min(_BLOCK, size - start), -start, self.dtype)
-            dense[:, start : start + _BLOCK] = self._multiply(columns)
+        with self._rows.in_full_precision() as rows:
+            for start in range(0, size, _BLOCK):
+                columns = np.eye(size, min(_BLOCK, size - start), -start, self.dtype)
+                dense[:, start : start + _BLOCK] = self._multiply(columns, rows)
         self.eigenvalues, self.eigenvectors = scipy.linalg.eigh((dense + dense.T) / 2)
         largest = np.abs(self.eigenvalues).max()
         zero = np.abs(self.eigenvalues) <= _ROUNDING * np.finfo(self.dtype).eps * largest

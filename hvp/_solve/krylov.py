@@ -4,13 +4,15 @@ Progress, checkpoints and interrupts are handled between the calls. A cycle solv
 `d = 0`, where `r = b - A x` is the residual of the system, and adds `d` to `x`. At its end the
 residual is computed by a product. If rounding has made it differ from what the method's recurrence
 says, another cycle begins from there, as long as that helps.
+
+Where products are in low precision, that residual is computed in full precision, and a cycle aims
+at a part of the residual that low precision can reach: the iterations refine the solution.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -28,6 +30,12 @@ _MAX_ITERATIONS, _SECONDS = 32, 1.0
 # The method aims at this part of the tolerance, because its recurrence differs by rounding from the
 # residual that is checked against the tolerance.
 _MARGIN = 0.95
+# The part to which a cycle in low precision reduces the residual. With less to a cycle, more
+# products in full precision are needed; with more, the directions lose their conjugacy.
+_REDUCTION = 0.06
+# A cycle in low precision is trusted if the true residual is at most this many times its target;
+# otherwise full precision goes on.
+_TRUSTED = 4
 
 
 class Krylov:
@@ -41,11 +49,22 @@ class Krylov:
         The Krylov method.
     precondition : Precondition
         The preconditioner, or `NO_PRECONDITION`.
+    exact : Rows, optional
+        The operator in full precision, if `rows` multiplies in low precision.
     """
 
-    def __init__(self, rows: Rows, method: Method, precondition: Precondition) -> None:
+    def __init__(
+        self,
+        rows: Rows,
+        method: Method,
+        precondition: Precondition,
+        exact: Rows | None = None,
+    ) -> None:
         self._rows, self._method, self._precondition = rows, method, precondition
-        graph = KrylovGraph(rows, method, precondition)
+        self._exact, self._is_low = exact or rows, exact is not None
+        # The rows that a cycle has ended for, and its state, to go on from.
+        self._ended: tuple[np.ndarray, list[tf.Tensor]] | None = None
+        graph = KrylovGraph(rows, method, precondition, continues=self._is_low)
         if precondition.key is UNKNOWN or graph.eager:
             self._compiled = graph.compile()
         else:
@@ -97,15 +116,25 @@ class Krylov:
                 if not len(pending):
                     return
                 progress.changing = True
-                parameters = self._parameters(tolerance[pending], damping, residual.dtype)
-                state = self._compiled.initial_state(tf.constant(residual[pending]), *parameters)
-                progress.begin_cycle(pending, list(state))
+                parameters = self._parameters(progress, pending, tolerance, damping)
+                state = self._begin(pending, tf.constant(residual[pending]), parameters)
+                progress.begin_cycle(pending, state)
                 progress.changing = False
             self._cycle(progress, tolerance, damping, maxiter, report)
             progress.changing = True
-            residual = self._finish(b, progress, damping, maxiter)
+            residual = self._finish(b, progress, tolerance, damping, maxiter)
             progress.changing = False
             report(progress)
+
+    def _begin(
+        self, rows: np.ndarray, residual: tf.Tensor, parameters: list[tf.Tensor]
+    ) -> list[tf.Tensor]:
+        """Return the state at the beginning of a cycle."""
+        ended, self._ended = self._ended, None
+        if ended is not None and np.array_equal(ended[0], rows):
+            assert self._compiled.continued_state is not None
+            return list(self._compiled.continued_state(*ended[1], residual, *parameters))
+        return list(self._compiled.initial_state(residual, *parameters))
 
     def _cycle(
         self,
@@ -116,7 +145,6 @@ class Krylov:
         report: Callable[[BlockProgress], None],
     ) -> None:
         """Call the graph until no row is running or the iterations are used up."""
-        dtype = progress.x.dtype
         # The number of iterations in a call grows until a call takes about `_SECONDS`.
         per_call = 1 if self._rows.in_python else 4
         while True:
@@ -126,7 +154,7 @@ class Krylov:
                 return
             if self._method.separable and running.mean() <= 1 - ENDED_PART:
                 self._remove_ended(progress, running)
-            parameters = self._parameters(tolerance[progress.active], damping, dtype)
+            parameters = self._parameters(progress, progress.active, tolerance, damping)
             started = time.perf_counter()
             count = tf.constant(min(per_call, maxiter - used))
             *results, products = self._compiled.advance(
@@ -167,7 +195,12 @@ class Krylov:
             progress.directions[progress.active[negative]] = directions
 
     def _finish(
-        self, b: np.ndarray, progress: BlockProgress, damping: float, maxiter: int
+        self,
+        b: np.ndarray,
+        progress: BlockProgress,
+        tolerance: np.ndarray,
+        damping: float,
+        maxiter: int,
     ) -> np.ndarray:
         """End a cycle: update the solutions and decide which rows need another cycle.
 
@@ -178,6 +211,8 @@ class Krylov:
         """
         self._store(progress, np.ones(len(progress.active), bool))
         outcome = progress.outcome
+        if self._is_low:  # full precision goes on from there
+            outcome[outcome == SolveOutcome.NOT_FINITE] = SolveOutcome.STALLED
         if (outcome == SolveOutcome.NOT_FINITE).any():
             raise NonFiniteError(
                 "a product is not finite",
@@ -197,11 +232,15 @@ class Krylov:
         residual_norms = norms(residual)
         # Both are False for a row that has overflowed, because its norm is not a number.
         better = residual_norms <= progress.residual_norms
-        halved = residual_norms <= progress.residual_norms / 2
+        helped = residual_norms <= progress.residual_norms / 2
+        if self._is_low:
+            trusted = _TRUSTED * self._targets(progress, tolerance)
+            helped = (residual_norms <= trusted) & (residual_norms < progress.residual_norms)
         progress.x[~better] = x_before[~better]
         progress.residual_norms = np.where(better, residual_norms, progress.residual_norms)
-        # Another cycle is worthwhile if this one has at least halved the residual.
-        worthwhile = halved & (outcome != SolveOutcome.NEGATIVE_CURVATURE)
+        # Another cycle is worthwhile if this one has at least halved the residual, or, in low
+        # precision, has come near its target.
+        worthwhile = helped & (outcome != SolveOutcome.NEGATIVE_CURVATURE)
         used_up = progress.iterations >= maxiter
         # Rows may still be running if another row of the block has used up its iterations.
         unfinished = outcome == SolveOutcome.RUNNING
@@ -209,6 +248,8 @@ class Krylov:
         outcome[by_recurrence & ~worthwhile] = SolveOutcome.STALLED
         outcome[(by_recurrence & worthwhile & used_up) | unfinished] = SolveOutcome.MAXITER
         outcome[worthwhile & ~used_up] = SolveOutcome.RUNNING
+        if self._compiled.continued_state is not None:
+            self._ended = progress.active, list(progress.state)
         progress.end_cycle()
         if not better.all():
             residual = np.where(better[:, np.newaxis], residual, 0)  # these rows have ended
@@ -218,9 +259,18 @@ class Krylov:
         if not progress.x.any():
             return b
         progress.products += len(b)
-        return system_residual(self._rows, b, progress.x, damping)
+        return system_residual(self._exact, b, progress.x, damping)
 
-    def _parameters(self, tolerance: np.ndarray, damping: float, dtype: Any) -> list[tf.Tensor]:
+    def _parameters(
+        self, progress: BlockProgress, rows: np.ndarray, tolerance: np.ndarray, damping: float
+    ) -> list[tf.Tensor]:
         """Return the arguments of the graphs besides counters and state."""
-        target = tf.constant(tolerance * _MARGIN, dtype)
+        dtype = progress.x.dtype
+        target = tf.constant(self._targets(progress, tolerance)[rows], dtype)
         return [target, tf.constant(damping, dtype), *self._precondition.tensors]
+
+    def _targets(self, progress: BlockProgress, tolerance: np.ndarray) -> np.ndarray:
+        """Return the norms of the residuals at which this cycle ends, of shape `(k,)`."""
+        if not self._is_low:
+            return tolerance * _MARGIN
+        return np.maximum(tolerance * _MARGIN, _REDUCTION * progress.residual_norms)

@@ -33,6 +33,9 @@ class CompiledMethod(NamedTuple):
     initial_state : Compiled
         Takes the residual of the system, the tolerance, the damping and the preconditioner's
         tensors. Returns the state.
+    continued_state : Compiled or None
+        Takes the state, the residual, and then what `initial_state` takes after it. Returns the
+        state of the next cycle. None if each cycle begins anew.
     advance : Compiled
         Takes a number of iterations, the counters and the state, then the tolerance, the damping
         and the preconditioner's tensors. Returns the counters and the state, and the number of
@@ -40,6 +43,7 @@ class CompiledMethod(NamedTuple):
     """
 
     initial_state: Compiled
+    continued_state: Compiled | None
     advance: Compiled
 
 
@@ -54,6 +58,8 @@ class KrylovGraph:
         The Krylov method.
     precondition : Precondition
         The preconditioner, or `NO_PRECONDITION`.
+    continues : bool
+        Whether a cycle goes on in the directions of the one before, if the method can do that.
 
     Attributes
     ----------
@@ -61,8 +67,11 @@ class KrylovGraph:
         Whether the method runs without graphs, which could not call Python.
     """
 
-    def __init__(self, rows: Rows, method: Method, precondition: Precondition) -> None:
+    def __init__(
+        self, rows: Rows, method: Method, precondition: Precondition, *, continues: bool
+    ) -> None:
         self._rows, self._method, self._precondition = rows, method, precondition
+        self._continues = continues and method.continued_state is not None
         calls_python = rows.in_python or precondition.key is UNKNOWN
         self.eager = calls_python and not can_wait_for_python()
 
@@ -83,13 +92,23 @@ class KrylovGraph:
         def initial_state(residual: tf.Tensor, *parameters: tf.Tensor) -> list[tf.Tensor]:
             return self._method.initial_state(residual, self._system(parameters))
 
+        def continued_state(*tensors: tf.Tensor) -> list[tf.Tensor]:
+            before, residual = tensors[: len(state)], tensors[len(state)]
+            assert self._method.continued_state is not None
+            system = self._system(tensors[len(state) + 1 :])
+            return self._method.continued_state(before, residual, system)
+
         def advance(count: tf.Tensor, *tensors: tf.Tensor) -> list[tf.Tensor]:
             split = COUNTERS + len(state)
             return self._advance(count, list(tensors[:split]), self._system(tensors[split:]))
 
         residual = tf.TensorSpec([None, size], dtype)
+        continued = None
+        if self._continues:
+            continued = self._compiled(continued_state, [*state, residual, *parameters])
         return CompiledMethod(
             self._compiled(initial_state, [residual, *parameters]),
+            continued,
             self._compiled(advance, [integer, *counters, *state, *parameters]),
         )
 

@@ -71,6 +71,10 @@ class Method:
         Whether the rows are independent of each other, so that some can be removed.
     preconditioned : bool
         Whether the method accepts a preconditioner.
+    continued_state : callable or None
+        Takes the state at the end of a cycle, the true residual there, and the system. Returns the
+        state, at the solution zero, from which the next cycle goes on in the directions of this
+        one. None if each cycle begins anew.
     direction : int or None
         Index of the state's tensor that holds, at the end, a direction of negative curvature. None
         if the method finds no such direction.
@@ -83,3 +87,4 @@ class Method:
     separable: bool
     preconditioned: bool
     direction: int | None
+    continued_state: Callable[[State, tf.Tensor, System], list[tf.Tensor]] | None = None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -61,6 +62,15 @@ class Rows:
             self.in_python = True
         keeps_dtype = self.native or operator.dtype == np.float32
         self.dtype = tf.as_dtype(operator.dtype) if keeps_dtype else tf.float64
+
+    @contextlib.contextmanager
+    def in_full_precision(self) -> Iterator[Rows]:
+        """Yield the rows of the operator in full precision; these, if they are."""
+        if not (self.native and core_of(self.operator).is_low):
+            yield self
+            return
+        with core_of(self.operator).in_full_precision() as core:
+            yield Rows(SymmetricOperator(core, self.damping))
 
     def multiply(self, rows: tf.Tensor) -> tf.Tensor:
         """Multiply each row by the undamped operator, eagerly or in the graph being traced."""

@@ -217,47 +217,50 @@ def solve(
         raise InvalidVectorError(
             f"x0 has {len(start)} columns, but b has {len(columns)}", "the same number of columns"
         )
-    equations = Equations(
-        rows,
-        float(rows.damping + damping),
-        np.maximum(rtol * norms(columns), atol),
-        _ITERATIONS * rows.size if maxiter is None else int(maxiter),
-    )
-    if method == "auto" and M is None and len(columns) and _is_dense(rows.size, len(columns)):
-        method = "exact"
-    precondition, setup_products = _precondition(rows, M, damping)
-    file = None
-    if checkpoint is not None:
-        settings = [method, equations.damping, rtol, atol, equations.maxiter]
-        fingerprint = {
-            "call": "hvp.solve",
-            **rows.fingerprint(),
-            "right-hand sides": digest(columns),
-            "start": "" if start is None else digest(start),
-            "preconditioner": _fingerprint(precondition, rows),
-            "settings": repr(settings),
-        }
-        file = Checkpoint(checkpoint, fingerprint)
-    if method == "exact":
-        saved_state = {} if file is None else file.load()
-        if saved_state:
-            solution = Solution.of_arrays(saved_state)
-        else:
-            solution = solve_exactly(equations, columns)
-            if file is not None:
-                file.save(solution.arrays())
-        return _result(right_hand_sides, solution, ["exact"])
-    methods = _methods(method, rows.size, len(columns), M)
-    solution, used = solve_iteratively(
-        equations, columns, start, methods, precondition, progress, file
-    )
-    solution.products += setup_products
-    negative = np.flatnonzero(solution.outcome == SolveOutcome.NEGATIVE_CURVATURE)
-    if method == "auto" and len(methods) == 1 and len(negative):
-        remaining = replace(equations, tolerance=equations.tolerance[negative])
-        solution.replace(negative, solve_exactly(remaining, columns[negative]))
-        used.append("exact")
-    return _result(right_hand_sides, solution, used)
+    with rows.in_full_precision() as exact:
+        equations = Equations(
+            exact,
+            float(rows.damping + damping),
+            np.maximum(rtol * norms(columns), atol),
+            _ITERATIONS * rows.size if maxiter is None else int(maxiter),
+            None if exact is rows else rows,
+        )
+        if method == "auto" and M is None and len(columns) and _is_dense(rows.size, len(columns)):
+            method = "exact"
+        precondition, setup_products = _precondition(rows, M, damping)
+        file = None
+        if checkpoint is not None:
+            settings: list[Any] = [method, equations.damping, rtol, atol, equations.maxiter]
+            settings += [] if equations.low is None else ["low precision"]
+            fingerprint = {
+                "call": "hvp.solve",
+                **rows.fingerprint(),
+                "right-hand sides": digest(columns),
+                "start": "" if start is None else digest(start),
+                "preconditioner": _fingerprint(precondition, rows),
+                "settings": repr(settings),
+            }
+            file = Checkpoint(checkpoint, fingerprint)
+        if method == "exact":
+            saved_state = {} if file is None else file.load()
+            if saved_state:
+                solution = Solution.of_arrays(saved_state)
+            else:
+                solution = solve_exactly(equations, columns)
+                if file is not None:
+                    file.save(solution.arrays())
+            return _result(right_hand_sides, solution, ["exact"])
+        methods = _methods(method, rows.size, len(columns), M)
+        solution, used = solve_iteratively(
+            equations, columns, start, methods, precondition, progress, file
+        )
+        solution.products += setup_products
+        negative = np.flatnonzero(solution.outcome == SolveOutcome.NEGATIVE_CURVATURE)
+        if method == "auto" and len(methods) == 1 and len(negative):
+            remaining = replace(equations, tolerance=equations.tolerance[negative])
+            solution.replace(negative, solve_exactly(remaining, columns[negative]))
+            used.append("exact")
+        return _result(right_hand_sides, solution, used)
 
 
 def _check(method: Any, damping: Any, rtol: Any, atol: Any, maxiter: Any, M: Any) -> None:

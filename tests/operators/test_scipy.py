@@ -144,6 +144,7 @@ def test_the_signature_is_shown():
         "engine",
         "jit_compile",
         "recompute",
+        "precision",
     ]
 
 
