@@ -94,7 +94,7 @@ class SinglePlan(Plan):
         self._precision = self._fast_precision()
         self._trace = self._try_to_trace()
         if settings.precision is not None and settings.engine == "graph" and not self._precision:
-            self._add_note(
+            self._add_and_log(
                 f"computes products in {self.space.dtype.name}: this device is not faster in "
                 f"{settings.precision}"
             )
@@ -109,7 +109,7 @@ class SinglePlan(Plan):
         if self._program is None:
             self._facts = dataclasses.replace(self._facts, engine="tape")
             if settings.precision is not None:
-                self._add_note(f"computes products in {self.space.dtype.name}, on tapes")
+                self._add_and_log(f"computes products in {self.space.dtype.name}, on tapes")
             self._refuse_risky_pools()
         else:
             expected = self._program.expected_nbytes
@@ -275,6 +275,10 @@ class SinglePlan(Plan):
     def _add_note(self, remark: str) -> None:
         if remark not in self._note:
             self._note = "; ".join(filter(None, [self._note, remark]))
+
+    def _add_and_log(self, remark: str) -> None:
+        self._add_note(remark)
+        _log.warning("the operator %s", remark)
 
     def _refuse_wrong_values(self) -> None:
         """Refuse a point where a derivative TensorFlow gives would be wrong."""

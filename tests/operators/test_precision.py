@@ -188,12 +188,14 @@ def test_small_products_and_residuals_stay_as_they_are(monkeypatch):
         assert relative_error(H @ v, quadratic_product(problem.data[0], v)) < 1e-6
 
 
-def test_a_device_that_is_not_faster_says_so(monkeypatch):
+def test_a_device_that_is_not_faster_says_so(monkeypatch, caplog):
     inside.pretend_fast(monkeypatch, False)
     problem, v = quadratic(), random(2, 36)
     with operator(problem, precision="bfloat16") as H:
         assert H.stats.precision == "float32"
-        assert "this device is not faster in bfloat16" in H.stats.note
+        remark = "computes products in float32: this device is not faster in bfloat16"
+        assert remark in H.stats.note
+        assert [record.getMessage() for record in caplog.records] == [f"the operator {remark}"]
         assert relative_error(H @ v, quadratic_product(problem.data[0], v)) < 1e-6
 
 
