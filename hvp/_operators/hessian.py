@@ -90,13 +90,13 @@ class HessianOperator(SymmetricOperator):
     precision : {"bfloat16", "float16"}, optional
         Compute the matrix products and convolutions of each product in this type, and store large
         residuals in it, which then take half the memory. Vectors, sums and everything else stay in
-        the type of the variables, as do the loss and the gradient. A product is then wrong by
-        some tenths of a percent, up to one; `hvp.check` says by how much. `hvp.solve` refines its solutions to the
-        tolerance that you ask for, and optimizers use the true gradient. Where the device is not
-        faster in this type, ``stats`` and the log say so, and nothing changes. Loops and
-        branches, and products by the tape engine, stay in full precision. On GPUs that have it,
-        TensorFlow itself computes float32 products in TF32:
-        see `tf.config.experimental.enable_tensor_float_32_execution`.
+        the type of the variables, as do the loss and the gradient. A product is then wrong by some
+        tenths of a percent, up to one; `hvp.check` says by how much. `hvp.solve` refines its
+        solutions to the tolerance that you ask for, and optimizers use the true gradient. Where the
+        device is not faster in this type, ``stats`` and the log say so, and nothing changes. Loops
+        and branches, and products of the tape engine, stay in full precision. On GPUs that have it,
+        TensorFlow itself computes float32 products in TF32: see
+        `tf.config.experimental.enable_tensor_float_32_execution`.
 
     Attributes
     ----------
