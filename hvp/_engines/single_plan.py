@@ -93,7 +93,8 @@ class SinglePlan(Plan):
         self._note = self._unsaid = ""
         self._precision = self._fast_precision()
         self._trace = self._try_to_trace()
-        if settings.precision is not None and settings.engine == "graph" and not self._precision:
+        wants_low = settings.precision is not None and settings.products
+        if wants_low and settings.engine == "graph" and self._precision is None:
             self._add_and_log(
                 f"computes products in {self.space.dtype.name}: this device is not faster in "
                 f"{settings.precision}"
@@ -108,7 +109,7 @@ class SinglePlan(Plan):
         self._program = self._try_to_split() if settings.engine == "graph" else None
         if self._program is None:
             self._facts = dataclasses.replace(self._facts, engine="tape")
-            if settings.precision is not None:
+            if wants_low:
                 self._add_and_log(f"computes products in {self.space.dtype.name}, on tapes")
             self._refuse_risky_pools()
         else:

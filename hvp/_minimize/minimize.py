@@ -74,9 +74,8 @@ def minimize(
     **more
         Options of `HessianOperator`: `batch_size`, `memory_limit` (which the two points share),
         `reduction`, `regularization`, `weight`, `engine`, `jit_compile`, `recompute`,
-        `precision`. All others
-        are options of the method, by scipy's names: `maxiter` (`maxfun` for TNC), `gtol` (`xtol`
-        for Newton-CG), and so on.
+        `precision`. All others are options of the method, by scipy's names: `maxiter` (`maxfun` for
+        TNC), `gtol` (`xtol` for Newton-CG), and so on.
 
     Returns
     -------

@@ -86,7 +86,6 @@ class HessianOperator(SymmetricOperator):
         for each product. With ``True`` the segments are chosen automatically, an integer is their
         number, and a sequence lists sublayers: see `recompute_model`. Functions made by `recompute`
         are recomputed in any case, by either engine.
-
     precision : {"bfloat16", "float16"}, optional
         Compute the matrix products and convolutions of each product in this type, and store large
         residuals in it, which then take half the memory. Vectors, sums and everything else stay in

@@ -39,7 +39,7 @@ def slow_gradients(part):
     functions = (function.node_def for function in part.library.function)
     nodes = [*part.node, *(node for function in functions for node in function)]
     gradients = [node for node in nodes if node.op.startswith("Conv2DBackprop")]
-    assert {node.op for node in gradients} >= {"Conv2DBackpropFilter"}
+    assert {node.op for node in gradients} == {"Conv2DBackpropInput", "Conv2DBackpropFilter"}
     return [node for node in gradients if node.attr["padding"].s == b"EXPLICIT"]
 
 
