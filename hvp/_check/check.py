@@ -22,11 +22,13 @@ from hvp._check.report import CheckReport, Finding
 from hvp._data.budget import amount, peak_nbytes
 from hvp._errors import GraphModeError, HvpError
 from hvp._operators.operator import SymmetricOperator, core_of
+from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.progress import check_progress, progress_bar
 from hvp._runtime.strategies import outside_strategies
 
 
 @outside_strategies
+@Uninterrupted()
 def check(H: Any, *, rtol: float = 1e-5, seed: int = 0, progress: Any = False) -> CheckReport:
     """Check that an operator is the Hessian that was meant, in at most 20 products.
 

@@ -7,6 +7,7 @@ import time
 import numpy as np
 
 from hvp._operators.operator import SymmetricOperator, core_of
+from hvp._runtime.interrupts import deliver_interrupt
 
 # Products in low precision count as equal if they differ by at most so many rounding units of the
 # operator's norm.
@@ -59,6 +60,7 @@ class InspectedOperator:
 
     def multiply(self, v: np.ndarray) -> np.ndarray:
         """Return the product with a vector, and record its time."""
+        deliver_interrupt()
         start = time.perf_counter()
         product = self.operator @ v
         self.seconds.append(time.perf_counter() - start)

@@ -18,7 +18,7 @@ from hvp._graphs.vectorized import NotVectorizedError, vectorized
 from hvp._influence.example_data import ExampleData
 from hvp._keras.losses import preserved_losses
 from hvp._runtime.digest import digest
-from hvp._runtime.interrupts import Uninterrupted
+from hvp._runtime.interrupts import Uninterrupted, deliver_interrupt
 from hvp._snapshots.snapshot import Snapshot
 from hvp._vectors.space import Space
 from hvp._vectors.variables import collect_variables
@@ -120,6 +120,7 @@ class ExampleGradients:
             The gradients of the piece, of shape `(k, n)`.
         """
         for first, part in data.blocks(self.at_once):
+            deliver_interrupt()
             yield first, tf.constant(self.of_all(part, f"{data.name} example", first))
 
     def prepare(self, elements: Elements) -> None:

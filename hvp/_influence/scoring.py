@@ -15,6 +15,7 @@ from hvp._influence.example_gradients import ExampleGradients
 from hvp._influence.score_store import ScoreStore
 from hvp._operators.hessian import HessianOperator
 from hvp._operators.operator import core_of
+from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.progress import progress_bar
 
 
@@ -57,6 +58,7 @@ class Scoring:
         self._test_gradients = test_gradients
         self._operator, self._train, self._progress = operator, train, progress
 
+    @Uninterrupted()
     def scores(self, test_data: Any, out: Any, checkpoint: Any) -> np.ndarray:
         """Return `g_t . (H + damping I)^-1 g_i / n` for all test and training examples."""
         self._check_fresh()
@@ -84,6 +86,7 @@ class Scoring:
         store.flush()
         return store.array
 
+    @Uninterrupted()
     def self_influence(self, checkpoint: Any) -> np.ndarray:
         """Return `g_i . (H + damping I)^-1 g_i / n` for all training examples."""
         self._check_fresh()
@@ -102,6 +105,7 @@ class Scoring:
                 bar.update(len(rows))
         return store.array
 
+    @Uninterrupted()
     def parameter_change(self, indices: Any) -> np.ndarray:
         """Return `(H + damping I)^-1 g / n`, where `g` is the sum of the examples' gradients."""
         numbers = self._train.numbers(indices)
@@ -112,6 +116,7 @@ class Scoring:
         solution = self.inverse.apply(total.astype(self._operator.dtype)[np.newaxis])[0]
         return solution / np.asarray(self._train.count, solution.dtype)
 
+    @Uninterrupted()
     def loss_changes(self, change: np.ndarray, test_data: Any) -> np.ndarray:
         """Return `g_t . change` for all test examples, or for all training examples."""
         if test_data is None:

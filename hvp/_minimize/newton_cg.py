@@ -21,6 +21,7 @@ from hvp._minimize.points import Points
 from hvp._minimize.subproblem import Subproblem
 from hvp._operators.operator import SymmetricOperator
 from hvp._runtime.guard import OneProcess, refuse_forks
+from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.progress import check_progress, progress_bar
 from hvp._runtime.strategies import outside_strategies
 
@@ -270,6 +271,7 @@ class NewtonCG(OneProcess, tf.Module):
         return self._iteration.model.products
 
     @outside_strategies
+    @Uninterrupted()
     def step(self) -> NewtonStep:
         """Take one step.
 
@@ -297,6 +299,7 @@ class NewtonCG(OneProcess, tf.Module):
             return self._iteration.step(self._iteration.current_point(), 0.0)
 
     @outside_strategies
+    @Uninterrupted()
     def minimize(
         self,
         *,

@@ -15,6 +15,7 @@ from hvp._minimize.newton_step import History, NewtonStep
 from hvp._minimize.non_finite import non_finite_message
 from hvp._minimize.points import Point
 from hvp._minimize.subproblem import to_float64
+from hvp._runtime.interrupts import deliver_interrupt
 
 # Values of `OptimizeResult.status`.
 _CONVERGED, _MAXITER, _ROUNDING, _NOT_FINITE, _STOPPED_BY_CALLBACK = 0, 1, 2, 3, 99
@@ -49,6 +50,7 @@ class NewtonRun:
         """Take steps; the arguments are those of `NewtonCG.minimize`."""
         iteration, target, rejected = self._iteration, None, 0
         while True:
+            deliver_interrupt()
             with iteration.position.restored(only_on_error=True):
                 point = iteration.current_point()
                 norm = point.gradient_norm

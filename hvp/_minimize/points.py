@@ -19,6 +19,7 @@ from hvp._errors import HvpError, NonFiniteError, StaleOperatorError
 from hvp._minimize.position import Position
 from hvp._operators.core import Core
 from hvp._operators.operator import SymmetricOperator, core_of
+from hvp._runtime.interrupts import Uninterrupted
 from hvp._snapshots.problem import evaluate_loss
 from hvp._snapshots.snapshot import Snapshot
 from hvp._snapshots.watch import Watch
@@ -74,6 +75,7 @@ class Point:
         return math.isfinite(self.value)
 
     @property
+    @Uninterrupted()
     def gradient(self) -> np.ndarray:
         """The gradient in float64, of shape `(n,)`.
 
@@ -100,6 +102,7 @@ class Point:
             self._gradient_norm = float(tf.norm(tf.cast(self.gradient_tensor, tf.float64)))
         return self._gradient_norm
 
+    @Uninterrupted()
     def product(self, v: np.ndarray) -> np.ndarray:
         """Multiply the Hessian by a vector, in float64.
 
@@ -284,6 +287,7 @@ class Points:
         in_graphs = sum(point.snapshot.products_in_graphs for point in self._points)
         return self._snapshot.products_eager + in_graphs
 
+    @Uninterrupted()
     def at(self, x: np.ndarray) -> Point:
         """Return the loss at a point, and evaluate it there unless it is cached.
 
@@ -305,6 +309,7 @@ class Points:
         with self.position.restored():
             return self._evaluate(self._points[0], x, x.copy())
 
+    @Uninterrupted()
     def product(self, x: np.ndarray, v: np.ndarray) -> np.ndarray:
         """Multiply the Hessian at `x` by a vector, in float64; see `at`."""
         point = self.at(x)

@@ -26,6 +26,7 @@ import tensorflow as tf
 from hvp._graphs.compiled import Compiled
 from hvp._graphs.python_calls import can_wait_for_python
 from hvp._operators.operator import SymmetricOperator
+from hvp._runtime.interrupts import deliver_interrupt
 
 # Python can handle an interrupt only between calls of the graph. A call is therefore limited to
 # this many iterations, and to fewer if each product goes through Python and may take long.
@@ -183,6 +184,7 @@ class Steihaug:
         report, *state = start(tf.constant(last), *inputs)
         ending, iterations, norm_squared, predicted = report.numpy()
         while int(ending) == Ending.RUNNING and last < maxiter:
+            deliver_interrupt()
             last = min(last + self._per_call, maxiter)
             report, *state = resume(*state, tf.constant(last), *inputs)
             ending, iterations, norm_squared, predicted = report.numpy()

@@ -14,6 +14,7 @@ from hvp._engines.single_plan import SinglePlan
 from hvp._errors import InvalidLossError, InvalidVectorError, OutOfMemoryError, line_of
 from hvp._graphs.compiled import JitCompile
 from hvp._runtime.guard import OneProcess
+from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.strategies import outside_strategies
 from hvp._snapshots.snapshot import Snapshot
 from hvp._vectors.space import as_tensor, check_numeric, outline
@@ -45,6 +46,7 @@ class Linearization(OneProcess):
         self._pullback = snapshot.map()
         self._pushforward = self._pullback.transpose()
 
+    @Uninterrupted()
     def jvp(self, v: Any) -> Any:
         """Return the directional derivative `J v`.
 
@@ -80,6 +82,7 @@ class Linearization(OneProcess):
         tangents = [as_tensor(part, dtype) for part, dtype in zip(parts, space.dtypes)]
         return tf.nest.pack_sequence_as(self.value, self._pushforward.apply(tangents))
 
+    @Uninterrupted()
     def vjp(self, u: Any) -> Any:
         """Return `J^T u`.
 

@@ -17,6 +17,7 @@ from hvp._operators.arithmetic import DtypePreserving
 from hvp._operators.core import Core
 from hvp._operators.damping import check_damping
 from hvp._runtime.guard import OneProcess
+from hvp._runtime.interrupts import Uninterrupted, deliver_interrupt
 from hvp._snapshots.statistics import Statistics
 from hvp._vectors.arrays import check_array, check_product, make_array
 from hvp._vectors.space import as_tensor
@@ -69,11 +70,13 @@ class SymmetricOperator(OneProcess, DtypePreserving):
         return self._damping
 
     @property
+    @Uninterrupted()
     def value(self) -> float:
         """The loss at the values of the last evaluation."""
         return float(self._core.snapshot.value())
 
     @property
+    @Uninterrupted()
     def gradient(self) -> np.ndarray:
         """The gradient of the loss at the values of the last evaluation.
 
@@ -87,6 +90,7 @@ class SymmetricOperator(OneProcess, DtypePreserving):
         return self._core.snapshot.statistics
 
     @tf.autograph.experimental.do_not_convert
+    @Uninterrupted()
     def product(self, v: Any) -> Any:
         """Multiply by one vector of tensors, without copying anything to the host.
 
@@ -229,6 +233,7 @@ class SymmetricOperator(OneProcess, DtypePreserving):
         twin._damping = self._damping + check_damping(lam)
         return twin
 
+    @Uninterrupted()
     def to_dense(self, *, max_size: int = 4096) -> np.ndarray:
         """Return the whole matrix, which takes `n` products.
 
@@ -261,8 +266,10 @@ class SymmetricOperator(OneProcess, DtypePreserving):
             block = np.zeros((size, len(columns)), self.dtype)
             block[columns, columns - start] = 1
             dense[:, columns] = self.matmat(block)
+            deliver_interrupt()
         return dense
 
+    @Uninterrupted()
     def flatten(self, nest: Any) -> Any:
         """Concatenate a nest shaped like the variables into one vector, in `tf.nest` order.
 
@@ -278,6 +285,7 @@ class SymmetricOperator(OneProcess, DtypePreserving):
         """
         return self._core.flatten(nest)
 
+    @Uninterrupted()
     def unflatten(self, vector: Any) -> Any:
         """Split a flat vector, or a block of columns, into a nest like the variables.
 
@@ -366,10 +374,12 @@ class SymmetricOperator(OneProcess, DtypePreserving):
         """Release the residuals."""
         self.close()
 
+    @Uninterrupted()
     def _matvec(self, x: np.ndarray) -> np.ndarray:
         product = self._core.map(self._damping).apply_flat(tf.constant(x.reshape(-1)))
         return check_product(product.numpy())
 
+    @Uninterrupted()
     def _matmat(self, X: np.ndarray) -> np.ndarray:
         if X.shape[1] == 0:
             return np.zeros(X.shape, self.dtype)

@@ -2,12 +2,15 @@
 
 A `KeyboardInterrupt` that is raised while TensorFlow traces a function can leave the thread inside
 the graph that was being built. Every later operation is then added to that graph and never runs.
-An interrupt is therefore deferred until the current evaluation or product has ended. A second
-interrupt is not deferred.
+One that is raised while TensorFlow converts an array to a tensor is not noticed there, and can end
+the process by a segmentation fault. An interrupt is therefore deferred until the current evaluation
+or product has ended, in long computations until `deliver_interrupt` is called. A second interrupt
+is not deferred.
 """
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 from collections.abc import Callable, Iterable
@@ -35,10 +38,11 @@ def _defer(number: int, frame: FrameType | None) -> None:
     handler(number, frame)
 
 
-class Uninterrupted:
-    """A context that defers an interrupt (SIGINT) until its end; a second one is not deferred."""
+class Uninterrupted(contextlib.ContextDecorator):
+    """A context that defers an interrupt (SIGINT) until its end; a second one is not deferred.
 
-    __slots__ = ()
+    It also decorates functions.
+    """
 
     def __enter__(self) -> None:
         """Begin to defer interrupts."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from hvp._runtime.checkpoint import Checkpoint
+from hvp._runtime.interrupts import deliver_interrupt
 from hvp._runtime.progress import progress_bar
 from hvp._solve.block_progress import BlockProgress
 from hvp._solve.inverses import ExactInverse
@@ -267,6 +268,7 @@ class _BlockwiseSolver:
             target = equations.tolerance[columns].max()
             bar.set_postfix_str(f"iteration {iterations}, residual {largest:.1e} (to {target:.1e})")
             self._save_if_due()
+            deliver_interrupt()
 
         def run(solver: Krylov) -> None:
             solver.run(

@@ -15,6 +15,7 @@ from hvp._graphs.compiled import Compiled
 from hvp._graphs.python_calls import can_wait_for_python
 from hvp._operators.damping import check_damping
 from hvp._runtime.arguments import check_count
+from hvp._runtime.interrupts import Uninterrupted, deliver_interrupt
 from hvp._solve.rows import Rows
 from hvp._vectors.arrays import check_array
 
@@ -48,6 +49,7 @@ class _Inverse(LinearOperator):
     def _matvec(self, x: np.ndarray) -> np.ndarray:
         return self._matmat(np.asarray(x).reshape(-1, 1)).reshape(-1)
 
+    @Uninterrupted()
     def _matmat(self, X: np.ndarray) -> np.ndarray:
         return self._apply(check_array(X, self.shape[0], self.dtype, ndims=(2,)))
 
@@ -63,6 +65,7 @@ class _Inverse(LinearOperator):
     def _multiply(self, X: np.ndarray, rows: Rows | None = None) -> np.ndarray:
         """Multiply columns by the damped operator, or by that of other rows."""
         rows = rows or self._rows
+        deliver_interrupt()
         product = rows.multiply(tf.constant(np.ascontiguousarray(X.T))).numpy().T
         return product + np.asarray(self.damping, X.dtype) * X
 
@@ -130,6 +133,7 @@ class ExactInverse(_Inverse):
     array([1.   , 0.25 , 0.111])
     """
 
+    @Uninterrupted()
     def __init__(self, H: Any, *, damping: float = 0.0, max_size: int = 4096) -> None:
         super().__init__(Rows(H), damping)
         size = self.shape[0]
@@ -234,6 +238,7 @@ class NeumannInverse(_Inverse):
     array([1., 1., 1.], dtype=float32)
     """
 
+    @Uninterrupted()
     def __init__(
         self,
         H: Any,
@@ -285,6 +290,7 @@ class NeumannInverse(_Inverse):
         b_norm = _or_one(tf.norm(b, axis=1))
         last_change, done = math.inf, 0
         while done < self._iterations:
+            deliver_interrupt()
             count = min(_ITERATIONS, self._iterations - done)
             next_x = self._advance(b, x, tf.constant(count), scale, damping)
             change = float(tf.reduce_max(tf.norm(next_x - x, axis=1) / b_norm))
@@ -354,6 +360,7 @@ class ArnoldiInverse(_Inverse):
     array([0.    , 0.    , 0.1111, 0.0625], dtype=float32)
     """
 
+    @Uninterrupted()
     def __init__(self, H: Any, rank: int = 50, *, damping: float = 0.0, tol: float = 1e-4) -> None:
         check_count(rank, "rank")
         super().__init__(Rows(H), damping)

@@ -19,6 +19,7 @@ from hvp._errors import HvpError
 from hvp._operators.damping import check_damping
 from hvp._operators.operator import SymmetricOperator
 from hvp._runtime.arguments import check_count
+from hvp._runtime.interrupts import Uninterrupted, deliver_interrupt
 from hvp._solve.nystrom import NystromSketch, nystrom_factors
 from hvp._solve.rows import Rows
 from hvp._vectors.arrays import check_array
@@ -166,10 +167,12 @@ class Preconditioner(LinearOperator):
         self.precondition = Precondition(key, tensors, self._solve)
         super().__init__(np.dtype(tensors[0].dtype.as_numpy_dtype), (size, size))
 
+    @Uninterrupted()
     def _matvec(self, x: np.ndarray) -> np.ndarray:
         x = check_array(x, self.shape[0], self.dtype, ndims=(1, 2)).reshape(-1)
         return self._solve(tf.constant(x), self.precondition.tensors).numpy()
 
+    @Uninterrupted()
     def _matmat(self, X: np.ndarray) -> np.ndarray:
         X = check_array(X, self.shape[0], self.dtype, ndims=(2,))
         return self._solve(tf.constant(X.T), self.precondition.tensors).numpy().T
@@ -235,6 +238,7 @@ class NystromPreconditioner(Preconditioner):
     (0, True)
     """
 
+    @Uninterrupted()
     def __init__(
         self, H: Any, rank: int | None = None, *, damping: float = 0.0, seed: int = 0
     ) -> None:
@@ -248,6 +252,7 @@ class NystromPreconditioner(Preconditioner):
         max_rank = max(1, int(_MAX_PART * rows.size)) if rank is None else rank
         size = min(_FIRST_RANK, max_rank) if rank is None else rank
         while True:
+            deliver_interrupt()
             sketch.extend(size)
             self.eigenvalues, vectors = sketch.eigen()
             if size >= max_rank or self.eigenvalues[-1] <= _SMALL * total:
@@ -307,6 +312,7 @@ class DiagonalPreconditioner(Preconditioner):
     array([ 2.,  5., 10.], dtype=float32)
     """
 
+    @Uninterrupted()
     def __init__(
         self, H: Any, *, samples: int = _SAMPLES, damping: float = 0.0, seed: int = 0
     ) -> None:

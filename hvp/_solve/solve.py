@@ -23,6 +23,7 @@ from hvp._operators.damping import check_damping
 from hvp._runtime.arguments import check_count
 from hvp._runtime.checkpoint import Checkpoint
 from hvp._runtime.digest import digest
+from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.progress import check_progress
 from hvp._solve.block_conjugate_gradients import BLOCK_CONJUGATE_GRADIENTS
 from hvp._solve.conjugate_gradients import CONJUGATE_GRADIENTS
@@ -104,6 +105,7 @@ class SolveResult:
         )
 
 
+@Uninterrupted()
 def solve(
     H: Any,
     b: Any,

@@ -313,6 +313,38 @@ def test_a_second_interrupt_does_not_wait(interrupts):
         np.testing.assert_allclose(H @ np.ones(2), [6, 12], rtol=1e-6)
 
 
+USES = {
+    "product": lambda H: H @ np.ones(2),
+    "block": lambda H: H @ np.ones((2, 3)),
+    "dense matrix": lambda H: H.to_dense(),
+    "solve": lambda H: hvp.solve(H, np.ones(2), method="cg"),
+    "inverse": lambda H: hvp.NeumannInverse(H) @ np.ones(2),
+    "preconditioner": lambda H: hvp.NystromPreconditioner(H, 1) @ np.ones(2),
+    "check": hvp.check,
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_an_interrupt_waits_while_tensorflow_converts(use, interrupts, monkeypatch):
+    """Where one arrives in the middle of `tf.constant`, TensorFlow may crash."""
+    w = tf.Variable([1.0, 2.0])
+    convert, seen = tf.constant, interrupts
+
+    def constant(*arguments, **options):
+        if len(seen) == 0:
+            signal.raise_signal(signal.SIGINT)
+            seen.append("went on")
+        return convert(*arguments, **options)
+
+    with hvp.HessianOperator(lambda: tf.reduce_sum(w**3), w) as H:
+        USES[use](H)  # what this traces is not interrupted anyway
+        monkeypatch.setattr(tf, "constant", constant)
+        with pytest.raises(KeyboardInterrupt):
+            USES[use](H)
+        assert seen == ["went on", "handled"]
+        np.testing.assert_allclose(H @ np.ones(2), [6, 12], rtol=1e-6)
+
+
 def test_an_interrupt_comes_between_batches(interrupts):
     w, evaluated = tf.Variable([1.0, 2.0]), []
 
