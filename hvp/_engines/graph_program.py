@@ -19,6 +19,7 @@ from hvp._derivatives.doubts import refuse_missing_derivatives
 from hvp._derivatives.replace import replace_operations
 from hvp._engines.graph_product import Compilation, GraphProduct
 from hvp._engines.trace import TracedGraph
+from hvp._graphs.broadcasts import broadcast_instead_of_repeating
 from hvp._graphs.compiled import Compiled, JitCompile
 from hvp._graphs.dataflow import CALLS, CONTROL_FLOW, KEPT_WHOLE, output_dtypes
 from hvp._graphs.inline import inline_calls
@@ -111,6 +112,7 @@ class GraphProgram:
         self._renamed = {name: rename(name) for name in traced.results}
         self._results_of_once = list(dict.fromkeys(self._renamed.values()))
         self._products = [rename(name) for name in traced.products if name is not None]
+        broadcast_instead_of_repeating(flat)
         sizes = take_sizes(flat)
         parts = split(flat, self._vectors, self._products, self._results_of_once, sizes)
         self.once_part, self._dependent = parts.once, parts.dependent
