@@ -66,7 +66,8 @@ class _Rewriting:
                 self._note(node)
             elif node.op == "AddN" and not self._is_small(node):
                 self._subtract(node)
-            if node.op in _BROADCASTING or _is_pair(node) or (node.op in ENTRYWISE and len(data_inputs(node)) == 1):
+            is_unary = node.op in ENTRYWISE and len(data_inputs(node)) == 1
+            if is_unary or node.op in _BROADCASTING or _is_pair(node):
                 self._rewrite(node)
 
     def _note(self, node: Any) -> None:
