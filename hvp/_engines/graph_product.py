@@ -11,6 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvp._graphs.compiled import Compiled, JitCompile
+from hvp._graphs.private import is_for_xla
 from hvp._graphs.vectorized import NotVectorizedError, vectorized
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._vectors.space import Space
@@ -38,6 +39,8 @@ class Compilation:
         Whether blocks are multiplied one vector after the other in any case.
     xla_for_blocks : bool
         Whether XLA may compile blocks; it takes minutes for convolutions over a further axis.
+    briefly : bool
+        Whether TensorFlow should spend less time on optimizing products.
     changed : callable or None
         Takes the residuals; tells, in the graph, whether variables have changed since. None if
         that is not known from residuals.
@@ -48,6 +51,7 @@ class Compilation:
     report: Callable[[str], None]
     by_columns: bool
     xla_for_blocks: bool
+    briefly: bool
     changed: Callable[..., tf.Tensor] | None
 
 
@@ -122,8 +126,13 @@ class GraphProduct:
         return self._compiled(multiply, [self._spaces[0].flat_spec])
 
     def make(self) -> None:
-        """Compile the form that will be used first, so that what fails does so now."""
-        _ = self.single if self.has_flat else self.parts
+        """Trace the form that the others use, so that what fails does so now."""
+        _ = self.parts if self._calls_parts or not self.has_flat else self.single
+
+    @property
+    def _calls_parts(self) -> bool:
+        """Whether the other forms call the product by parts, instead of tracing it once more."""
+        return self._compilation.jit_compile is False
 
     @property
     def single(self) -> Compiled:
@@ -163,7 +172,8 @@ class GraphProduct:
     @functools.cached_property
     def flat_rows(self) -> Compiled:
         """The product with each row of a block, of shape `(k, n)`."""
-        self._by_columns |= any(map(is_converted_wrongly, self.single.graph.get_operations()))
+        traced = self.parts if self._calls_parts else self.single
+        self._by_columns |= any(map(is_converted_wrongly, traced.graph.get_operations()))
         how, domain = self._compilation, self._spaces[0]
         jit_compile = how.jit_compile if how.xla_for_blocks else False
         specs = [tf.TensorSpec([None, domain.size], domain.dtype), *how.residuals]
@@ -177,10 +187,13 @@ class GraphProduct:
 
     def _compiled(self, function: Callable[..., Any], specs: Sequence[tf.TensorSpec]) -> Compiled:
         how = self._compilation
-        return Compiled(function, [*specs, *how.residuals], how.jit_compile, how.report)
+        inputs = [*specs, *how.residuals]
+        return Compiled(function, inputs, how.jit_compile, how.report, briefly=how.briefly)
 
     def _multiply_flat(self, flat: tf.Tensor, *residuals: tf.Tensor) -> tf.Tensor:
         domain, codomain = self._spaces
+        if self._calls_parts and not is_for_xla():
+            return codomain.join(self.parts(*domain.split(flat), *residuals))
         return codomain.join(self._multiply(domain.split(flat), residuals))
 
     def _multiply_rows(self, rows: tf.Tensor, *residuals: tf.Tensor) -> tf.Tensor:

@@ -21,10 +21,11 @@ from hvp._engines.graph_product import Compilation, GraphProduct
 from hvp._engines.trace import TracedGraph
 from hvp._graphs.broadcasts import broadcast_instead_of_repeating
 from hvp._graphs.compiled import Compiled, JitCompile
-from hvp._graphs.dataflow import CALLS, CONTROL_FLOW, KEPT_WHOLE, output_dtypes
+from hvp._graphs.dataflow import CALLS, CONTROL_FLOW, KEPT_WHOLE, functions_of, output_dtypes
 from hvp._graphs.inline import inline_calls
 from hvp._graphs.low_precision import in_low_precision
 from hvp._graphs.matrix_products import for_many_vectors
+from hvp._graphs.merging import merge_equal_operations
 from hvp._graphs.parts import import_part, nbytes, node_of
 from hvp._graphs.schedule import in_order_if_large
 from hvp._graphs.sizes import BORROWED, take_sizes
@@ -112,6 +113,7 @@ class GraphProgram:
         self._renamed = {name: rename(name) for name in traced.results}
         self._results_of_once = list(dict.fromkeys(self._renamed.values()))
         self._products = [rename(name) for name in traced.products if name is not None]
+        merge_equal_operations(flat, {*map(node_of, [*self._results_of_once, *self._products])})
         broadcast_instead_of_repeating(flat)
         sizes = take_sizes(flat)
         parts = split(flat, self._vectors, self._products, self._results_of_once, sizes)
@@ -148,6 +150,7 @@ class GraphProgram:
             report,
             by_columns=any(_is_not_vectorized(node) for node in self.product_part.node),
             xla_for_blocks=not any("Conv" in node.op for node in self.product_part.node),
+            briefly=not any(map(_has_functions, self.product_part.node)),
             changed=self.changed if self.tells_changes else None,
         )
         specs = traced.vector_specs
@@ -313,6 +316,10 @@ def _joined_if_small(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
     """Concatenate tensors where that is faster than to look at each of them."""
     packing = Packing([tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors])
     return packing.pack(tensors) if packing.pays else tensors
+
+
+def _has_functions(node: Any) -> bool:
+    return any(True for _ in functions_of(node))
 
 
 def _is_not_vectorized(node: Any) -> bool:

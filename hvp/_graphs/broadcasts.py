@@ -18,8 +18,8 @@ from typing import Any
 import tensorflow as tf
 
 from hvp._graphs.dataflow import output_dtypes
-from hvp._graphs.parts import data_inputs, node_of
-from hvp._graphs.sizes import ENTRYWISE, is_small, nbytes, note_shapes, shapes_of
+from hvp._graphs.parts import data_inputs, nbytes, node_of
+from hvp._graphs.sizes import ENTRYWISE, is_small, note_shapes, shapes_of
 
 # Operations that broadcast their arguments, besides sums of two.
 _BROADCASTING = frozenset(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import re
@@ -14,6 +15,7 @@ import tensorflow as tf
 
 from hvp._errors import line_of
 from hvp._graphs.private import call_flat
+from hvp._runtime.collector import no_collections
 from hvp._runtime.interrupts import Uninterrupted
 
 JitCompile = Union[bool, Literal["auto"]]
@@ -46,6 +48,9 @@ class Compiled:
         can then not be traced for XLA.
     eager : bool, optional
         Whether to run the function without a graph, because graphs cannot call it.
+    briefly : bool, optional
+        Whether TensorFlow spends less time on optimizing the graph: where it has no functions, and
+        was made by this package.
 
     Attributes
     ----------
@@ -61,6 +66,7 @@ class Compiled:
         report: Callable[[str], None] = lambda message: None,
         forgets: bool = False,
         eager: bool = False,
+        briefly: bool = False,
     ) -> None:
         self._function: Any = function
         self._specs = list(specs)
@@ -68,7 +74,7 @@ class Compiled:
         self._report = report
         self._nested: Any = tf.function(function, autograph=False)
         self.uses_xla: bool | None = None
-        self._eager = eager
+        self._eager, self._briefly = eager, briefly and has_cpus_only()
         if eager:
             return
         self._chosen = self._traced(jit_compile is True)
@@ -85,7 +91,7 @@ class Compiled:
             return self._chosen(*tensors)
         if self.uses_xla is None:
             self.choose(*tensors)
-        return call_flat(self._chosen, tensors)
+        return call_flat(self._chosen, tensors, briefly=self._briefly)
 
     def inline(self, *tensors: tf.Tensor) -> Any:
         """Add a call of the function to the graph being traced, which decides how to compile it.
@@ -140,8 +146,14 @@ class Compiled:
 
     def _traced(self, jit_compile: bool) -> Any:
         function = tf.function(self._function, autograph=False, jit_compile=jit_compile or None)
-        with Uninterrupted():
+        with Uninterrupted(), no_collections():
             return function.get_concrete_function(*self._specs)
+
+
+@functools.cache
+def has_cpus_only() -> bool:
+    """Whether TensorFlow runs on CPUs only in this process."""
+    return {device.device_type for device in tf.config.list_logical_devices()} == {"CPU"}
 
 
 def is_faster(one: Any, other: Any, tensors: Sequence[tf.Tensor]) -> bool:

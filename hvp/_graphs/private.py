@@ -6,6 +6,7 @@ TensorFlow is noticed there first.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,9 @@ import tensorflow as tf
 # contains one can be differentiated from outside once, not twice. The public
 # `GradientTape.stop_recording` stops one tape, whereas every tape and forward accumulator has to
 # stop recording here.
-from tensorflow.python.eager import record
+# What TensorFlow optimizes in a graph before it runs is set by `tf.config.optimizer` for the whole
+# process, and for single calls by options of the context alone.
+from tensorflow.python.eager import context, record
 
 # The definitions of operations say which are stateful, and list the number and types of their
 # results, which a FunctionDef does not contain.
@@ -41,13 +44,54 @@ def is_for_xla() -> bool:
     return bool(GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()))
 
 
-def call_flat(concrete: Any, tensors: Sequence[tf.Tensor]) -> Any:
+def call_flat(concrete: Any, tensors: Sequence[tf.Tensor], *, briefly: bool = False) -> Any:
     """Call a concrete function on eager tensors of the right types and shapes.
 
     The public `__call__` binds arguments by name and checks each of them, which takes about as long
     as a small product.
+
+    Parameters
+    ----------
+    concrete : ConcreteFunction
+        The function.
+    tensors : sequence of tf.Tensor
+        Its arguments.
+    briefly : bool, optional
+        Whether to leave out, before the first call, the optimizations of the graph that take long
+        and gain nothing for a graph without functions on a CPU.
     """
-    return concrete._call_flat(list(tensors), concrete.captured_inputs)
+    if not briefly:
+        return concrete._call_flat(list(tensors), concrete.captured_inputs)
+    now = context.context()
+    before = now.function_call_options
+    now.function_call_options = _brief(before.config_proto_serialized, before.executor_type)
+    try:
+        return concrete._call_flat(list(tensors), concrete.captured_inputs)
+    finally:
+        now.function_call_options = before
+
+
+@functools.lru_cache
+def _brief(config: bytes, executor: Any) -> Any:
+    """Return options for a call, with brief optimization, and otherwise as in a configuration."""
+    proto = tf.compat.v1.ConfigProto.FromString(config)
+    options = proto.graph_options.rewrite_options
+    # All graphs are optimized twice otherwise.
+    options.meta_optimizer_iterations = options.ONE
+    options.memory_optimization = options.NO_MEM_OPT
+    options.disable_tfg_optimizer = True
+    for name in _LEFT_OUT:
+        setattr(options, name, options.OFF)
+    return context.FunctionCallOptions(executor, proto)
+
+
+# For functions, loops, other devices, debugging, and for what merging and scheduling in this
+# package has done already.
+_LEFT_OUT = """
+    common_subgraph_elimination debug_stripper function_optimization implementation_selector
+    layout_optimizer loop_optimization pin_to_host_optimization scoped_allocator_optimization
+    shape_optimization
+""".split()
 
 
 def gradient_of_type(kind: str) -> tuple[bool, Any]:

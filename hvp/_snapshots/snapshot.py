@@ -33,6 +33,7 @@ from hvp._errors import (
     quoted,
 )
 from hvp._graphs.python_calls import check_can_wait_for_python
+from hvp._runtime.collector import no_collections
 from hvp._runtime.guard import Guard, OneProcess, refuse_forks
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._snapshots.python_map import PythonMap
@@ -86,7 +87,7 @@ class Snapshot(OneProcess):
         self._map: LinearMap | None = None
         self._store: Store | None = None
         self._absent = f"the {what} is closed"
-        with self._guard, Uninterrupted():
+        with self._guard, Uninterrupted(), no_collections():
             self.plan = make_plan()
         self._watch = Watch(self.plan.facts.reads)
         self._spaces = self.plan.space, self.plan.space

@@ -1,9 +1,13 @@
 """Private names of TensorFlow: when one moves, this fails first."""
 
+import numpy as np
+import pytest
 import tensorflow as tf
-from tensorflow.python.eager import record
+from tensorflow.python.eager import context, record
 from tensorflow.python.framework import op_def_registry, ops
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
+
+from hvp._graphs.private import call_flat
 
 
 def test_definitions_of_operations():
@@ -73,3 +77,31 @@ def test_one_operation_for_all_that_records():
         record.record_operation("Tripled", [y], [x], lambda dy: [3.0 * dy])
     assert tape.gradient(y, x).numpy() == 3.0
     assert forward.jvp(y).numpy() == 3.0
+
+
+def test_options_of_a_call():
+    """A function can be optimized in another way than others in this process."""
+    options = context.context().function_call_options
+    config = tf.compat.v1.ConfigProto.FromString(options.config_proto_serialized)
+    config.graph_options.rewrite_options.disable_meta_optimizer = True
+    other = context.FunctionCallOptions(options.executor_type, config)
+    assert other.config_proto_serialized != options.config_proto_serialized
+    double = tf.function(lambda a: 2.0 * a).get_concrete_function(tf.TensorSpec([2]))
+    context.context().function_call_options = other
+    try:
+        assert context.context().function_call_options is other
+        assert double._call_flat([tf.ones(2)], double.captured_inputs).numpy().tolist() == [2, 2]
+    finally:
+        context.context().function_call_options = options
+
+
+def test_a_brief_call_leaves_the_options_alone():
+    double = tf.function(lambda a: 2.0 * a).get_concrete_function(tf.TensorSpec([2]))
+    before = context.context().function_call_options
+    assert call_flat(double, [tf.ones(2)], briefly=True).numpy().tolist() == [2.0, 2.0]
+    assert context.context().function_call_options is before
+    checked = tf.function(lambda a: tf.debugging.check_numerics(a, "entries"), autograph=False)
+    broken = checked.get_concrete_function(tf.TensorSpec([2]))
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        call_flat(broken, [tf.fill([2], np.nan)], briefly=True)
+    assert context.context().function_call_options is before
