@@ -19,6 +19,7 @@ from hvp._data import budget
 from hvp._engines import graph_map, graph_program, single_plan, trace
 from hvp._graphs import low_precision, rematerialize, sizes
 from hvp._influence import damped_inverse, example_gradients
+from hvp._operators import operator
 from hvp._operators.operator import core_of
 from hvp._runtime import checkpoint, guard
 from hvp._snapshots.nearby import Gradients
@@ -28,6 +29,7 @@ from hvp._vectors import packing
 
 # Limits that the library chooses for itself: the module that has the constant, and its name.
 LIMITS: dict[str, tuple[Any, str]] = {
+    "bytes of a long vector": (operator, "_LONG"),
     "bytes of rows times residuals": (graph_map, "_BLOCK_BYTES"),
     "bytes that are packed": (packing, "_MAX_BYTES"),
     "columns of a solve": (equations, "_MAX_COLUMNS"),

@@ -24,6 +24,8 @@ from hvp._vectors.space import as_tensor
 
 Self = TypeVar("Self", bound="SymmetricOperator")
 
+# Vectors of so many bytes are multiplied part by part.
+_LONG = 2**26
 # Columns in one block when a dense matrix is assembled.
 _DENSE_BLOCK = 64
 
@@ -357,6 +359,28 @@ class SymmetricOperator(OneProcess, DtypePreserving):
         """
         self._core.snapshot.refresh()
 
+    def release_gradient(self) -> None:
+        """Release the gradient, where memory is short and products are all you need.
+
+        It takes `n` numbers. Until the next `refresh`, `gradient` then raises an `HvpError`, as do
+        functions that need the gradient. Products are not affected.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import tensorflow as tf
+        >>> import hvp
+        >>> w = tf.Variable([1.0, 2.0])
+        >>> H = hvp.HessianOperator(lambda: tf.reduce_sum(w**4) / 12, w)
+        >>> H.release_gradient()
+        >>> H @ np.ones(2)
+        array([1., 4.], dtype=float32)
+        >>> H.refresh()
+        >>> H.gradient.round(3)
+        array([0.333, 2.667], dtype=float32)
+        """
+        self._core.snapshot.release_gradient()
+
     def close(self) -> None:
         """Release the residuals. Closing twice does nothing."""
         self._core.snapshot.close()
@@ -376,8 +400,11 @@ class SymmetricOperator(OneProcess, DtypePreserving):
 
     @Uninterrupted()
     def _matvec(self, x: np.ndarray) -> np.ndarray:
-        product = self._core.map(self._damping).apply_flat(tf.constant(x.reshape(-1)))
-        return check_product(product.numpy())
+        x, held = x.reshape(-1), self._core.map(self._damping)
+        if x.nbytes < _LONG:
+            return check_product(held.apply_flat(tf.constant(x)).numpy())
+        # Part by part, so that there are no copies of the whole vector or product besides.
+        return check_product(self._space.array_of_parts(held.apply(self._space.parts_of_array(x))))
 
     @Uninterrupted()
     def _matmat(self, X: np.ndarray) -> np.ndarray:

@@ -86,6 +86,7 @@ class Snapshot(OneProcess):
         self._results: Results | None = None
         self._map: LinearMap | None = None
         self._store: Store | None = None
+        self._gradient_is_released = False
         self._absent = f"the {what} is closed"
         with self._guard, Uninterrupted(), no_collections():
             self.plan = make_plan()
@@ -208,7 +209,21 @@ class Snapshot(OneProcess):
         """Return the gradient, None for variables that the loss does not depend on."""
         self._refuse_graphs("gradient")
         with self._guard, self._guard.lock:
-            return list(self._current(to_multiply=False)[0].gradient or ())
+            results = self._current(to_multiply=False)[0]
+            if self._gradient_is_released:
+                raise HvpError(
+                    "the gradient was released",
+                    f"{_article(self._what)} {self._what} that has its gradient",
+                    "call refresh(), which evaluates it again",
+                )
+            return list(results.gradient or ())
+
+    def release_gradient(self) -> None:
+        """Release the gradient, until the next evaluation."""
+        with self._guard, self._guard.lock:
+            if self._results is not None and self._results.gradient is not None:
+                self._results = self._results._replace(gradient=None)
+                self._gradient_is_released = True
 
     def map(self) -> LinearMap:
         """Return the linear map to multiply with here.
@@ -288,6 +303,7 @@ class Snapshot(OneProcess):
         self._check(results)
         self._watch.set(results.watched)
         self._results, self._map = results, held
+        self._gradient_is_released = False
         self._spaces = held.domain, held.codomain
         if self._store is not None:
             self._store.fill(held, self._watch.values)

@@ -20,6 +20,9 @@ _WIDENED = {tf.float16: tf.float32, tf.bfloat16: tf.float32}
 # 0.1 or more.
 _RELATIVE_ERROR, _ROUNDING_ERRORS = 1e-2, 1e3
 
+# TensorFlow ends the process where a tensor does not begin at a multiple of so many bytes.
+_ALIGNED = 64
+
 
 class Space:
     """The space of the vectors that a linear map takes or returns.
@@ -145,6 +148,34 @@ class Space:
             tf.cast(reshaped(piece, shape, len(shape)), dtype)
             for piece, shape, dtype in zip(pieces, shapes, self.dtypes)
         ]
+
+    def parts_of_array(self, flat: np.ndarray) -> list[tf.Tensor]:
+        """Copy a flat array, once, to parts with the shapes and dtypes of the variables.
+
+        `tf.constant` copies an array twice, and keeps one of the copies until it copies another.
+        """
+        places = np.cumsum([0, *(-(-size * flat.itemsize // _ALIGNED) for size in self.sizes)])
+        memory = np.empty((places[-1] + 1) * _ALIGNED, np.uint8)
+        memory = memory[-memory.ctypes.data % _ALIGNED :]
+        parts, end = [], 0
+        for place, shape, size, dtype in zip(places, self.shapes, self.sizes, self.dtypes):
+            first = place * _ALIGNED
+            piece = memory[first : first + size * flat.itemsize].view(flat.dtype).reshape(shape)
+            piece[...] = flat[end : end + size].reshape(shape)
+            end += size
+            tensor = tf.experimental.dlpack.from_dlpack(piece.__dlpack__()) if size else piece
+            parts.append(tf.cast(tensor, dtype))
+        return parts
+
+    def array_of_parts(self, parts: list[tf.Tensor]) -> np.ndarray:
+        """Copy parts to a flat array, and remove each of them from the list when it is copied."""
+        flat = np.empty(self.size, self.dtype.as_numpy_dtype)
+        end = self.size
+        while parts:
+            part = parts.pop()
+            flat[end - self.sizes[len(parts)] : end] = tf.reshape(part, [-1]).numpy()
+            end -= self.sizes[len(parts)]
+        return flat
 
     def parts_of_nest(self, nest: Any, what: str = "v") -> list[Any]:
         """Flatten a nest, and check its structure and the shape and dtype of each part."""
