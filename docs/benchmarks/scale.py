@@ -121,10 +121,12 @@ def make(name: str, variant: str) -> tuple[int, Callable[[], Any], Callable[[], 
         with tf.GradientTape() as outer:
             with tf.GradientTape() as inner:
                 value = loss(*data)
-            first = inner.gradient(value, variables)
-        return outer.gradient(
+            # Of an embedding it is sparse, and cannot be differentiated with a vector as it is.
+            first = [tf.convert_to_tensor(part) for part in inner.gradient(value, variables)]
+        product = outer.gradient(
             first, variables, output_gradients=vector, unconnected_gradients="zero"
         )
+        return [tf.convert_to_tensor(part) for part in product]
 
     def build() -> Callable[[], Any]:
         if variant == "function":

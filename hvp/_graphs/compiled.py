@@ -74,7 +74,8 @@ class Compiled:
         self._report = report
         self._nested: Any = tf.function(function, autograph=False)
         self.uses_xla: bool | None = None
-        self._eager, self._briefly = eager, briefly and has_cpus_only()
+        self._eager = eager
+        self._briefly = briefly and jit_compile is False and has_cpus_only()
         if eager:
             return
         self._chosen = self._traced(jit_compile is True)

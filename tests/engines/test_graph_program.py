@@ -50,6 +50,24 @@ def test_nor_inside_nested_functions():
     assert product_operations(tf.function(loss), weights)["MatMul"] == 20
 
 
+def test_arrays_and_tensors_share_one_import_of_the_product(monkeypatch):
+    loss, weights = dense_layers(3)
+    imported, original = [], graph_program.import_part
+
+    def import_part(part, *arguments):
+        imported.append(len(part.node))
+        return original(part, *arguments)
+
+    monkeypatch.setattr(graph_program, "import_part", import_part)
+    with hvp.HessianOperator(loss, weights) as H:
+        v = random(3, H.shape[0])
+        flat = H @ v
+        np.testing.assert_array_equal(flat, H.flatten(H.product(H.unflatten(v))))
+        np.testing.assert_array_equal(flat, H.product(tf.constant(v)))
+        parts = inside.program(H).once_part, inside.program(H).product_part
+        assert imported == [len(part.node) for part in parts]
+
+
 def test_nothing_with_an_effect_is_in_the_product():
     w = tf.Variable(random(0, 5))
     counter = tf.Variable(0)
