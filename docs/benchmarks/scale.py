@@ -195,6 +195,7 @@ def draw(points: dict[str, Any]) -> None:
 
     mpl.use("agg")
     import matplotlib.pyplot as plt
+    from matplotlib import ticker
 
     colours = {"function": "#64748b", "default": "#f59e0b", "recompute": "#c2410c"}
     panels = {
@@ -213,14 +214,19 @@ def draw(points: dict[str, Any]) -> None:
                 x, y = [p["parameters"] for p in known], [value(p) for p in known]
                 ax.plot(x, y, color=colour, marker="o", ms=3, label=label)
             ax.set_xscale("log")
-            ax.set_yscale("linear" if "gradients" in title else "log")
             if "gradients" in title:
                 ax.set_ylim(bottom=0)
+            else:
+                ax.set_yscale("log")
+                ax.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 3)))
+                ax.yaxis.set_major_formatter(ticker.FuncFormatter(lambda y, _: f"{y:g}"))
+                ax.yaxis.set_minor_formatter(ticker.NullFormatter())
             ax.set_xlabel("parameters")
             ax.set_title(title, loc="left")
             ax.grid(visible=True, linewidth=0.3)
             ax.spines[["top", "right"]].set_visible(False)
-        axes[0].legend(frameon=False)
+        handles, labels = axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, frameon=False, ncols=3, loc="outside lower center")
         figure.savefig(HERE.parent / "images" / "scale.png", dpi=160)
 
 
