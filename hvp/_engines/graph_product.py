@@ -127,7 +127,12 @@ class GraphProduct:
 
     def make(self) -> None:
         """Trace the form that the others use, so that what fails does so now."""
-        _ = self.parts if self._calls_parts or not self.has_flat else self.single
+        _ = self._base
+
+    @property
+    def _base(self) -> Compiled:
+        """The form that is traced from the graph of the product itself."""
+        return self.parts if self._calls_parts or not self.has_flat else self.single
 
     @property
     def _calls_parts(self) -> bool:
@@ -172,8 +177,7 @@ class GraphProduct:
     @functools.cached_property
     def flat_rows(self) -> Compiled:
         """The product with each row of a block, of shape `(k, n)`."""
-        traced = self.parts if self._calls_parts else self.single
-        self._by_columns |= any(map(is_converted_wrongly, traced.graph.get_operations()))
+        self._by_columns |= any(map(is_converted_wrongly, self._base.graph.get_operations()))
         how, domain = self._compilation, self._spaces[0]
         jit_compile = how.jit_compile if how.xla_for_blocks else False
         specs = [tf.TensorSpec([None, domain.size], domain.dtype), *how.residuals]

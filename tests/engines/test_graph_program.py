@@ -9,6 +9,7 @@ import tensorflow as tf
 
 import hvp
 from hvp._engines import graph_program
+from hvp._graphs import compiled
 from hvp._graphs.split import UnsplittableError
 from tests import inside
 from tests.cases import random
@@ -66,6 +67,30 @@ def test_arrays_and_tensors_share_one_import_of_the_product(monkeypatch):
         np.testing.assert_array_equal(flat, H.product(tf.constant(v)))
         parts = inside.program(H).once_part, inside.program(H).product_part
         assert imported == [len(part.node) for part in parts]
+
+
+@pytest.mark.parametrize("loops", [False, True])
+def test_products_without_loops_are_optimized_briefly_and_evaluations_are_not(loops, monkeypatch):
+    w, brief = tf.Variable(random(0, 5)), []
+    original = compiled.call_flat
+
+    def call_flat(function, tensors, *, briefly=False):
+        brief.append(briefly)
+        return original(function, tensors, briefly=briefly)
+
+    def loss():
+        if loops:
+            x = tf.while_loop(lambda i, x: i < 2, lambda i, x: (i + 1, x * w), (0, w))[1]
+        else:
+            x = w * w * w
+        return tf.reduce_sum(x)
+
+    monkeypatch.setattr(compiled, "call_flat", call_flat)
+    monkeypatch.setattr(compiled, "has_cpus_only", lambda: True)
+    with hvp.HessianOperator(loss, w) as H:
+        assert brief == [False]
+        np.testing.assert_allclose(H @ np.ones(5), 6 * w.numpy(), rtol=1e-5)
+        assert brief == [False, not loops]
 
 
 def test_nothing_with_an_effect_is_in_the_product():

@@ -95,6 +95,30 @@ def test_options_of_a_call():
         context.context().function_call_options = options
 
 
+def test_a_brief_call_leaves_out_some_optimizations_and_keeps_what_is_set():
+    seen = []
+
+    class Function:
+        captured_inputs = ()
+
+        def _call_flat(self, tensors, captured):
+            options = context.context().function_call_options
+            config = tf.compat.v1.ConfigProto.FromString(options.config_proto_serialized)
+            seen.append(config.graph_options.rewrite_options)
+
+    before = tf.config.optimizer.get_experimental_options()
+    tf.config.optimizer.set_experimental_options({"remapping": False})
+    try:
+        call_flat(Function(), [])
+        call_flat(Function(), [], briefly=True)
+    finally:
+        tf.config.optimizer.set_experimental_options({"remapping": True, **before})
+    plain, brief = seen
+    assert brief.remapping == plain.remapping == plain.OFF
+    assert brief.meta_optimizer_iterations == brief.ONE != plain.meta_optimizer_iterations
+    assert brief.loop_optimization == brief.OFF != plain.loop_optimization
+
+
 def test_a_brief_call_leaves_the_options_alone():
     double = tf.function(lambda a: 2.0 * a).get_concrete_function(tf.TensorSpec([2]))
     before = context.context().function_call_options
