@@ -18,6 +18,7 @@ from hvp._operators.hessian import HessianOperator
 from hvp._operators.operator import core_of
 from hvp._runtime.arguments import check_count
 from hvp._runtime.guard import OneProcess
+from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.progress import check_progress
 from hvp._runtime.strategies import outside_strategies
 
@@ -146,6 +147,7 @@ class InfluenceFunctions(OneProcess):
     """
 
     @outside_strategies
+    @Uninterrupted()
     def __init__(
         self,
         loss: Callable[..., Any],
@@ -377,6 +379,7 @@ class InfluenceFunctions(OneProcess):
         """
         return self._scoring.loss_changes(self.parameter_change(indices), test_data)
 
+    @Uninterrupted()
     def refresh(self) -> None:
         """Evaluate the Hessian again, at the current values of the variables."""
         self.operator.refresh()

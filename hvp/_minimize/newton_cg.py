@@ -128,6 +128,7 @@ class NewtonCG(OneProcess, tf.Module):
     """
 
     @outside_strategies
+    @Uninterrupted()
     def __init__(
         self,
         loss: Any,

@@ -10,6 +10,7 @@ from scipy.sparse.linalg import LinearOperator
 from hvp._minimize.points import Points
 from hvp._minimize.scipy_functions import ScipyFunctions
 from hvp._runtime.guard import OneProcess, refuse_forks
+from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.strategies import outside_strategies
 
 # The options of `HessianOperator` that also apply to a loss at many points.
@@ -80,6 +81,7 @@ class ScipyObjective(OneProcess):
     """
 
     @outside_strategies
+    @Uninterrupted()
     def __init__(
         self,
         loss: Any,
@@ -212,6 +214,7 @@ class ScipyObjective(OneProcess):
         """
         return self._functions.hess_dense(x)
 
+    @Uninterrupted()
     def assign(self, x: Any) -> None:
         """Write a vector to the variables.
 

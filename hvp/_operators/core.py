@@ -15,6 +15,7 @@ from hvp._engines.plan import Remarks
 from hvp._engines.rule import Rule
 from hvp._engines.settings import ROUNDING
 from hvp._errors import HvpError, StaleOperatorError, quoted
+from hvp._runtime.interrupts import Uninterrupted
 from hvp._snapshots.nearby import Gradients
 from hvp._snapshots.problem import problem_of
 from hvp._snapshots.snapshot import Snapshot
@@ -180,6 +181,7 @@ class Core:
         return self.space.join(self.snapshot.gradient())
 
 
+@Uninterrupted()
 def evaluated(rule: Rule, variables: Any, data: Any, **options: Any) -> Core:
     """Evaluate a matrix at the values the variables have now.
 

@@ -15,6 +15,7 @@ from hvp._keras.compiled_loss import compiled_problem
 from hvp._operators.core import evaluated
 from hvp._operators.damping import check_damping
 from hvp._operators.operator import SymmetricOperator
+from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.strategies import outside_strategies
 from hvp._vectors.arrays import check_array
 from hvp._vectors.space import Space
@@ -264,6 +265,7 @@ class HessianOperator(SymmetricOperator):
 
 
 @outside_strategies
+@Uninterrupted()
 def hessian_vector_product(
     loss: Callable[..., Any], variables: Any, v: Any, data: Any = None
 ) -> Any:

@@ -153,6 +153,7 @@ class Linearization(OneProcess):
 
 
 @outside_strategies
+@Uninterrupted()
 def linearize(
     f: Callable[[], Any],
     variables: Any,
