@@ -25,8 +25,9 @@ from hvp._graphs.dataflow import Dataflow
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.strategies import outside_strategies
 
-# The collection of a graph that lists what is differentiated by what in it: pairs of sequences of
-# tensors or variables. The trace looks for missing derivatives between the two.
+# The collection of a graph that lists what is differentiated by what in it: pairs of lists of
+# variables and names of tensors. The trace looks for missing derivatives between the two. Tensors
+# would keep the graph in memory, because graphs that are traced inside it copy its collections.
 DIFFERENTIATED = "hvp_differentiated"
 
 _none_is_doubtful = contextvars.ContextVar("hvp_none_is_doubtful", default=False)
@@ -221,7 +222,10 @@ def refuse_missing_in(linear: Callable[..., Sequence[Any]], vectors: Sequence[tf
 def _note_differentiated(inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
     """Note in the graph being traced, if there is one, what is differentiated by what."""
     if not tf.executing_eagerly():
-        pair = list(inputs), [output for output in outputs if output is not None]
+        pair = tuple(
+            [end if isinstance(end, tf.Variable) else end.name for end in ends if end is not None]
+            for ends in (inputs, outputs)
+        )
         tf.compat.v1.get_default_graph().add_to_collection(DIFFERENTIATED, pair)
 
 

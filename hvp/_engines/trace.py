@@ -25,7 +25,7 @@ from hvp._graphs.concrete import (
 )
 from hvp._graphs.dataflow import RECOMPUTED_GRADIENT, Dataflow, Vertex, layer_of
 from hvp._graphs.parts import ancestors, cut_out, import_part
-from hvp._graphs.sizes import graph_def_with_shapes
+from hvp._graphs.sizes import BORROWED, VIEWS, graph_def_with_shapes
 from hvp._vectors.resources import Resource
 from hvp._vectors.variables import VariableNest
 
@@ -259,8 +259,7 @@ def _all_doubts(graph: tf.Graph, flow: Dataflow, places: Mapping[int, Vertex]) -
 
     def vertices(ends: Sequence[Any]) -> list[Vertex]:
         known = [
-            places.get(id(end.handle)) if isinstance(end, tf.Variable) else flow.vertex(end.name)
-            for end in ends
+            flow.vertex(end) if isinstance(end, str) else places.get(id(end.handle)) for end in ends
         ]
         return [vertex for vertex in known if vertex is not None]
 
@@ -338,15 +337,7 @@ def _bytes_between(
     graph: tf.Graph, flow: Dataflow, sources: list[Vertex], reaching: set[Vertex]
 ) -> int:
     depends = flow.reachable(sources) & reaching
-    shared = {
-        "Identity",
-        "IdentityN",
-        "Reshape",
-        "ReadVariableOp",
-        "ExpandDims",
-        "Squeeze",
-        "StopGradient",
-    }
+    shared = VIEWS | BORROWED | {"IdentityN"}
     total = 0
     for operation in graph.get_operations():
         if operation.type in shared or flow.vertex(operation.name) not in depends:

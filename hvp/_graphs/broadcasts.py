@@ -10,22 +10,21 @@ Likewise, a sum with the negative of a tensor becomes a difference.
 
 from __future__ import annotations
 
-import graphlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from hvp._graphs.dataflow import output_dtypes
-from hvp._graphs.parts import data_inputs, nbytes, node_of
+from hvp._graphs.parts import data_inputs, in_topological_order, nbytes, node_of, with_index
 from hvp._graphs.sizes import ENTRYWISE, is_small, note_shapes, shapes_of
 
 # Operations that broadcast their arguments, besides sums of two.
 _BROADCASTING = frozenset(
     """
-    Add AddV2 Div DivNoNan Maximum Minimum Mul MulNoNan Pow RealDiv SelectV2 SquaredDifference Sub
-    Xdivy Xlog1py Xlogy
+    Add AddV2 Div DivNoNan Equal Greater GreaterEqual Less LessEqual LogicalAnd LogicalOr Maximum
+    Minimum Mul MulNoNan NotEqual Pow RealDiv SelectV2 SquaredDifference Sub Xdivy Xlog1py Xlogy
     """.split()
 )
 _REPEATING = frozenset(["BroadcastTo", "Fill", "Tile"])
@@ -33,7 +32,9 @@ _REPEATING = frozenset(["BroadcastTo", "Fill", "Tile"])
 Shape = tuple[int, ...]
 
 
-def broadcast_instead_of_repeating(graph_def: Any) -> None:
+def broadcast_instead_of_repeating(
+    graph_def: Any, inputs: Mapping[str, tf.TensorSpec] | None = None
+) -> None:
     """Rewrite a graph, in place, so that entrywise operations repeat values on their own.
 
     Parameters
@@ -41,15 +42,18 @@ def broadcast_instead_of_repeating(graph_def: Any) -> None:
     graph_def : GraphDef
         A graph without calls, in which the shapes of results are noted. Operations that nothing
         uses any more stay in it.
+    inputs : mapping of str to tf.TensorSpec, optional
+        The tensors that the graph uses, and that none of its operations computes.
     """
-    _Rewriting(graph_def).run()
+    _Rewriting(graph_def, inputs or {}).run()
 
 
 class _Rewriting:
     """Rewrites the nodes of a graph, those first that others depend on."""
 
-    def __init__(self, graph_def: Any) -> None:
+    def __init__(self, graph_def: Any, inputs: Mapping[str, tf.TensorSpec]) -> None:
         self._graph_def = graph_def
+        self._inputs = {with_index(name): spec.shape for name, spec in inputs.items()}
         self._nodes = {node.name: node for node in graph_def.node}
         # For tensors that repeat smaller ones, the names of these.
         self._repeated: dict[str, str] = {}
@@ -57,11 +61,7 @@ class _Rewriting:
     def run(self) -> None:
         if not any(node.op in _REPEATING or node.op == "Neg" for node in self._graph_def.node):
             return
-        order = graphlib.TopologicalSorter(
-            {name: map(node_of, data_inputs(node)) for name, node in self._nodes.items()}
-        )
-        for name in order.static_order():
-            node = self._nodes[name]
+        for node in in_topological_order(self._nodes):
             if node.op in _REPEATING:
                 self._note(node)
             elif node.op == "AddN" and not self._is_small(node):
@@ -85,8 +85,8 @@ class _Rewriting:
         if len(terms) != 2:
             return
         for place in (1, 0):
-            negative = self._nodes[node_of(terms[place])]
-            if negative.op == "Neg":
+            negative = self._nodes.get(node_of(terms[place]))
+            if negative is not None and negative.op == "Neg":
                 waits = node.input[2:]
                 pair = [terms[1 - place], data_inputs(negative)[0]]
                 _replace(node, "Sub", [*pair, *waits])
@@ -139,6 +139,9 @@ class _Rewriting:
 
     def _shape(self, tensor: str) -> Shape | None:
         """Return the shape of a tensor, None if it is not fully known."""
+        if with_index(tensor) in self._inputs:
+            known = self._inputs[with_index(tensor)]
+            return tuple(known) if known.is_fully_defined() else None
         name, _, index = tensor.partition(":")
         noted = shapes_of(self._nodes[name])
         if int(index or 0) >= len(noted):

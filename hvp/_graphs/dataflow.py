@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import weakref
 from collections import defaultdict, deque
@@ -316,8 +317,16 @@ def is_stateful(node: Any, functions: Mapping[str, Any]) -> bool:
 
 def functions_of(node: Any) -> Iterator[Any]:
     """Yield the functions among a node's attributes."""
-    for value in node.attr.values():
-        yield from [value.func] if value.HasField("func") else value.list.func
+    if _may_take_functions(node.op):
+        for value in node.attr.values():
+            yield from [value.func] if value.HasField("func") else value.list.func
+
+
+@functools.cache
+def _may_take_functions(kind: str) -> bool:
+    """Whether an operation has functions among its attributes, or is not known."""
+    definition = op_def_registry.get(kind)
+    return definition is None or any("func" in attr.type for attr in definition.attr)
 
 
 def kept_whole(graph_def: Any) -> set[str]:
@@ -338,16 +347,29 @@ def kept_whole(graph_def: Any) -> set[str]:
 
 def _outputs(node: Any) -> list[tuple[str, tf.DType]]:
     """Return the name of the output argument, and the type, of each output of a node."""
-    definition = op_def_registry.get(node.op)
     outputs: list[tuple[str, tf.DType]] = []
-    for argument in definition.output_arg if definition is not None else ():
-        if argument.type_list_attr:
-            types = list(node.attr[argument.type_list_attr].list.type)
+    for name, type_list, number, type_, type_attr in _output_arguments(node.op):
+        if type_list:
+            types = list(node.attr[type_list].list.type)
         else:
-            count = node.attr[argument.number_attr].i if argument.number_attr else 1
-            types = [argument.type or node.attr[argument.type_attr].type] * count
-        outputs += [(argument.name, tf.as_dtype(type_)) for type_ in types]
+            count = node.attr[number].i if number else 1
+            types = [type_ or node.attr[type_attr].type] * count
+        outputs += [(name, tf.as_dtype(type_)) for type_ in types]
     return outputs
+
+
+@functools.cache
+def _output_arguments(kind: str) -> list[tuple[str, str, str, int, str]]:
+    """Return what determines the outputs of an operation.
+
+    For each output argument: its name, and the names of the attributes with its types or their
+    number, or its type itself, or the name of the attribute with its type.
+    """
+    definition = op_def_registry.get(kind)
+    return [
+        (out.name, out.type_list_attr, out.number_attr, out.type, out.type_attr)
+        for out in (() if definition is None else definition.output_arg)
+    ]
 
 
 def output_offset(node: Any, output: str) -> int:

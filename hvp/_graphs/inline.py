@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvp._graphs.dataflow import CALLS, KEPT_WHOLE, functions_of, kept_whole, output_offset
-from hvp._graphs.parts import node_of
+from hvp._graphs.parts import in_topological_order, node_of
 from hvp._graphs.sizes import note_shapes, shapes_of
 
 _serials = itertools.count()
@@ -129,7 +129,7 @@ class _Inliner:
     ) -> _Scope:
         """Add the nodes of a graph or function in topological order."""
         scope = _Scope(prefix, {node.name: node for node in nodes}, arguments)
-        for node in _in_order(scope.nodes):
+        for node in in_topological_order(scope.nodes):
             inputs = [scope.tensor(name) for name in node.input if not name.startswith("^")]
             waits = [c for name in node.input if name.startswith("^") for c in scope.control(name)]
             waits += controls
@@ -200,23 +200,3 @@ class _Scope:
         if node in self._arguments:
             return [f"^{self._arguments[node].partition(':')[0]}"]
         return self.effects.get(node, [f"^{self.prefix}{node}"])
-
-
-def _in_order(nodes: dict[str, Any]) -> list[Any]:
-    """Return nodes in topological order."""
-    ordered: list[Any] = []
-    done: set[str] = set()
-    for start in nodes:
-        stack = [(start, False)]
-        while stack:
-            name, expanded = stack.pop()
-            if name in done:
-                continue
-            if expanded:
-                done.add(name)
-                ordered.append(nodes[name])
-                continue
-            stack.append((name, True))
-            makers = (maker.lstrip("^").partition(":")[0] for maker in nodes[name].input)
-            stack += [(maker, False) for maker in makers if maker in nodes and maker not in done]
-    return ordered

@@ -22,7 +22,7 @@ from typing import Any, Optional
 
 import tensorflow as tf
 
-from hvp._graphs.parts import ancestors, cut_out, data_inputs, node_of, with_index
+from hvp._graphs.parts import data_inputs, node_of, with_index, without_unused
 from hvp._graphs.sizes import VIEWS, Sizes, is_small, size_of
 
 # The operations, and which of their inputs are factors; None stands for all inputs.
@@ -108,7 +108,7 @@ def in_low_precision(
     products = {n.name for n in part.node if _is_product(n) and _is_worthwhile(n, sizes)}
     lowered = type(part)(versions=part.versions, library=part.library)
     lowered.node.extend(_Rewriting(dtype, sizes, rounded).run(part.node, products))
-    return Lowered(_without_unused(lowered, results), sizes, set(rounded), len(products))
+    return Lowered(without_unused(lowered, results), sizes, set(rounded), len(products))
 
 
 @contextlib.contextmanager
@@ -247,13 +247,6 @@ class _Rewriting:
 
     def _note_size(self, name: str, nbytes: int) -> None:
         self._sizes[name] = [nbytes]
-
-
-def _without_unused(part: Any, results: Sequence[str]) -> Any:
-    """Return a graph without operations that no result depends on."""
-    nodes = {node.name: node for node in part.node}
-    needed = ancestors(nodes, results, nodes.__contains__, controls=True)
-    return cut_out(part, needed, keep_controls=True)
 
 
 def _cast_node(

@@ -7,12 +7,11 @@ in is called for the first time. What is merged here need not be analysed, impor
 
 from __future__ import annotations
 
-import graphlib
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from hvp._graphs.dataflow import is_stateful
-from hvp._graphs.parts import node_of, with_index
+from hvp._graphs.parts import in_topological_order, node_of, with_index
 
 # Operations that are not merged: places of inputs, and what only orders others.
 _APART = frozenset(["NoOp", "Placeholder"])
@@ -26,19 +25,16 @@ def merge_equal_operations(graph_def: Any, kept: Collection[str]) -> None:
     Parameters
     ----------
     graph_def : GraphDef
-        A graph without calls.
+        A graph without calls. Its inputs may be missing in it.
     kept : collection of str
         Names of operations that must remain.
     """
     nodes = {node.name: node for node in graph_def.node}
     functions = {f.signature.name: f for f in graph_def.library.function}
-    order = graphlib.TopologicalSorter(
-        {name: [node_of(tensor) for tensor in node.input] for name, node in nodes.items()}
-    )
     first: dict[Any, str] = {}
     merged: dict[str, str] = {}
-    for name in order.static_order():
-        node = nodes[name]
+    for node in in_topological_order(nodes):
+        name = node.name
         if merged:
             _refer(node, merged)
         if node.op in _APART or node.ByteSize() > _LARGE or is_stateful(node, functions):

@@ -96,6 +96,33 @@ def cut_out(graph_def: Any, names: set[str], *, keep_controls: bool) -> Any:
     return part
 
 
+def without_unused(part: Any, results: Sequence[str]) -> Any:
+    """Return a graph without operations that no result depends on."""
+    nodes = {node.name: node for node in part.node}
+    needed = ancestors(nodes, results, nodes.__contains__, controls=True)
+    return cut_out(part, needed, keep_controls=True)
+
+
+def in_topological_order(nodes: dict[str, Any]) -> list[Any]:
+    """Return nodes in topological order, by inputs and control inputs."""
+    ordered: list[Any] = []
+    done: set[str] = set()
+    for start in nodes:
+        stack = [(start, False)]
+        while stack:
+            name, expanded = stack.pop()
+            if name in done:
+                continue
+            if expanded:
+                done.add(name)
+                ordered.append(nodes[name])
+                continue
+            stack.append((name, True))
+            makers = (node_of(tensor) for tensor in nodes[name].input)
+            stack += [(maker, False) for maker in makers if maker in nodes and maker not in done]
+    return ordered
+
+
 def import_part(part: Any, known: dict[str, tf.Tensor], results: Sequence[str]) -> list[tf.Tensor]:
     """Import a part of a graph into the graph being traced.
 

@@ -110,11 +110,14 @@ class Rematerialization:
         return self._with_late_views(list(steps))
 
     def _with_late_views(self, order: list[str]) -> list[str]:
-        """Place views right before their first use, after what has moved."""
+        """Place views right before their first use, after what has moved.
+
+        What waits for a view uses it, too.
+        """
         placed: dict[str, None] = {}
 
         def place(name: str) -> None:
-            for producer in map(node_of, data_inputs(self._by_name[name])):
+            for producer in map(node_of, self._by_name[name].input):
                 known = producer in self._by_name and producer not in placed
                 if known and not self._is_no_view(producer):
                     place(producer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -63,13 +63,15 @@ def graph_def_with_shapes(graph: tf.Graph) -> Any:
     return graph_def
 
 
-def take_sizes(graph_def: Any) -> Sizes:
+def take_sizes(graph_def: Any, inputs: Mapping[str, tf.TensorSpec] | None = None) -> Sizes:
     """Return the sizes of all results, and remove the shapes that TensorFlow noted in the graph.
 
     Parameters
     ----------
     graph_def : GraphDef
         What `graph_def_with_shapes` returned, changed as you like. It is changed in place.
+    inputs : mapping of str to tf.TensorSpec, optional
+        The tensors that the graph uses, and that none of its operations computes.
 
     Returns
     -------
@@ -77,6 +79,11 @@ def take_sizes(graph_def: Any) -> Sizes:
         A result without a known shape counts as large as the largest input of its operation.
     """
     sizes: Sizes = {}
+    for name, spec in (inputs or {}).items():
+        known = sizes.setdefault(node_of(name), [])
+        index = int(name.partition(":")[2] or 0)
+        known += [0] * (index + 1 - len(known))
+        known[index] = nbytes(spec)
     unknown = []
     for node in graph_def.node:
         shapes = shapes_of(node)
@@ -87,23 +94,9 @@ def take_sizes(graph_def: Any) -> Sizes:
             unknown.append(node)
         node.attr.pop(_SHAPES, None)
     for node in unknown:
-        inputs = (size_of(tensor, sizes) for tensor in data_inputs(node))
-        sizes[node.name] = [max(inputs, default=0)] * len(output_dtypes(node))
+        taken = (size_of(tensor, sizes) for tensor in data_inputs(node))
+        sizes[node.name] = [max(taken, default=0)] * len(output_dtypes(node))
     return sizes
-
-
-def sizes_by_import(part: Any, inputs: dict[str, tf.TensorSpec]) -> Sizes:
-    """Return the sizes of the results in a graph, as TensorFlow infers them from its inputs."""
-    with tf.Graph().as_default() as graph:
-        used = {tensor for node in part.node for tensor in data_inputs(node)}
-        placeholders = {
-            name: tf.compat.v1.placeholder(spec.dtype, spec.shape)
-            for name, spec in inputs.items()
-            if name in used
-        }
-        tf.graph_util.import_graph_def(part, placeholders, name="part")
-        operations = {n.name: graph.get_operation_by_name(f"part/{n.name}") for n in part.node}
-        return {name: [nbytes(t) for t in op.outputs] for name, op in operations.items()}
 
 
 def is_small(nbytes: int) -> bool:

@@ -8,11 +8,13 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvp._graphs.broadcasts import broadcast_instead_of_repeating
 from hvp._graphs.dataflow import KEPT_WHOLE
 from hvp._graphs.low_precision import in_low_precision
-from hvp._graphs.parts import import_part, nbytes, node_of, without_names
+from hvp._graphs.merging import merge_equal_operations
+from hvp._graphs.parts import cut_out, import_part, node_of, without_names, without_unused
 from hvp._graphs.schedule import in_order
-from hvp._graphs.sizes import sizes_by_import
+from hvp._graphs.sizes import Sizes, take_sizes
 from hvp._recompute.order import spec_of
 from hvp._runtime.interrupts import Uninterrupted
 
@@ -72,12 +74,11 @@ def compile_part(
     if shared is not None:
         return shared
     name = KEPT_WHOLE
+    captured_specs = {name: spec_of(tensor) for name, tensor in captured.items()}
+    part, sizes = _simplified(part, {**captured_specs, **dict(zip(inputs, specs))}, results)
     if whole:
-        captured_specs = {name: spec_of(tensor) for name, tensor in captured.items()}
-        known = {**captured_specs, **dict(zip(inputs, specs))}
-        sizes = sizes_by_import(part, known)
+        part = without_unused(part, results)
         if precision is not None:
-            sizes.update({node_of(name): [nbytes(spec)] for name, spec in known.items()})
             lowered = in_low_precision(part, precision, sizes, {}, results)
             part, sizes = lowered.part, lowered.sizes
             name += f"_{precision.name}" if lowered.count else ""
@@ -101,3 +102,21 @@ def compile_part(
     if not captured:
         _shared[key] = compiled
     return compiled
+
+
+def _simplified(
+    part: Any, inputs: dict[str, tf.TensorSpec], results: Sequence[str]
+) -> tuple[Any, Sizes]:
+    """Merge operations that compute the same, and let none repeat what is broadcast anyway.
+
+    Returns
+    -------
+    part : GraphDef
+        The part, without the shapes that are noted in it.
+    sizes : Sizes
+        The sizes of the results of its operations and of its inputs.
+    """
+    simple = cut_out(part, {node.name for node in part.node}, keep_controls=True)
+    merge_equal_operations(simple, {*map(node_of, results)})
+    broadcast_instead_of_repeating(simple, inputs)
+    return simple, take_sizes(simple, inputs)

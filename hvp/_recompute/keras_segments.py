@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,8 +49,9 @@ def recompute_model(model: Any, segments: int | Sequence[Any] | None = None) -> 
     Notes
     -----
     A sequential or functional model is cut where a single tensor, besides the model's inputs,
-    passes from one side to the other. Branches therefore stay whole. A Hessian-vector product holds
-    three tensors for each cut, and the values that the largest segment computes.
+    passes from one side to the other, but not after a layer that is called more than once.
+    Branches therefore stay whole. A Hessian-vector product holds three tensors for each cut, and
+    the values that the largest segment computes.
 
     See Also
     --------
@@ -240,7 +242,8 @@ def _by_cuts(model: Any, count: int | None) -> Callable[..., Any]:
     if count is not None and not 1 <= count <= len(links):
         raise RecomputeError(
             f"the model {model.name!r} cannot be cut into {count} segments",
-            f"between 1 and {len(links)} segments, since branches stay whole",
+            f"between 1 and {len(links)} segments, since branches stay whole, and no segment ends "
+            "with a layer that is called more than once",
         )
     sizes = _link_sizes(model, links)
     if count is None:
@@ -272,14 +275,7 @@ def _part(model: Any, links: list[_Link], start: int, end: int) -> tuple[Any, li
     crossing = list(model.inputs) if start == 0 else links[start - 1].crossing
     inputs = crossing if start == 0 else [links[start - 1].end, *crossing]
     ends = model.outputs if last else links[end - 1].end
-    try:
-        part = keras.Model(inputs, ends)
-    except ValueError as error:  # a layer that is called more than once
-        raise RecomputeError(
-            f"the model {model.name!r} cannot be cut before {_last_name(links[end - 1])}: {error}",
-            "layers that are called once, so that each is on one side of a cut",
-            "pass segments=[...] with sublayers to recompute, or their names",
-        ) from error
+    part = keras.Model(inputs, ends)
 
     def run(tensors: list[Any], training: Any) -> Any:
         with warnings.catch_warnings():
@@ -295,17 +291,16 @@ def _part(model: Any, links: list[_Link], start: int, end: int) -> tuple[Any, li
     return recompute(run), crossing
 
 
-def _last_name(link: _Link) -> str:
-    return repr(link.names[-1]) if link.names else "the end"
-
-
 def _links(model: Any) -> list[_Link]:
     """Return the links of a functional model.
 
     A tensor separates the model if, once it has been computed, no other tensor but inputs and this
-    one is used later. An output of the model does not count as such a tensor.
+    one is used later. An output of the model does not count as such a tensor, nor does the result
+    of a layer that is called more than once: Keras makes no model that begins with a call of a
+    layer and contains another one.
     """
     makers = _in_order(model)
+    calls = Counter(id(operation) for operation, _ in makers)
     last_use: dict[int, int] = {}
     for place, (_, node) in enumerate(makers):
         for tensor in node.input_tensors:
@@ -320,7 +315,8 @@ def _links(model: Any) -> list[_Link]:
         alive.update({id(t): t for t in node.output_tensors if id(t) in last_use})
         alive = {key: t for key, t in alive.items() if last_use[key] > place}
         separate = [t for t in alive.values() if not any(t is o for o in model.outputs)]
-        if place < len(makers) - 1 and len(alive) == 1 and len(separate) == 1:
+        once = calls[id(operation)] == 1
+        if once and place < len(makers) - 1 and len(alive) == 1 and len(separate) == 1:
             crossing = [t for t in model.inputs if last_use.get(id(t), -1) > place]
             links.append(_Link(separate[0], names, crossing))
             names = []

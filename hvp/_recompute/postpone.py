@@ -8,17 +8,18 @@ from typing import Any
 import tensorflow as tf
 
 from hvp._graphs.parts import ancestors, cut_out, data_inputs, node_of
+from hvp._graphs.sizes import note_shapes
 
 
-def postpone(part: Any, inputs: Mapping[str, tf.DType], first: Sequence[str]) -> Any:
+def postpone(part: Any, inputs: Mapping[str, tf.TensorSpec], first: Sequence[str]) -> Any:
     """Let every operation that takes one of `inputs` wait for the tensors in `first`.
 
     Parameters
     ----------
     part : GraphDef
         The graph.
-    inputs : mapping of str to tf.DType
-        Names and types of the inputs whose use is postponed.
+    inputs : mapping of str to tf.TensorSpec
+        Names, shapes and types of the inputs whose use is postponed.
     first : sequence of str
         Names of the tensors to wait for.
 
@@ -39,8 +40,9 @@ def postpone(part: Any, inputs: Mapping[str, tf.DType], first: Sequence[str]) ->
         for i, tensor in enumerate(node.input):
             if tensor in late:
                 node.input[i] = f"{late[tensor]}:0"
-    for tensor, dtype in inputs.items():
+    for tensor, spec in inputs.items():
         node = ordered.node.add(name=late[tensor], op="Identity")
         node.input.extend([tensor, *dict.fromkeys(f"^{node_of(t)}" for t in awaited)])
-        node.attr["T"].type = dtype.as_datatype_enum
+        node.attr["T"].type = spec.dtype.as_datatype_enum
+        note_shapes(node, [spec.shape.as_proto()])
     return ordered

@@ -139,7 +139,7 @@ class Programs:
             held = zip(graph.cotangents[:held_back], trace.cotangents)
             part = postpone(
                 part,
-                {name: spec.dtype for name, spec in held},
+                dict(held),
                 [graph.results[place] for place in tangents],
             )
         names = [*graph.inputs, *state, *graph.cotangents]
@@ -168,6 +168,11 @@ class Programs:
             },
         )
         draw_from_seeds(flat)
+        # The gradients of recomputed functions inside. Nothing differentiates what is compiled from
+        # the graph: its derivatives are traced from Python, too. Without these names, equal layers
+        # are equal.
+        for node in flat.node:
+            node.attr.pop("_gradient_op_type", None)
         return _Graph(
             flat=flat,
             results=[rename(tensor.name) for tensor in concrete.outputs],

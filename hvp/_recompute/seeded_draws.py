@@ -7,6 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvp._graphs.sizes import note_shapes, shapes_of
+
 # Draws whose state is hidden in the operation, and the operations that draw from a given seed.
 _STATELESS = {
     "RandomStandardNormal": "StatelessRandomNormalV2",
@@ -65,7 +67,9 @@ def _draw_from_seed(flat: Any, node: Any) -> None:
             continue
         inputs = [renamed(tensor) for tensor in inner.input]
         if inner.name == "draw":  # takes the place of the stateful draw
+            shapes = shapes_of(node)
             node.CopyFrom(_copy_of(inner, node.name, [*inputs, *waits]))
+            note_shapes(node, shapes)
         else:
             flat.node.add().CopyFrom(_copy_of(inner, f"{node.name}/{inner.name}", inputs))
 

@@ -38,6 +38,7 @@ from hvp._errors import RecomputeError
 from hvp._graphs.concrete import captures, concrete_function
 from hvp._graphs.dataflow import Dataflow
 from hvp._graphs.low_precision import dtype_of_recomputed
+from hvp._graphs.sizes import graph_def_with_shapes
 from hvp._recompute.captured import CapturedVariable, captured_tensors, captured_variables
 from hvp._recompute.order import FindMissing, Order, has_derivatives, spec_of
 from hvp._recompute.programs import Programs, Trace
@@ -147,7 +148,7 @@ class Segment:
         cotangents = [spec for lower in self._orders[:order] for spec in lower.cotangents]
         with exact_functions():
             concrete = apart(lambda: concrete_function(traced, *self._specs, *cotangents))
-        graph_def = concrete.graph.as_graph_def()
+        graph_def = graph_def_with_shapes(concrete.graph)
         flow = Dataflow(graph_def, concrete.graph)
         trace = Trace(concrete, graph_def, self._function_results, cotangents)
         if order == 0:

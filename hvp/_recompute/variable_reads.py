@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from hvp._graphs.dataflow import CALLS, CONTROL_FLOW, functions_of
 from hvp._graphs.inline import register_functions
+from hvp._graphs.sizes import note_shapes, shapes_of
 
 _serials = itertools.count()
 
@@ -168,8 +169,10 @@ def _apply_to_value(node: Any, dtype: tf.DType) -> None:
         for name in _COMMON_ATTRIBUTES.get(node.op, [])
         if name in node.attr
     }
+    shapes = shapes_of(node)
     node.op, type_attribute = _ON_VALUE[node.op]
     node.attr.clear()
+    note_shapes(node, shapes)
     for name, value in copies.items():
         node.attr[name].CopyFrom(value)
     node.attr[type_attribute].type = dtype.as_datatype_enum

@@ -32,6 +32,8 @@ PATTERNS = {
     "fill": lambda x, row: x * tf.fill([6, 5], row[0, 0]),
     "function of repeated": lambda x, row: x - tf.exp(-repeated(row)),
     "mean": lambda x, row: x + repeated(row) / 6.0,
+    "logic": lambda x, row: tf.where(tf.logical_and(tf.fill([6, 5], True), row > 0), x, -x),
+    "comparison": lambda x, row: tf.where(x > repeated(row), x, 0.0),
     "two repeated": lambda x, row: x * (repeated(row) * broadcast(row)),
     "repeated is the result": lambda x, row: tf.square(repeated(row)),
     "choice": lambda x, row: tf.where(x > 0, repeated(row), x),

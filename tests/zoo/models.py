@@ -428,5 +428,5 @@ REFUSED = {
     "graph network, norm at zero": "not finite",
 }
 # What recompute=True has to refuse, and what takes minutes with it.
-NOT_RECOMPUTED = {"graph network": "subclassed", "siamese network": "cannot be cut"}
+NOT_RECOMPUTED = {"graph network": "subclassed"}
 SLOW = {"NASNetMobile"}
