@@ -13,6 +13,7 @@ from hvp._engines.graph_program import GraphProgram
 from hvp._engines.linear_map import LinearMap
 from hvp._graphs.compiled import Compiled
 from hvp._graphs.parts import nbytes
+from hvp._graphs.place import HERE, Place
 from hvp._graphs.variants import variant_nbytes
 from hvp._vectors.space import Space
 
@@ -34,10 +35,12 @@ class GraphMap(LinearMap):
         What the second function needs of the first.
     domain, codomain : Space
         The spaces of vectors and of products at this point.
+    place : Place, optional
+        Where the residuals are, and products are computed.
 
     Attributes
     ----------
-    program, residuals, domain, codomain
+    program, residuals, domain, codomain, place
         The same.
     """
 
@@ -47,8 +50,9 @@ class GraphMap(LinearMap):
         residuals: Sequence[tf.Tensor],
         domain: Space,
         codomain: Space,
+        place: Place = HERE,
     ) -> None:
-        self.program = program
+        self.program, self.place = program, place
         self.residuals = list(residuals)
         self.domain, self.codomain = domain, codomain
 
@@ -106,11 +110,11 @@ class GraphMap(LinearMap):
     def block_function(self) -> Compiled:
         """Return the compiled product with the rows of a block."""
         with tf.init_scope():
-            return self.product.rows(self.residuals)
+            return self.product.rows(self.residuals, self.place)
 
     def run(self, function: Compiled, *tensors: tf.Tensor) -> Any:
         """Call one of the compiled functions on a vector and the residuals."""
-        return function(*tensors, *self.residuals)
+        return function(*tensors, *self.residuals, place=self.place)
 
     def run_rows(self, function: Compiled, *tensors: tf.Tensor) -> Any:
         """Call one of the compiled functions on a block, given by its rows."""
@@ -148,7 +152,7 @@ class _TransposedGraphMap(GraphMap):
     def block_function(self) -> Compiled:
         """Return the compiled product with the rows of a block."""
         with tf.init_scope():
-            return self.product.rows([*self._zeros, *self._plain.residuals])
+            return self.product.rows([*self._zeros, *self._plain.residuals], self._plain.place)
 
     def run(self, function: Compiled, *tensors: tf.Tensor) -> Any:
         """Call one of the compiled functions on a vector and the residuals."""

@@ -11,6 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvp._graphs.compiled import Compiled, JitCompile
+from hvp._graphs.place import HERE, Place
 from hvp._graphs.private import is_for_xla
 from hvp._graphs.vectorized import NotVectorizedError, vectorized
 from hvp._runtime.interrupts import Uninterrupted
@@ -150,7 +151,7 @@ class GraphProduct:
         forms = [self.__dict__[name] for name in _SINGLE if name in self.__dict__]
         return next((form.uses_xla for form in forms if form.uses_xla is not None), None)
 
-    def rows(self, residuals: Sequence[tf.Tensor]) -> Compiled:
+    def rows(self, residuals: Sequence[tf.Tensor], place: Place = HERE) -> Compiled:
         """Return the product with the rows of a block, of shape `(k, n)`.
 
         The first time, a block of random rows is multiplied and compared with products of single
@@ -161,10 +162,12 @@ class GraphProduct:
         ----------
         residuals : sequence of tf.Tensor
             Those of one point.
+        place : Place, optional
+            Where they are.
         """
         if self._rows_are_right is None:
             with Uninterrupted():
-                self._rows_are_right = self._compare_rows(residuals)
+                self._rows_are_right = self._compare_rows(residuals, place)
             if self._rows_are_right is False:
                 self._by_columns = True
                 del self.flat_rows
@@ -216,24 +219,27 @@ class GraphProduct:
         signature = tf.TensorSpec([codomain.size], codomain.dtype)
         return tf.map_fn(multiply, rows, fn_output_signature=signature)
 
-    def _compare_rows(self, residuals: Sequence[tf.Tensor]) -> bool | None:
+    def _compare_rows(self, residuals: Sequence[tf.Tensor], place: Place) -> bool | None:
         """Whether a block product agrees with single ones; None if it cannot be computed."""
         function = self.flat_rows
         if self._by_columns:
             return True
         domain, codomain = self._spaces
         rows = tf.random.stateless_normal((_COMPARED_ROWS, domain.size), (1, 2), dtype=domain.dtype)
-        block = function(rows, *residuals)
-        single = tf.stack([self.apply_single(row, residuals) for row in tf.unstack(rows)])
+        block = function(rows, *residuals, place=place)
+        singles = [self._apply_single(row, residuals, place) for row in tf.unstack(rows)]
+        single = tf.stack(singles)
         if not tf.reduce_all(tf.math.is_finite(single)):
             return None
         return codomain.agree(block, single, tf.norm(single))
 
-    def apply_single(self, row: tf.Tensor, residuals: Sequence[tf.Tensor]) -> tf.Tensor:
+    def _apply_single(
+        self, row: tf.Tensor, residuals: Sequence[tf.Tensor], place: Place
+    ) -> tf.Tensor:
         """Multiply by one flat vector, by the form that is compiled in any case."""
         if self.tells_changes:
-            return self.watched(row, *residuals)[0]
-        return self.flat(row, *residuals)
+            return self.watched(row, *residuals, place=place)[0]
+        return self.flat(row, *residuals, place=place)
 
 
 _SINGLE = ("watched", "flat", "parts")

@@ -27,6 +27,7 @@ from hvp._graphs.low_precision import in_low_precision
 from hvp._graphs.matrix_products import for_many_vectors
 from hvp._graphs.merging import merge_equal_operations
 from hvp._graphs.parts import import_part, nbytes, node_of
+from hvp._graphs.place import HERE, Place
 from hvp._graphs.schedule import in_order_if_large
 from hvp._graphs.sizes import BORROWED, take_sizes
 from hvp._graphs.split import split
@@ -203,9 +204,9 @@ class GraphProgram:
         sizes = [nbytes(spec) for spec, owned in zip(self.residual_specs, self.owned) if owned]
         return sum(sizes)
 
-    def evaluate(self) -> tuple[Results, list[tf.Tensor]]:
+    def evaluate(self, place: Place = HERE) -> tuple[Results, list[tf.Tensor]]:
         """Run the first function at the values the variables have now; return the residuals too."""
-        finite, *tensors = self._once()
+        finite, *tensors = self._once(place=place)
         results, rest = tensors[: len(self._results_of_once)], tensors[len(self._results_of_once) :]
         by_name = dict(zip(self._results_of_once, results))
 

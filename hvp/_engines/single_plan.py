@@ -34,6 +34,7 @@ from hvp._errors import (
 from hvp._graphs.dataflow import KEPT_WHOLE
 from hvp._graphs.low_precision import is_fast, recomputed_in
 from hvp._graphs.parts import digest_of_graph
+from hvp._graphs.place import HERE, Place
 from hvp._graphs.split import UnsplittableError
 from hvp._keras.losses import preserved_losses
 from hvp._runtime.digest import digest
@@ -126,18 +127,27 @@ class SinglePlan(Plan):
         return dataclasses.replace(self._facts, uses_xla=uses_xla, note=self._note)
 
     @outside_strategies
-    def at_point(self) -> tuple[Results, LinearMap]:
-        """Run the rule's evaluation at the values the variables have now."""
-        with Uninterrupted(), restored(self._facts.writes), self._unassigned():
+    def at_point(self, place: Place = HERE) -> tuple[Results, LinearMap]:
+        """Run the rule's evaluation at the values the variables have now.
+
+        Parameters
+        ----------
+        place : Place, optional
+            Where to run it, with the variables that stand there. The tape engine runs Python, which
+            reads and writes the variables themselves.
+        """
+        own = HERE if self._program is None else place
+        writes = [own.resource(resource) for resource in self._facts.writes]
+        with Uninterrupted(), place.scope(), restored(writes), self._unassigned(own):
             if self._program is None:
-                return self._on_tapes()
-            self._refuse_wrong_values()
-            results, residuals = self._program.evaluate()  # which runs no Python of the function's
+                return self._on_tapes(place)
+            self._refuse_wrong_values(place)
+            results, residuals = self._program.evaluate(place)  # which runs no Python of the loss
         vectors = self._program.product.domain or Space.of_tensors(tf.nest.flatten(results.value))
         assert vectors is not None
-        return results, StorableGraphMap(self._program, residuals, vectors, self.space)
+        return results, StorableGraphMap(self._program, residuals, vectors, self.space, place)
 
-    def _on_tapes(self) -> tuple[Results, LinearMap]:
+    def _on_tapes(self, place: Place) -> tuple[Results, LinearMap]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(exact_functions())
             stack.enter_context(preserved_losses(self.nest.source))
@@ -152,7 +162,9 @@ class SinglePlan(Plan):
         assert domain is not None
         certain = self._trace is not None
         nbytes = self._trace.nbytes if self._trace else None
-        own = TapeMap(self._rule, at.state, domain, self.space, certain=certain, nbytes=nbytes)
+        own = TapeMap(
+            self._rule, at.state, domain, self.space, certain=certain, nbytes=nbytes, place=place
+        )
         return Results(at.value, None if at.gradient is None else list(at.gradient)), own
 
     def fingerprint(self) -> dict[str, str]:
@@ -256,14 +268,15 @@ class SinglePlan(Plan):
         )
 
     @contextlib.contextmanager
-    def _unassigned(self) -> Iterator[None]:
+    def _unassigned(self, place: Place) -> Iterator[None]:
         """Refuse a function that changes a variable that it is to be differentiated by."""
         own = {id(v.handle): name for v, name in zip(self.nest.variables, self.nest.names)}
         written = [r for r in self._facts.writes if id(r.handle) in own]
-        before = [resource.read() for resource in written]
+        there = [place.resource(resource) for resource in written]
+        before = [resource.read() for resource in there]
         yield
-        pairs = zip(written, before)
-        names = [own[id(r.handle)] for r, value in pairs if differ(r.read(), value)]
+        pairs = zip(written, there, before)
+        names = [own[id(r.handle)] for r, now, value in pairs if differ(now.read(), value)]
         if names:
             raise InvalidLossError(
                 f"the loss assigns variables that it is to be differentiated by: {quoted(names)}; "
@@ -281,11 +294,11 @@ class SinglePlan(Plan):
         self._add_note(remark)
         _log.warning("the operator %s", remark)
 
-    def _refuse_wrong_values(self) -> None:
+    def _refuse_wrong_values(self, place: Place = HERE) -> None:
         """Refuse a point where a derivative TensorFlow gives would be wrong."""
         if self._trace is None or self._trace.at_wrong_values is None:
             return
-        at_wrong_values = self._trace.at_wrong_values().numpy()
+        at_wrong_values = self._trace.at_wrong_values(place=place).numpy()
         doubtful = zip(self._trace.doubts.wrong_at_values, at_wrong_values)
         refuse_missing_derivatives([doubt for doubt, is_at in doubtful if is_at])
 

@@ -16,6 +16,7 @@ from hvp._derivatives.corrections import corrected_derivatives
 from hvp._engines.linear_map import LinearMap
 from hvp._engines.rule import Rule
 from hvp._engines.taped import TapedFunction, refuse_missing_in
+from hvp._graphs.place import Place
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._vectors.space import Space
 
@@ -35,6 +36,8 @@ class TapeMap(LinearMap):
         Whether it was established beforehand that no operation on the way lacks a derivative.
     nbytes : int or None
         Upper bound on the memory of what the tapes hold.
+    place : Place
+        Where operations run.
     """
 
     def __init__(
@@ -46,14 +49,17 @@ class TapeMap(LinearMap):
         *,
         certain: bool,
         nbytes: int | None,
+        place: Place,
     ) -> None:
         self._rule, self._state, self._certain = rule, state, certain
+        self._place = place
         self.domain, self.codomain, self.nbytes = domain, codomain, nbytes
         self._recorded: TapedFunction | None = None
 
     def apply(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Multiply by a vector given as the parts of the domain."""
-        return self.codomain.with_zeros(self._rule.multiply(self._state, parts))
+        with self._place.scope():
+            return self.codomain.with_zeros(self._rule.multiply(self._state, parts))
 
     def transpose(self) -> LinearMap:
         """Return the transposed map; the first product with it records this one on a tape."""

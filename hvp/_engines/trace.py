@@ -16,6 +16,7 @@ from hvp._derivatives.pools import has_risky_pools
 from hvp._engines.rule import Evaluated, Rule
 from hvp._engines.taped import DIFFERENTIATED
 from hvp._errors import SecondDerivativeError
+from hvp._graphs.compiled import Compiled
 from hvp._graphs.concrete import (
     captured_resources,
     captures,
@@ -98,7 +99,7 @@ class Trace:
     doubts : Doubts
         Operations between the differentiated variables and the results whose derivative TensorFlow
         lacks, or has wrong at some values.
-    at_wrong_values : callable or None
+    at_wrong_values : Compiled or None
         Tells, by running the part of the graph that is needed, which of `doubts.wrong_at_values`
         are at such values now; None if there are none of them.
     nbytes : int
@@ -119,7 +120,7 @@ class Trace:
     reads: tuple[Resource, ...]
     writes: tuple[Resource, ...]
     doubts: Doubts
-    at_wrong_values: Callable[[], tf.Tensor] | None
+    at_wrong_values: Compiled | None
     nbytes: int
     random: list[Doubt]
     repeated: list[Doubt]
@@ -292,7 +293,7 @@ def _missing_gradient(flow: Dataflow) -> Exception | None:
 
 def _at_wrong_values(
     concrete: Any, graph_def: Any, doubts: list[Doubt]
-) -> Callable[[], tf.Tensor] | None:
+) -> Compiled | None:
     """Make a function that tells which operations are at values where their derivative is wrong."""
     if not doubts:
         return None
@@ -306,7 +307,6 @@ def _at_wrong_values(
     # Without what runs only for its effect.
     part = cut_out(graph_def, ancestors(nodes, tensors), keep_controls=False)
 
-    @tf.function(autograph=False)
     def at_wrong_values() -> tf.Tensor:
         known = {inside.name: outside for inside, outside in captures(concrete)}
         values = import_part(part, known, tensors)
@@ -317,7 +317,7 @@ def _at_wrong_values(
             ]
         )
 
-    return at_wrong_values
+    return Compiled(at_wrong_values, [], False)
 
 
 def _are_equal(values: tf.Tensor, kind: str) -> tf.Tensor:

@@ -14,6 +14,7 @@ from typing import Any, Literal, Union
 import tensorflow as tf
 
 from hvp._errors import line_of
+from hvp._graphs.place import HERE, Place
 from hvp._graphs.private import call_flat
 from hvp._runtime.collector import no_collections
 from hvp._runtime.interrupts import Uninterrupted
@@ -84,15 +85,31 @@ class Compiled:
         if jit_compile is False:
             self.uses_xla = False
 
-    def __call__(self, *tensors: tf.Tensor) -> Any:
-        """Run on eager tensors of the right types and shapes, or inside a graph."""
+    def __call__(self, *tensors: tf.Tensor, place: Place = HERE) -> Any:
+        """Run on eager tensors of the right types and shapes, or inside a graph.
+
+        Parameters
+        ----------
+        *tensors : tf.Tensor
+            Its arguments.
+        place : Place, optional
+            Where to run, outside of graphs.
+        """
         if self._eager:
             return self._function(*tensors)
         if not tf.executing_eagerly():
             return self._chosen(*tensors)
         if self.uses_xla is None:
-            self.choose(*tensors)
-        return call_flat(self._chosen, tensors, briefly=self._briefly)
+            self.choose(*tensors, place=place)
+        return self._run(self._chosen, tensors, place)
+
+    def _run(self, concrete: Any, tensors: Sequence[tf.Tensor], place: Place) -> Any:
+        if place is HERE:
+            captured = concrete.captured_inputs
+            return call_flat(concrete, tensors, captured, briefly=self._briefly)
+        with place.scope():
+            captured = place.captured(concrete.captured_inputs)
+            return call_flat(concrete, tensors, captured, briefly=self._briefly)
 
     def inline(self, *tensors: tf.Tensor) -> Any:
         """Add a call of the function to the graph being traced, which decides how to compile it.
@@ -112,20 +129,20 @@ class Compiled:
         """The graph. Names of its operations may differ between processes."""
         return self._chosen.graph
 
-    def choose(self, *tensors: tf.Tensor) -> None:
+    def choose(self, *tensors: tf.Tensor, place: Place = HERE) -> None:
         """Choose, with these arguments, whether XLA compiles the function, if not chosen yet."""
         if self.uses_xla is not None:
             return
         with Uninterrupted():
-            self._choose(tensors)
+            self._choose(tensors, place)
 
-    def _choose(self, tensors: Sequence[tf.Tensor]) -> None:
+    def _choose(self, tensors: Sequence[tf.Tensor], place: Place) -> None:
         # If XLA was demanded, its graph has been traced already; otherwise it is traced now.
         first = self._chosen
         demanded = self._jit_compile is True
         xla = first if demanded else self._traced(True)
         try:
-            xla(*tensors)
+            self._run(xla, tensors, place)
         except tf.errors.ResourceExhaustedError:
             raise
         except tf.errors.OpError as error:
@@ -135,8 +152,12 @@ class Compiled:
             self._chosen = self._traced(False) if demanded else first
             self.uses_xla = False
             return
-        self.uses_xla = demanded or is_faster(xla, first, tensors)
+        one, other = (functools.partial(self._run_one, f, place) for f in (xla, first))
+        self.uses_xla = demanded or is_faster(one, other, tensors)
         self._chosen = xla if self.uses_xla else first
+
+    def _run_one(self, concrete: Any, place: Place, *tensors: tf.Tensor) -> Any:
+        return self._run(concrete, tensors, place)
 
     def choose_for(self, symbolic: Sequence[tf.Tensor], rest: Sequence[tf.Tensor]) -> None:
         """Choose like `choose`, with zeros in place of symbolic tensors, followed by `rest`."""

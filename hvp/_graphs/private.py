@@ -44,11 +44,14 @@ def is_for_xla() -> bool:
     return bool(GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()))
 
 
-def call_flat(concrete: Any, tensors: Sequence[tf.Tensor], *, briefly: bool = False) -> Any:
+def call_flat(
+    concrete: Any, tensors: Sequence[tf.Tensor], captured: Sequence[tf.Tensor], *, briefly: bool
+) -> Any:
     """Call a concrete function on eager tensors of the right types and shapes.
 
     The public `__call__` binds arguments by name and checks each of them, which takes about as long
-    as a small product.
+    as a small product. There is no public way either to run a function on another device with
+    the variables of that device in place of those that it was traced with.
 
     Parameters
     ----------
@@ -56,17 +59,19 @@ def call_flat(concrete: Any, tensors: Sequence[tf.Tensor], *, briefly: bool = Fa
         The function.
     tensors : sequence of tf.Tensor
         Its arguments.
-    briefly : bool, optional
+    captured : sequence of tf.Tensor
+        What it reads in the place of the tensors that it captured; or these themselves.
+    briefly : bool
         Whether to leave out, before the first call, the optimizations of the graph that take long
         and gain nothing for a graph without functions on a CPU.
     """
     if not briefly:
-        return concrete._call_flat(list(tensors), concrete.captured_inputs)
+        return concrete._call_flat(list(tensors), list(captured))
     now = context.context()
     before = now.function_call_options
     now.function_call_options = _brief(before.config_proto_serialized, before.executor_type)
     try:
-        return concrete._call_flat(list(tensors), concrete.captured_inputs)
+        return concrete._call_flat(list(tensors), list(captured))
     finally:
         now.function_call_options = before
 

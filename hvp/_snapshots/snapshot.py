@@ -38,7 +38,7 @@ from hvp._runtime.guard import Guard, OneProcess, refuse_forks
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._snapshots.python_map import PythonMap
 from hvp._snapshots.statistics import Statistics
-from hvp._snapshots.watch import Watch
+from hvp._vectors.watch import Watch
 from hvp._vectors.resources import restored
 
 Result = TypeVar("Result")

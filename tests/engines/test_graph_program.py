@@ -74,9 +74,9 @@ def test_products_without_loops_are_optimized_briefly_and_evaluations_are_not(lo
     w, brief = tf.Variable(random(0, 5)), []
     original = compiled.call_flat
 
-    def call_flat(function, tensors, *, briefly=False):
+    def call_flat(function, tensors, captured, *, briefly):
         brief.append(briefly)
-        return original(function, tensors, briefly=briefly)
+        return original(function, tensors, captured, briefly=briefly)
 
     def loss():
         if loops:
