@@ -8,6 +8,7 @@ __all__ = [
     "CheckpointError",
     "ClosedOperatorError",
     "ConvergenceWarning",
+    "DeviceError",
     "FailedCheckError",
     "GraphModeError",
     "HvpError",
@@ -122,6 +123,10 @@ class CheckpointError(HvpError, ValueError):
 
 class ConvergenceWarning(RuntimeWarning):
     """A result is less accurate than requested; it says where and why."""
+
+
+class DeviceError(HvpError, RuntimeError):
+    """None of the devices that were named can be reached, or what is lost cannot be computed again."""
 
 
 class FailedCheckError(HvpError, AssertionError):

@@ -26,6 +26,7 @@ from hvp._engines.rule import Rule
 from hvp._engines.settings import Settings
 from hvp._engines.single_plan import SinglePlan
 from hvp._errors import HvpError, InvalidLossError
+from hvp._graphs.place import HERE, Place
 from hvp._runtime.progress import progress_bar
 from hvp._runtime.strategies import outside_strategies
 from hvp._vectors.slot import Slot
@@ -78,7 +79,7 @@ class BatchedPlan(Plan):
         self.nest, self.space = nest, Space.of_variables(nest)
         self._rule, self._batches, self._settings = rule, batches, settings
         self._budget, self._total = Budget(settings.memory_limit), total
-        self._shape_plans: dict[Any, _ShapePlan] = {}
+        self._shape_plans: dict[Any, ShapePlan] = {}
         self._added = None if added is None else SinglePlan(added, nest, settings)
         self._all_held = True
         # An estimate, and the number of examples in the batch that it comes from.
@@ -264,13 +265,17 @@ class BatchedPlan(Plan):
             check_finite(results, self.nest.names, batch=index)
             on_error.pop_all()
         nbytes = (term.nbytes or 0) + elements.nbytes
+        self._learn(elements, nbytes)
+        return results, term, nbytes
+
+    def _learn(self, elements: Elements, nbytes: int) -> None:
+        """Learn how many bytes a batch needs."""
         # In smaller batches the bytes that do not depend on the examples would weigh too much.
         if elements.examples >= self._examples:
             self._examples = elements.examples
             self._bytes_per_example = max(self._bytes_per_example, nbytes / elements.examples)
-        return results, term, nbytes
 
-    def _shape_plan(self, elements: Elements) -> _ShapePlan:
+    def _shape_plan(self, elements: Elements) -> ShapePlan:
         """Return the plan for batches with the shapes of these elements."""
         shapes = tuple(tuple(tensor.shape) for tensor in elements.tensors)
         shape_plan = self._shape_plans.get(shapes)
@@ -278,7 +283,7 @@ class BatchedPlan(Plan):
             shapes = tuple((None,) * len(shape) for shape in shapes)
             shape_plan = self._shape_plans.get(shapes)
         if shape_plan is None:
-            shape_plan = _ShapePlan(self._rule, self.nest, self._settings, elements, shapes)
+            shape_plan = ShapePlan(self._rule, self.nest, self._settings, elements, shapes)
             self._shape_plans[shapes] = shape_plan
         return shape_plan
 
@@ -324,7 +329,7 @@ class BatchSum(Sum):
         return self._nbytes
 
 
-class _ShapePlan:
+class ShapePlan:
     """The plan for batches of one shape, traced once; the batch is passed in variables."""
 
     def __init__(
@@ -347,15 +352,24 @@ class _ShapePlan:
         self.plan = SinglePlan(rule, nest, settings, batch, self.inputs)
         self._empty()
 
-    def at(self, elements: Elements) -> tuple[Results, LinearMap]:
-        """Evaluate on a batch."""
-        for slot, tensor in zip(self._slots, elements.tensors):
-            slot.assign(tensor)
-        try:
-            return self.plan.at_point()
-        finally:
-            self._empty()
+    def at(self, elements: Elements, place: Place = HERE) -> tuple[Results, LinearMap]:
+        """Evaluate on a batch.
 
-    def _empty(self) -> None:
+        Parameters
+        ----------
+        elements : Elements
+            The batch, where it is to be evaluated.
+        place : Place, optional
+            Where that is. The tape engine runs Python, which reads the data themselves.
+        """
+        place_of_data = place if self.plan.facts.engine == "graph" else HERE
+        for slot, tensor in zip(self._slots, elements.tensors):
+            place_of_data.put(slot, tensor)
+        try:
+            return self.plan.at_point(place)
+        finally:
+            self._empty(place_of_data)
+
+    def _empty(self, place: Place = HERE) -> None:
         for slot in self._slots:
-            slot.empty()
+            place.put(slot, slot.nothing)

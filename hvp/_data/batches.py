@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvp._data.elements import EXPECTED, Elements, check_first_axes, convert_batch
+from hvp._data.elements import EXPECTED, NO_DATA, Elements, check_first_axes, convert_batch
 from hvp._errors import InvalidDataError
 from hvp._runtime.arguments import check_count
 from hvp._runtime.interrupts import deliver_interrupt
@@ -114,13 +114,17 @@ class Batches:
 
     def after(self, count: int) -> Iterator[Batch]:
         """Iterate over the batches, without the first `count`."""
+        return self.those(lambda index: index >= count)
+
+    def those(self, wanted: Callable[[int], bool]) -> Iterator[Batch]:
+        """Iterate over the batches whose number is wanted."""
         source, first = iter(self._source()), None
         index = 0
         with ThreadPoolExecutor(1) as executor:
             following = executor.submit(next, source, _END)
             while (data := following.result()) is not _END:
                 following = executor.submit(next, source, _END)
-                if index >= count:
+                if wanted(index):
                     batch = self._batch(index, data)
                     if first is not None:
                         _check_like(first, batch)
@@ -162,6 +166,35 @@ class Batches:
             _refuse_change(f"there were {len(self._fingerprints)} batches, and now there are more")
         else:
             self._fingerprints.append(batch.fingerprint)
+
+
+class OneBatch(Batches):
+    """Data that are one batch, or none at all, where batches are asked for.
+
+    Parameters
+    ----------
+    elements : Elements
+        The batch.
+    """
+
+    def __init__(self, elements: Elements) -> None:
+        weight = 1.0 if elements is NO_DATA else float(elements.examples)
+        self._batch_of_all = Batch(0, elements, weight, 0)
+
+    examples = None
+    count = 1
+
+    def those(self, wanted: Callable[[int], bool]) -> Iterator[Batch]:
+        """Iterate over the batch, if its number is wanted."""
+        if wanted(0):
+            yield self._batch_of_all
+
+    def forget(self) -> None:
+        """Do nothing: there was no pass that could be interrupted."""
+
+    def fingerprint(self) -> str:
+        """Return the fingerprint of the batch."""
+        return str(_fingerprint(self._batch_of_all.elements.tensors))
 
 
 _END = object()

@@ -41,6 +41,10 @@ class Elements(Arguments):
         """Nests of tensors, keyed by position or by name."""
         return dict(self._elements)
 
+    def as_data(self) -> Any:
+        """Return a tuple or dict of nests of tensors, as they may be passed as data."""
+        return dict(self._elements) if self._by_name else tuple(self._elements.values())
+
     @property
     def tensors(self) -> list[tf.Tensor]:
         """All dense tensors, with ragged and sparse tensors split into their components."""
@@ -48,8 +52,9 @@ class Elements(Arguments):
 
     @property
     def examples(self) -> int:
-        """The number of examples, which is the length of the first axes."""
-        return int(tf.nest.flatten(self._elements)[0].shape[0])
+        """The number of examples, which is the length of the first axes; one without data."""
+        leaves = tf.nest.flatten(self._elements)
+        return int(leaves[0].shape[0]) if leaves else 1
 
     @property
     def nbytes(self) -> int:

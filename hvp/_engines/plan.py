@@ -71,6 +71,8 @@ class Facts:
         What the results depend on: when one of these changes, a linear map is out of date.
     writes : tuple of Resource
         What running the function changes; it is put back afterwards.
+    captured : tuple of Resource
+        All variables that running the function needs.
     seeds : tuple of Resource
         Those of `writes` that are whole numbers: seeds of random draws, counters.
     draws : bool
@@ -95,6 +97,7 @@ class Facts:
     engine: str
     reads: tuple[Resource, ...] = ()
     writes: tuple[Resource, ...] = ()
+    captured: tuple[Resource, ...] = ()
     seeds: tuple[Resource, ...] = ()
     draws: bool = False
     remarks: Remarks | None = None
@@ -114,6 +117,7 @@ class Facts:
             engine="tape" if any(facts.engine == "tape" for facts in every) else "graph",
             reads=_distinct(facts.reads for facts in every),
             writes=_distinct(facts.writes for facts in every),
+            captured=_distinct(facts.captured for facts in every),
             seeds=_distinct(facts.seeds for facts in every),
             draws=any(facts.draws for facts in every),
             remarks=Remarks.union(remarks) if len(remarks) == len(every) else None,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from hvp._devices.device import devices_of
 from hvp._errors import HvpError
 from hvp._graphs.compiled import JitCompile
 from hvp._runtime.progress import check_progress
@@ -37,6 +38,10 @@ class Settings:
         The type in which products are computed, and residuals stored; None for the operator's own.
     progress : bool or "always"
         Whether to show a bar over batches.
+    devices : sequence of Device or None
+        The devices to compute on; None to leave it to TensorFlow.
+    device_timeout : float
+        Seconds after which a remote device that does not answer counts as lost.
     products : bool
         Whether to prepare products, and not only values and gradients.
 
@@ -53,6 +58,8 @@ class Settings:
     recompute: bool | int | Sequence[Any] = False
     precision: Precision | None = None
     progress: bool | Literal["always"] = False
+    devices: Any = None
+    device_timeout: float = 600.0
     products: bool = True
 
     def __post_init__(self) -> None:
@@ -74,3 +81,8 @@ class Settings:
                 "'bfloat16' or 'float16'; or None, for the precision of the variables",
             )
         check_progress(self.progress)
+        if self.devices is not None:
+            object.__setattr__(self, "devices", tuple(devices_of(self.devices)))
+        timeout = self.device_timeout
+        if not isinstance(timeout, (int, float)) or isinstance(timeout, bool) or not timeout > 0:
+            raise HvpError(f"the argument device_timeout is {timeout!r}", "a number of seconds")

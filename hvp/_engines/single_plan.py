@@ -201,13 +201,14 @@ class SinglePlan(Plan):
         traced = self._trace
         if traced is None:
             everything = tuple(Resource.of(v) for v in all_variables(self.nest.source))
-            return Facts("graph", reads=everything, writes=everything)
+            return Facts("graph", everything, everything, everything)
         handles = {id(variable.handle) for variable in inputs}
         functions = traced.graph.graph_def.library.function
         return Facts(
             "graph",
             reads=tuple(r for r in traced.reads if id(r.handle) not in handles),
             writes=traced.writes,
+            captured=tuple(r for r in traced.captured if id(r.handle) not in handles),
             seeds=tuple(r for r in traced.writes if r.dtype.is_integer),
             draws=bool(traced.random),
             remarks=Remarks(

@@ -96,6 +96,8 @@ class Trace:
         that the function itself updates (seeds of random draws, counters).
     writes : tuple of Resource
         Variables the function updates when it runs.
+    captured : tuple of Resource
+        All variables that the graph refers to.
     doubts : Doubts
         Operations between the differentiated variables and the results whose derivative TensorFlow
         lacks, or has wrong at some values.
@@ -119,6 +121,7 @@ class Trace:
     graph: TracedGraph
     reads: tuple[Resource, ...]
     writes: tuple[Resource, ...]
+    captured: tuple[Resource, ...]
     doubts: Doubts
     at_wrong_values: Compiled | None
     nbytes: int
@@ -163,9 +166,10 @@ def trace(
     flow = Dataflow(graph_def, concrete.graph)
     targets = [flow.vertex(output.name) for output in concrete.outputs]
     reaching = flow.reachable(targets, backward=True)
-    reads, writes = [], []
+    reads, writes, captured = [], [], []
     places: dict[int, Vertex] = {}
     for resource, vertex in captured_resources(concrete, flow, nest.variables):
+        captured.append(resource)
         written = is_written(flow, vertex)
         read = is_read(flow, vertex, reaching)
         if written:
@@ -180,6 +184,7 @@ def trace(
         graph=whole.graph(concrete, graph_def, flow),
         reads=tuple(reads),
         writes=tuple(writes),
+        captured=tuple(captured),
         doubts=doubts,
         at_wrong_values=_at_wrong_values(concrete, graph_def, doubts.wrong_at_values),
         nbytes=_bytes_between(concrete.graph, flow, sources, reaching),

@@ -14,7 +14,7 @@ from typing import Any, Literal, Union
 import tensorflow as tf
 
 from hvp._errors import line_of
-from hvp._graphs.place import HERE, Place
+from hvp._graphs.place import HERE, Place, scope_of_tracing
 from hvp._graphs.private import call_flat
 from hvp._runtime.collector import no_collections
 from hvp._runtime.interrupts import Uninterrupted
@@ -168,7 +168,7 @@ class Compiled:
 
     def _traced(self, jit_compile: bool) -> Any:
         function = tf.function(self._function, autograph=False, jit_compile=jit_compile or None)
-        with Uninterrupted(), no_collections():
+        with Uninterrupted(), no_collections(), scope_of_tracing():
             return function.get_concrete_function(*self._specs)
 
 

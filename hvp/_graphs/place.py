@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import contextvars
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import tensorflow as tf
+
 from hvp._vectors.resources import Resource
+from hvp._vectors.slot import Slot
 
 
 class Place:
@@ -24,5 +28,28 @@ class Place:
         """Return the variable that stands there for one that a function captured."""
         return resource
 
+    def put(self, slot: Slot, tensor: tf.Tensor) -> None:
+        """Let functions read a tensor there from a slot."""
+        slot.assign(tensor)
+
 
 HERE = Place()
+
+# Whether this thread runs operations on a device that functions must not be bound to when they are
+# traced: they run on others too.
+_unbound = contextvars.ContextVar("hvp_unbound", default=False)
+
+
+@contextlib.contextmanager
+def unbound() -> Iterator[None]:
+    """Let functions that are traced in this context belong to no device."""
+    token = _unbound.set(True)
+    try:
+        yield
+    finally:
+        _unbound.reset(token)
+
+
+def scope_of_tracing() -> contextlib.AbstractContextManager[Any]:
+    """Return the context in which to trace a function."""
+    return tf.device(None) if _unbound.get() else contextlib.nullcontext()

@@ -17,6 +17,7 @@ from hvp._runtime.strategies import outside_strategies
 OPERATOR_OPTIONS = frozenset(
     """
     batch_size memory_limit reduction regularization weight engine jit_compile recompute precision
+    devices device_timeout
     """.split()
 )
 

@@ -183,6 +183,8 @@ class HessianOperator(SymmetricOperator):
         jit_compile: JitCompile = False,
         recompute: bool | int | Sequence[Any] = False,
         precision: Precision | None = None,
+        devices: Any = None,
+        device_timeout: float = 600.0,
     ) -> None:
         damping = check_damping(damping)
         core = evaluated(
@@ -200,6 +202,8 @@ class HessianOperator(SymmetricOperator):
             jit_compile=jit_compile,
             recompute=recompute,
             precision=precision,
+            devices=devices,
+            device_timeout=device_timeout,
         )
         super().__init__(core, damping)
 

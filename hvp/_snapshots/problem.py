@@ -11,7 +11,8 @@ from typing import Any, Literal
 import tensorflow as tf
 
 from hvp._data.batched_plan import BatchedPlan
-from hvp._data.batches import Batches
+from hvp._data.batches import Batches, OneBatch
+from hvp._data.dealt_plan import DealtPlan
 from hvp._data.elements import (
     NO_DATA,
     Elements,
@@ -93,6 +94,7 @@ class Problem:
                     f"the argument {name} is {type(function).__name__}", "a function, or None"
                 )
         whole = batch_size is None and settings.memory_limit is None and weight is None
+        several = settings.devices is not None and len(settings.devices) > 1
         if data is None and not whole:
             raise InvalidDataError(
                 "batch_size, memory_limit or weight is passed without data",
@@ -102,8 +104,10 @@ class Problem:
         source: Elements | Batches
         if data is None:
             source = NO_DATA
-        elif whole and isinstance(data, (tuple, dict, Elements)):
+        elif isinstance(data, Elements) or (whole and isinstance(data, (tuple, dict))):
             source = convert_batch(data, "data")
+            if several:  # each device gets a part
+                source = Batches(source.as_data(), None, None)
         else:
             source = Batches(data, batch_size, weight)
         added = None if regularization is None else HessianRule(_as_tensor(regularization))
@@ -146,6 +150,9 @@ class Problem:
         if settings.recompute is not False:
             rule = _InSegments(rule, segments_of(self.variables, settings.recompute))
         source = self.source
+        if settings.devices is not None:
+            batches = source if isinstance(source, Batches) else OneBatch(source)
+            return DealtPlan(rule, nest, batches, settings, added=added, total=self.total)
         if isinstance(source, Batches):
             return BatchedPlan(rule, nest, source, settings, added=added, total=self.total)
         factor = float(source.examples) if self.total and source is not NO_DATA else 1.0

@@ -19,12 +19,14 @@ class Slot:
     ----------
     variable : tf.Variable
         The variable that holds the tensor.
+    nothing : tf.Tensor
+        A tensor of no size, for while nothing is to be held.
     """
 
     def __init__(self, tensor: tf.Tensor, shape: tf.TensorShape) -> None:
         self._shape = shape
         self.variable = tf.Variable(tensor, shape=tf.TensorShape(None), trainable=False)
-        self._placeholder = _empty_tensor(tensor.dtype)
+        self.nothing = _empty_tensor(tensor.dtype)
 
     def read(self) -> tf.Tensor:
         """Return the tensor."""
@@ -39,7 +41,7 @@ class Slot:
 
     def empty(self) -> None:
         """Release the tensor."""
-        self.assign(self._placeholder)
+        self.assign(self.nothing)
 
 
 def _empty_tensor(dtype: tf.DType) -> tf.Tensor:

@@ -13,19 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import tensorflow as tf
 
-from hvp._vectors.resources import Resource, differ
-
-# Types whose tensors show their memory to Python.
-_PLAIN = frozenset(
-    {
-        *(tf.bool, tf.float16, tf.float32, tf.float64, tf.complex64, tf.complex128),
-        *(tf.int8, tf.int16, tf.int32, tf.int64, tf.uint8, tf.uint16, tf.uint32, tf.uint64),
-    }
-)
-
+from hvp._vectors.resources import Resource, address, differ
 
 class Watch:
     """Compares variables with the values they had when the watch was last set.
@@ -66,19 +56,12 @@ class Watch:
         than the CPU it costs a read of all.
         """
         if self._addresses is None:
-            self._addresses = [_address(value) for value in self.values]
+            self._addresses = [address(value) for value in self.values]
         names = []
-        for resource, value, address in zip(self.resources, self.values, self._addresses):
+        for resource, value, place in zip(self.resources, self.values, self._addresses):
             now = resource.read()
-            if address is not None and _address(now) == address:
+            if place is not None and address(now) == place:
                 continue
             if differ(now, value):
                 names.append(resource.name)
         return names
-
-
-def _address(value: tf.Tensor) -> int | None:
-    """Where the numbers are, if that can be seen without copying them: on the CPU."""
-    if value.dtype not in _PLAIN or "CPU" not in value.device:
-        return None
-    return int(np.asarray(memoryview(value)).ctypes.data)

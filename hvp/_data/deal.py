@@ -1,0 +1,379 @@
+"""Batches dealt out to devices at one moment: who holds what, and what to do when one is lost."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import tensorflow as tf
+
+from hvp._data.budget import Budget
+from hvp._data.elements import Elements
+from hvp._devices.device import LostDeviceError
+from hvp._devices.site import Moment, Site
+from hvp._devices.work import Work
+from hvp._engines.linear_map import LinearMap, Sum
+from hvp._errors import DeviceError
+from hvp._vectors.space import Space
+
+# The number of the regularization, among those of batches.
+REGULARIZATION = -1
+
+
+@dataclass(frozen=True)
+class Item:
+    """A batch that is to be evaluated, in pieces that fit into memory.
+
+    Attributes
+    ----------
+    index : int
+        The number of the batch.
+    pieces : list of (Elements, float)
+        Its examples, with their weights.
+    site : Site or None
+        Where the data are; None while they are here.
+    alone : bool
+        Whether nothing else may run meanwhile.
+    """
+
+    index: int
+    pieces: list[tuple[Elements, float]]
+    site: Site | None = None
+    alone: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the data."""
+        return sum(elements.nbytes for elements, _ in self.pieces)
+
+
+@dataclass(frozen=True)
+class Term:
+    """The linear map of one batch, with the weight of the batch and the bytes that both hold."""
+
+    weight: float
+    map: LinearMap
+    nbytes: int
+
+
+@dataclass(eq=False)
+class Share:
+    """What one device holds of a moment.
+
+    Attributes
+    ----------
+    site : Site
+        The device, and what stands there for variables.
+    budget : Budget
+        How much may be held there.
+    load : int
+        Bytes of the data that were dealt to it.
+    terms : dict of int to Term
+        The linear maps that are held, by the number of the batch.
+    """
+
+    site: Site
+    budget: Budget
+    load: int = 0
+    terms: dict[int, Term] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are held."""
+        return sum(term.nbytes for term in self.terms.values())
+
+    def hold(self, index: int, term: Term) -> bool:
+        """Hold a linear map if it fits; returns whether it does."""
+        self.budget.record(term.nbytes)
+        if self.budget.limited or not self.site.device.is_remote:
+            if not self.budget.can_hold(self.nbytes + term.nbytes):
+                return False
+        self.terms[index] = term
+        return True
+
+
+# Takes a share, an item and what the device computed from earlier items, None at first; returns a
+# function that runs on the device, and returns the same with this item.
+Step = Callable[[Share, Item, Any], Callable[[], Any]]
+
+
+class Deal:
+    """What all devices together hold of one moment.
+
+    Parameters
+    ----------
+    moment : Moment
+        The values of the variables.
+    sites : list of Site
+        The devices.
+    memory_limit : int, str, Share or None
+        How much each of them may hold.
+    seconds : float
+        How long a remote device may take for one piece of work.
+    items : callable
+        Takes the numbers of batches, or None for all; returns an iterator over them as items.
+    evaluate : callable
+        Takes numbers of batches; evaluates them on the devices that are left, so that they are
+        held or streamed.
+
+    Attributes
+    ----------
+    moment : Moment
+        The same.
+    shares : list of Share
+        What each device holds, of those that are there.
+    streamed : set of int
+        Batches that no device holds.
+    scale : float
+        What weights of batches are multiplied by.
+    """
+
+    def __init__(
+        self,
+        moment: Moment,
+        sites: list[Site],
+        memory_limit: Any,
+        seconds: float,
+        items: Callable[[set[int] | None], Iterable[Item]],
+        evaluate: Callable[[Deal, set[int]], None],
+    ) -> None:
+        self.moment, self._seconds = moment, seconds
+        self._items, self._evaluate = items, evaluate
+        self.shares = [Share(site, Budget(memory_limit)) for site in sites]
+        self.streamed: set[int] = set()
+        self.scale = 1.0
+        self._prepared: set[Any] = set()
+
+    @property
+    def held(self) -> int:
+        """How many batches are held."""
+        return len([i for share in self.shares for i in share.terms if i != REGULARIZATION])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that all devices hold."""
+        return sum(share.nbytes for share in self.shares)
+
+    def close(self) -> None:
+        """Release what is held. What a lost device holds is gone anyway."""
+        for share in self.shares:
+            for term in share.terms.values():
+                term.map.close()
+            share.terms.clear()
+
+    def gather(
+        self,
+        wanted: set[int] | None,
+        step: Step,
+        give: Callable[[Share, Any], Callable[[], Any]],
+        take: Callable[[Share, Item, Any], Any] = lambda share, item, result: result,
+        kept: Iterable[Item] = (),
+    ) -> list[Any]:
+        """Let devices work through batches; what a lost one did is done again by the others.
+
+        Parameters
+        ----------
+        wanted : set of int or None
+            The numbers of the batches; None for all.
+        step : callable
+            Computes with one batch, see `Step`.
+        give : callable
+            Takes a share and what was computed there; returns a function that brings it home.
+        take : callable, optional
+            Takes a share, an item and what `step` computed; returns what to go on with there.
+        kept : iterable of Item
+            Those of the batches whose data are on devices already.
+
+        Returns
+        -------
+        list
+            What `give` returned, for each device that had something to do.
+        """
+        collected: list[Any] = []
+        every, finished = wanted, set()
+        first = list(kept)
+        while every is None or every - finished:
+            todo = None if every is None else every - finished
+            states: dict[Share, Any] = {}
+            done: dict[Share, set[int]] = {}
+            seen: set[int] = set()
+            if first:
+                self._pass(first, step, take, states, done)
+                todo = None if todo is None else todo - _union(done.values())
+                first = []
+            if todo is None or todo:
+                skipped = _union(done.values())
+                items = (i for i in self._items(todo) if i.index not in skipped)
+                self._pass(_noting(items, seen), step, take, states, done)
+            every = seen | _union(done.values()) if every is None else every
+            works = [(s, self._work(s, give(s, state))) for s, state in states.items()]
+            for share, work in works:
+                result = self._result(share, work)
+                if result is not None:
+                    collected.append(result[0])
+                    finished |= done[share]
+        return collected
+
+    def multiply(self, method: str, v: tf.Tensor, space: Space) -> list[tf.Tensor]:
+        """Multiply what is held by a vector, or a block of rows; return the products to add up.
+
+        Parameters
+        ----------
+        method : {"apply_flat", "apply_rows"}
+            How to multiply.
+        v : tf.Tensor
+            The vector, of shape `(n,)`, or rows of shape `(k, n)`.
+        space : Space
+            The space of vectors and products.
+        """
+        products = []
+        todo = {share: list(share.terms) for share in self.shares}
+        self._replace_into(todo)
+        while todo:
+            works: list[tuple[Share, Work]] = []
+            parts = []
+            for share, indices in todo.items():
+                terms = [share.terms[index] for index in indices]
+                if not terms:
+                    continue
+                work = self._work(share, self._product(share, indices, terms, method, v, space))
+                works.append((share, work))
+                kinds = {(method, id(getattr(term.map, "program", None))) for term in terms}
+                if not kinds <= self._prepared:  # functions are made, and serve all devices
+                    parts.append(self._result(*works.pop()))
+                    self._prepared |= kinds
+            parts += [self._result(share, work) for share, work in works]
+            products += [part[0] for part in parts if part is not None]
+            todo = {}
+            self._replace_into(todo)
+        return products
+
+    def _product(
+        self,
+        share: Share,
+        indices: list[int],
+        terms: list[Term],
+        method: str,
+        v: tf.Tensor,
+        space: Space,
+    ) -> Callable[[], tf.Tensor]:
+        weights = [self.weight_of(i, term.weight) for i, term in zip(indices, terms)]
+        weighted = Sum(list(zip(weights, (term.map for term in terms))), space, space)
+        home, site = v.device, share.site
+
+        def product() -> tf.Tensor:
+            return site.give(getattr(weighted, method)(site.take(v)), home)
+
+        return product
+
+    def weight_of(self, index: int, weight: float) -> float:
+        """Return what a batch counts in the whole."""
+        return weight if index == REGULARIZATION else weight * self.scale
+
+    def _replace_into(self, todo: dict[Share, list[int]]) -> None:
+        """Evaluate what lost devices held on the others, and add it to what is to be multiplied."""
+        while True:
+            lost = [share for share in self.shares if not share.site.is_there]
+            if not lost:
+                return
+            self.shares = [share for share in self.shares if share not in lost]
+            for share in lost:
+                todo.pop(share, None)
+            before = {share: set(share.terms) for share in self.shares}
+            self._evaluate(self, {index for share in lost for index in share.terms})
+            for share in self.shares:
+                new = [i for i in share.terms if i not in before.get(share, ())]
+                todo[share] = todo.get(share, []) + new
+
+    def _pass(
+        self,
+        items: Iterable[Item],
+        step: Step,
+        take: Callable[[Share, Item, Any], Any],
+        states: dict[Share, Any],
+        done: dict[Share, set[int]],
+    ) -> None:
+        """Deal items out, each device working at one at a time."""
+        running: dict[Share, tuple[Item, Work]] = {}
+
+        def finish(share: Share) -> None:
+            if share not in running:
+                return
+            item, work = running.pop(share)
+            result = self._result(share, work)
+            if result is None:
+                states.pop(share, None)
+                done.pop(share, None)
+                return
+            states[share] = take(share, item, result[0])
+            done.setdefault(share, set()).add(item.index)
+
+        try:
+            for item in items:
+                if item.site is not None and not item.site.is_there:
+                    continue  # its data are gone: it will be asked for again
+                share = self._share_for(item)
+                finish(share)
+                share = self._share_for(item)  # another one, if that was lost
+                finish(share)
+                if item.alone:
+                    for other in list(running):
+                        finish(other)
+                if item.site is not None and item.site is not share.site:
+                    continue
+                share.load += item.nbytes
+                running[share] = item, self._work(share, step(share, item, states.get(share)))
+                if item.alone:
+                    finish(share)
+        except BaseException:
+            for share, (_, work) in running.items():
+                work.abandon(self._seconds)
+            raise
+        for share in list(running):
+            finish(share)
+
+    def _share_for(self, item: Item) -> Share:
+        live = [share for share in self.shares if share.site.is_there]
+        if not live:
+            raise no_device_left(share.site for share in self.shares)
+        own = [share for share in live if share.site is item.site]
+        return own[0] if own else min(live, key=lambda share: share.load)
+
+    def _work(self, share: Share, function: Callable[[], Any]) -> Work:
+        return Work(share.site, function)
+
+    def _result(self, share: Share, work: Work) -> tuple[Any] | None:
+        """Return the result, in a tuple; None if the device is lost."""
+        try:
+            return (work.result(self._seconds),)
+        except LostDeviceError as error:
+            warnings.warn(
+                f"the device {share.site.device.name} is lost ({error}); the other devices take "
+                "over what it held",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return None
+
+
+def no_device_left(sites: Iterable[Site]) -> DeviceError:
+    """Return the error to raise when all devices are lost."""
+    reasons = "; ".join(f"{s.device.name}: {s.device.lost or 'started again'}" for s in sites)
+    return DeviceError(
+        f"no device is left ({reasons})",
+        "at least one that can be reached",
+        "start a worker at the same address and call refresh(), or build the operator with other "
+        "devices",
+    )
+
+
+def _union(sets: Iterable[set[int]]) -> set[int]:
+    return set().union(*sets)
+
+
+def _noting(items: Iterable[Item], seen: set[int]) -> Iterator[Item]:
+    for item in items:
+        seen.add(item.index)
+        yield item

@@ -1,0 +1,326 @@
+"""The plan for several devices: batches are dealt out, and each device holds its own linear maps.
+
+The loss is the same combination of batches as in `BatchedPlan`. A batch is sent to a device once,
+and stays there with its linear map. What a lost device held is evaluated again on the others, at
+the values that variables had at that moment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from hvp._data.batched_plan import BatchedPlan
+from hvp._data.batches import Batches
+from hvp._data.deal import REGULARIZATION, Deal, Item, Share, Term, no_device_left
+from hvp._data.dealt_sum import DealtSum
+from hvp._data.elements import NO_DATA, Elements
+from hvp._data.partial_sum import Adding, PartialSum
+from hvp._devices.device import Device, all_devices
+from hvp._devices.site import Moment, Site
+from hvp._engines.finite import check_finite
+from hvp._engines.graph_program import Results
+from hvp._engines.linear_map import LinearMap, Sum
+from hvp._engines.plan import Facts
+from hvp._engines.rule import Rule
+from hvp._engines.settings import Settings
+from hvp._errors import DeviceError, HvpError, InvalidLossError
+from hvp._graphs.place import Place
+from hvp._runtime.strategies import outside_strategies
+from hvp._vectors.resources import restored
+from hvp._vectors.variables import VariableNest
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What a device has computed so far.
+
+    Attributes
+    ----------
+    batches, regularization : PartialSum or None
+        The sums of losses and gradients of its batches, and of the regularization.
+    term : LinearMap or None
+        The linear map of the last batch, unless it was divided.
+    elements : Elements or None
+        The data of that batch, there.
+    """
+
+    batches: PartialSum | None = None
+    regularization: PartialSum | None = None
+    term: LinearMap | None = None
+    elements: Elements | None = None
+
+
+class DealtPlan(BatchedPlan):
+    """The weighted mean, or sum, of a rule over batches on several devices, plus a regularization.
+
+    Parameters
+    ----------
+    rule, nest, batches, settings, added, total
+        As for `BatchedPlan`. The settings name the devices, and `memory_limit` holds for each.
+    """
+
+    def __init__(
+        self,
+        rule: Rule,
+        nest: VariableNest,
+        batches: Batches,
+        settings: Settings,
+        *,
+        added: Rule | None,
+        total: bool,
+    ) -> None:
+        self._devices: Sequence[Device] = settings.devices
+        self._sites: dict[str, Site] = {}
+        # Batches whose data are on a device, by their number; and the weights of all.
+        self._kept: dict[int, Item] = {}
+        self._weights: dict[int, float] = {}
+        self._moment = Moment()
+        self._deal: Deal | None = None
+        with tf.device(None):  # what is traced serves all devices
+            super().__init__(rule, nest, batches, settings, added=added, total=total)
+            if batches.examples is not None:
+                batches.cut(-(-batches.examples // len(self._devices)))
+            self._adding = Adding(self.space)
+
+    @property
+    def deal(self) -> Deal | None:
+        """What devices held after the last evaluation."""
+        return self._deal
+
+    @property
+    def sites(self) -> list[Site]:
+        """The devices, and what stands there."""
+        return list(self._sites.values())
+
+    @outside_strategies
+    def at_point(self) -> tuple[Results, LinearMap]:
+        """Evaluate all batches at the current values of the variables, on all devices at once."""
+        self._batches.forget()
+        self._moment = Moment(self._moment)
+        limit, seconds = self._settings.memory_limit, self._settings.device_timeout
+        deal = Deal(
+            self._moment, self._find_sites(), limit, seconds, self._items, self._evaluate_again
+        )
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(deal.close)
+            count = self._batches.count
+            wanted = None if count is None else set(range(count))
+            if wanted is not None and self._added is not None:
+                wanted.add(REGULARIZATION)
+            kept = [item for item in self._kept.values() if item.site in self.sites]
+            collected = self._evaluate(deal, wanted, kept)
+            results = self._results(deal, collected)
+            on_error.pop_all()
+        self._all_held, self._deal = not deal.streamed, deal
+        return results, DealtSum(deal, self.space, self._stream if deal.streamed else None)
+
+    def _find_sites(self) -> list[Site]:
+        """Take devices back that were lost, and forget what is gone."""
+        for device in self._devices:
+            if device.lost:
+                device.come_back(all_devices())
+            site = self._sites.get(device.name)
+            if site is None or not (device.lost or site.is_there):
+                self._sites[device.name] = Site(device)
+        live = [site for site in self.sites if site.is_there]
+        if not live:
+            raise no_device_left(self.sites)
+        return live
+
+    def _evaluate(
+        self, deal: Deal, wanted: set[int] | None, kept: Sequence[Item] = ()
+    ) -> list[tuple[PartialSum | None, PartialSum | None]]:
+        home = self.nest.variables[0].device
+
+        def give(share: Share, state: Evaluated) -> Callable[[], Any]:
+            def bring() -> Any:
+                sums = state.batches, state.regularization
+                return [None if s is None else s.at(share.site, home) for s in sums]
+
+            return bring
+
+        def take(share: Share, item: Item, state: Evaluated) -> Evaluated:
+            self._hold(deal, share, item, state)
+            return state
+
+        def step(share: Share, item: Item, state: Evaluated | None) -> Callable[[], Evaluated]:
+            return self._evaluation(deal, share.site, item, state or Evaluated())
+
+        return deal.gather(wanted, step, give, take, kept)
+
+    def _evaluate_again(self, deal: Deal, wanted: set[int]) -> None:
+        """Evaluate batches that were lost, at the values that the variables had."""
+        if self.facts.draws:
+            raise DeviceError(
+                "the loss draws random numbers, and a device is lost: batches that are evaluated "
+                "again would draw other numbers",
+                "a loss that is the same in every evaluation, or devices that stay",
+                "call refresh(), or draw with a Keras seed generator or tf.random.stateless_*",
+            )
+        with self._at(deal.moment):
+            self._evaluate(deal, wanted)
+
+    def _evaluation(
+        self, deal: Deal, site: Site, item: Item, state: Evaluated
+    ) -> Callable[[], Evaluated]:
+        """Return a function that evaluates one batch on its device."""
+        plans = [self._plan_of(item, elements) for elements, _ in item.pieces]
+        facts = Facts.union([facts for facts, _ in plans])
+        values = deal.moment.of(facts.captured)
+        graph = facts.engine == "graph"
+
+        def evaluate() -> Evaluated:
+            sums = {REGULARIZATION: state.regularization, None: state.batches}
+            kind = REGULARIZATION if item.index == REGULARIZATION else None
+            term, there = None, None
+            if graph:
+                site.sync(values)
+            for (elements, weight), (_, at) in zip(item.pieces, plans):
+                there = elements
+                if graph and item.site is None:
+                    there = elements.with_tensors([site.take(t) for t in elements.tensors])
+                results, term = at(there, site)
+                self._check(results, item.index)
+                sums[kind] = self._adding(sums[kind], weight, results, site)
+            whole = len(item.pieces) == 1
+            kept = there if whole and graph else None
+            return Evaluated(sums[None], sums[REGULARIZATION], term if whole else None, kept)
+
+        return evaluate
+
+    def _plan_of(self, item: Item, elements: Elements) -> tuple[Facts, Callable[..., Any]]:
+        """Return the facts about a batch, and the function that evaluates it at a place."""
+        added = self._added
+        if item.index == REGULARIZATION:
+            assert added is not None
+            return added.facts, lambda _, place: added.at_point(place)
+        with tf.device(None):
+            shape_plan = self._shape_plan(elements)
+        return shape_plan.plan.facts, shape_plan.at
+
+    def _check(self, results: Results, index: int) -> None:
+        if index != REGULARIZATION:
+            check_finite(results, self.nest.names, batch=index)
+            return
+        check_finite(results, self.nest.names)
+        if results.gradient is not None and all(g is None for g in results.gradient):
+            raise InvalidLossError(
+                "the regularization depends on none of the variables", "a function of the variables"
+            )
+
+    def _hold(self, deal: Deal, share: Share, item: Item, state: Evaluated) -> None:
+        """Hold a linear map, and the data that it is of, if they fit."""
+        self.evaluations += len(item.pieces) if item.index != REGULARIZATION else 0
+        if not self._settings.products:
+            if state.elements is not None and item.index != REGULARIZATION and item.site is None:
+                self._keep(share, item, state)
+            return
+        nbytes = 0 if state.term is None else (state.term.nbytes or 0)
+        if state.elements is not None and item.index != REGULARIZATION:
+            nbytes += state.elements.nbytes
+            self._learn(state.elements, nbytes)
+        if state.term is not None:
+            weight = sum(weight for _, weight in item.pieces)
+            if share.hold(item.index, Term(weight, state.term, nbytes)):
+                self._keep(share, item, state)
+                return
+            state.term.close()
+        deal.streamed.add(item.index)
+        self._refuse_draws()
+
+    def _keep(self, share: Share, item: Item, state: Evaluated) -> None:
+        if state.elements is not None and item.index != REGULARIZATION:
+            pieces = [(state.elements, item.pieces[0][1])]
+            self._kept[item.index] = Item(item.index, pieces, share.site)
+
+    def _items(self, wanted: set[int] | None) -> Iterator[Item]:
+        """Iterate over batches, and the regularization, which comes first."""
+        if self._added is not None and (wanted is None or REGULARIZATION in wanted):
+            graph = self._added.facts.engine == "graph"
+            yield Item(REGULARIZATION, [(NO_DATA, 1.0)], alone=not graph)
+        if wanted is not None and not wanted - {REGULARIZATION}:
+            return
+        batches = self._batches.those(lambda index: wanted is None or index in wanted)
+        for batch in self._with_progress(batches):
+            with tf.device(None):
+                traced = len(self._shape_plans)
+                pieces = list(self._pieces(batch))
+            plans = [self._plan_of(Item(batch.index, []), elements)[0] for elements, _ in pieces]
+            self._weights[batch.index] = sum(weight for _, weight in pieces)
+            # Tapes run Python, which reads and writes variables that all share.
+            first = len(self._shape_plans) > traced
+            alone = first or any(facts.engine == "tape" for facts in plans)
+            yield Item(batch.index, pieces, alone=alone)
+
+    def _results(self, deal: Deal, collected: Sequence[Any]) -> Results:
+        batches = [sums for sums, _ in collected if sums is not None]
+        total = self._adding.sum(batches)
+        weight = sum(self._weights.values())
+        if not self._total:
+            if weight == 0:
+                raise HvpError("the weights of all batches are zero", "at least one positive weight")
+            deal.scale = 1.0 / weight
+        value, gradient = total.value * deal.scale, total.parts(self.space)
+        if deal.scale != 1:
+            scale = tf.constant(deal.scale, self.space.dtype)
+            gradient = [g if g is None else tf.cast(scale, g.dtype) * g for g in gradient]
+        for _, added in collected:
+            if added is not None:
+                value += added.value
+                pairs = zip(gradient, added.parts(self.space))
+                gradient = [a if b is None else b if a is None else a + b for a, b in pairs]
+        return Results(value, gradient)
+
+    def _stream(self, deal: Deal, method: str, v: tf.Tensor) -> list[tf.Tensor]:
+        """Evaluate the batches that no device holds, multiply, and return the products to add."""
+        home = v.device
+
+        def step(share: Share, item: Item, product: Any) -> Callable[[], Any]:
+            site = share.site
+            plans = [self._plan_of(item, elements) for elements, _ in item.pieces]
+            values = deal.moment.of(Facts.union([facts for facts, _ in plans]).captured)
+            graph = all(facts.engine == "graph" for facts, _ in plans)
+            self.evaluations += len(item.pieces)
+
+            def multiply() -> Any:
+                if graph:
+                    site.sync(values)
+                there, total = site.take(v), product
+                for (elements, weight), (_, at) in zip(item.pieces, plans):
+                    if graph:
+                        elements = elements.with_tensors([site.take(t) for t in elements.tensors])
+                    results, term = at(elements, site)
+                    with contextlib.closing(term):
+                        self._check(results, item.index)
+                        weighted = Sum(
+                            [(deal.weight_of(item.index, weight), term)], self.space, self.space
+                        )
+                        part = getattr(weighted, method)(there)
+                    total = part if total is None else total + part
+                return total
+
+            return multiply
+
+        def give(share: Share, product: tf.Tensor) -> Callable[[], tf.Tensor]:
+            return lambda: share.site.give(product, home)
+
+        with self._at(deal.moment):
+            return deal.gather(set(deal.streamed), step, give)
+
+    @contextlib.contextmanager
+    def _at(self, moment: Moment) -> Iterator[None]:
+        """Give variables the values of a moment while tapes run, which read the variables."""
+        facts = self.facts
+        if facts.engine == "graph":
+            yield
+            return
+        values = moment.of(facts.captured)
+        with restored([resource for resource, _ in values]):
+            for resource, value in values:
+                resource.write(value)
+            yield

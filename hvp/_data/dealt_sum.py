@@ -1,0 +1,75 @@
+"""The linear map whose terms are on several devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvp._data.deal import Deal
+from hvp._engines.linear_map import LinearMap
+from hvp._errors import HvpError
+from hvp._vectors.space import Space
+
+
+class DealtSum(LinearMap):
+    """The sum of the linear maps of all batches, each of them multiplied where it is.
+
+    A vector goes to each device once, in one piece, and one product comes back.
+
+    Parameters
+    ----------
+    deal : Deal
+        What devices hold.
+    space : Space
+        The space of vectors and products; the map is symmetric.
+    stream : callable or None
+        Takes the deal, a method of linear maps and its argument; returns products with the batches
+        that no device holds.
+    """
+
+    def __init__(
+        self, deal: Deal, space: Space, stream: Callable[..., list[tf.Tensor]] | None
+    ) -> None:
+        self._deal, self._stream = deal, stream
+        self.domain = self.codomain = space
+        self.streams = stream is not None
+
+    @property
+    def batches_held(self) -> int:  # type: ignore[override]
+        """How many batches devices hold."""
+        return self._deal.held
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """Size of what devices hold, with the data of their batches, in bytes."""
+        return self._deal.nbytes
+
+    def apply(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Multiply by a vector given as the parts of the domain."""
+        return self.codomain.split(self.apply_flat(self.domain.join(parts)))
+
+    def apply_flat(self, flat: tf.Tensor) -> tf.Tensor:
+        """Multiply by a flat vector."""
+        return self._apply("apply_flat", flat)
+
+    def apply_rows(self, rows: tf.Tensor) -> tf.Tensor:
+        """Multiply by each row of a block, which goes to each device as a block."""
+        return self._apply("apply_rows", rows)
+
+    def transpose(self) -> LinearMap:
+        """Return the map itself, which is symmetric."""
+        return self
+
+    def close(self) -> None:
+        """Release what devices hold."""
+        self._deal.close()
+
+    def _apply(self, method: str, v: tf.Tensor) -> tf.Tensor:
+        products: list[Any] = self._deal.multiply(method, v, self.domain)
+        if self._stream is not None:
+            products += self._stream(self._deal, method, v)
+        if not products:
+            raise HvpError("no batch is held, and none is evaluated again")
+        return products[0] if len(products) == 1 else tf.add_n(products)

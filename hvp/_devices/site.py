@@ -1,0 +1,167 @@
+"""A device as a place where functions run: copies of variables, and what was moved there."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvp._devices.device import Device
+from hvp._errors import HvpError
+from hvp._graphs.parts import nbytes
+from hvp._graphs.place import Place, unbound
+from hvp._vectors.resources import Resource, same
+from hvp._vectors.slot import Slot
+
+# Variables, and the values that they had at one moment.
+Values = Sequence[tuple[Resource, tf.Tensor]]
+
+
+class Site(Place):
+    """A device, and copies there of variables and other tensors that functions read.
+
+    Whatever computes with it runs in the device's own thread, one piece of work at a time.
+
+    Parameters
+    ----------
+    device : Device
+        The device, in the life that it has now.
+
+    Attributes
+    ----------
+    device : Device
+        The same.
+    sent, received : int
+        Bytes that were moved there, and back.
+    variable_bytes : int
+        Those of `sent` that were values of variables.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device, self._life = device, device.lives
+        self.sent = self.received = self.variable_bytes = 0
+        # By the tensor or handle that a function captured, which is kept so that it stays the one.
+        self._copies: dict[int, tuple[Any, Any]] = {}
+        self._values: dict[int, tf.Tensor] = {}
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"Site({self.device.name!r})"
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the device still has what was moved there."""
+        return not self.device.lost and self.device.lives == self._life
+
+    def scope(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which TensorFlow runs operations there."""
+        return tf.device(self.device.name)
+
+    def captured(self, tensors: Sequence[Any]) -> Sequence[Any]:
+        """Return what a function reads there instead of the tensors that it captured."""
+        return [self._copy(tensor) for tensor in tensors]
+
+    def resource(self, resource: Resource) -> Resource:
+        """Return the copy of a variable."""
+        return Resource(self._copy(resource.handle), resource.dtype, resource.name)
+
+    def sync(self, values: Values) -> None:
+        """Give the copies of variables these values; those that have them already are left alone.
+
+        Equal values of two moments must be the same tensor.
+        """
+        for resource, value in values:
+            key = id(resource.handle)
+            if self._values.get(key) is not value:
+                self._assign(resource.handle, value)
+                self._values[key] = value
+                self.variable_bytes += nbytes(value)
+
+    def put(self, slot: Slot, tensor: tf.Tensor) -> None:
+        """Let functions read a tensor there from a slot."""
+        self._assign(slot.variable.handle, tensor)
+
+    def take(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Move a tensor there."""
+        if self._is_here(tensor):
+            return tensor
+        self.sent += nbytes(tensor)
+        with self.scope():
+            return tf.identity(tensor)
+
+    def give(self, tensor: tf.Tensor, home: str) -> tf.Tensor:
+        """Move a tensor from there to the device that is given by its name."""
+        if tensor.device == home:
+            return tensor
+        self.received += nbytes(tensor)
+        with tf.device(home):
+            return tf.identity(tensor)
+
+    def run(self, function: Callable[[], Any]) -> Any:
+        """Call a function there, while no other one runs."""
+        with self._lock, unbound(), self.scope():
+            return function()
+
+    def _is_here(self, tensor: tf.Tensor) -> bool:
+        return tensor.device.endswith(self.device.name)
+
+    def _assign(self, handle: tf.Tensor, value: tf.Tensor) -> None:
+        value = self.take(value)
+        known = self._copies.get(id(handle))
+        if known is None:
+            with self.scope():
+                shape = tf.TensorShape(None)
+                self._copies[id(handle)] = (
+                    handle,
+                    tf.Variable(value, trainable=False, shape=shape),
+                )
+            return
+        tf.raw_ops.AssignVariableOp(resource=known[1].handle, value=value)
+
+    def _copy(self, tensor: Any) -> Any:
+        known = self._copies.get(id(tensor))
+        if known is None:
+            if tensor.dtype in (tf.resource, tf.variant):
+                return self._as_it_is(tensor)
+            known = self._copies[id(tensor)] = (tensor, self.take(tensor))
+        copy = known[1]
+        return copy.handle if isinstance(copy, tf.Variable) else copy
+
+    def _as_it_is(self, tensor: Any) -> Any:
+        """Return a table, or a list of tensors, which other devices of the process can read."""
+        if not self.device.is_remote:
+            return tensor
+        raise HvpError(
+            f"the loss uses a {tensor.dtype.name} of this process that is no variable, such as a "
+            f"lookup table, and {self.device.name} belongs to another process",
+            "a loss of variables and tensors",
+            "look things up beforehand, and pass what was found as data; or name local devices",
+        )
+
+
+class Moment:
+    """The values of variables at one moment, each the same tensor for as long as it does not change.
+
+    Parameters
+    ----------
+    before : Moment, optional
+        An earlier moment. A variable that has the value it had then keeps its tensor.
+    """
+
+    def __init__(self, before: Moment | None = None) -> None:
+        self._before: dict[int, tf.Tensor] = {} if before is None else before.tensors
+        self.tensors: dict[int, tf.Tensor] = {}
+
+    def of(self, resources: Sequence[Resource]) -> Values:
+        """Return variables with their values at this moment, read when they are first asked for."""
+        return [(resource, self._value(resource)) for resource in resources]
+
+    def _value(self, resource: Resource) -> tf.Tensor:
+        key = id(resource.handle)
+        if key not in self.tensors:
+            now, before = resource.read(), self._before.get(key)
+            self.tensors[key] = now if before is None or not same(now, before) else before
+        return self.tensors[key]

@@ -1,0 +1,69 @@
+"""A piece of work on one device, which is tried once more if another device was the cause."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hvp._devices.device import LostDeviceError
+from hvp._devices.site import Site
+
+
+class Work:
+    """A function that runs on a device, in a thread.
+
+    It must leave nothing half-changed where it fails: it may be called a second time.
+
+    Parameters
+    ----------
+    site : Site
+        The device, and what is there.
+    function : callable
+        Takes nothing.
+    """
+
+    def __init__(self, site: Site, function: Callable[[], Any]) -> None:
+        self._site, self._function = site, function
+        self._job = self._start() if site.is_there else None
+
+    def result(self, seconds: float) -> Any:
+        """Wait for the result.
+
+        Parameters
+        ----------
+        seconds : float
+            How long to wait for a remote device, which counts as lost after that.
+
+        Raises
+        ------
+        LostDeviceError
+            If the device is lost. It is left alone from then on.
+        Exception
+            What the function raised.
+        """
+        device = self._site.device
+        if self._job is None:
+            raise LostDeviceError(device.lost or "it was started again")
+        for last in (False, True):
+            try:
+                return self._job.wait(seconds if device.is_remote else None)
+            except LostDeviceError as error:
+                device.give_up(str(error))
+                raise
+            except Exception as error:
+                reason = device.explain(error)
+                if reason:
+                    device.give_up(reason)
+                    raise LostDeviceError(reason) from error
+                if last or not device.is_remote or not device.may_be_of_another(error):
+                    raise
+            self._job = self._start()
+        raise AssertionError("not reached")
+
+    def abandon(self, seconds: float) -> None:
+        """Wait until nothing runs any more, whatever comes of it."""
+        if self._job is not None and self._site.is_there:
+            self._job.join(seconds if self._site.device.is_remote else None)
+
+    def _start(self) -> Any:
+        return self._site.device.start(lambda: self._site.run(self._function))
