@@ -31,16 +31,20 @@ The public names:
     A function whose intermediate values are computed again instead of kept, in every derivative.
 `recompute_model`
     A Keras model that is recomputed in segments.
+`Cluster`
+    TensorFlow servers on this machine, to try out what runs on several.
 `HvpError`
     The base of all errors, which the documentation lists.
 """
 
 from hvp._check.check import check
 from hvp._check.report import CheckReport, Finding
+from hvp._devices.cluster import Cluster
 from hvp._errors import (
     CheckpointError,
     ClosedOperatorError,
     ConvergenceWarning,
+    DeviceError,
     FailedCheckError,
     GraphModeError,
     HvpError,
@@ -77,7 +81,9 @@ __all__ = [
     "CheckReport",
     "CheckpointError",
     "ClosedOperatorError",
+    "Cluster",
     "ConvergenceWarning",
+    "DeviceError",
     "DiagonalPreconditioner",
     "ExactInverse",
     "FailedCheckError",

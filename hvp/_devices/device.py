@@ -33,6 +33,7 @@ _LOSSES = (
     tf.errors.AbortedError,
     tf.errors.CancelledError,
     tf.errors.DeadlineExceededError,
+    tf.errors.InternalError,
     tf.errors.UnavailableError,
 )
 # What other errors say about a worker that was started again, and knows nothing of what was there.

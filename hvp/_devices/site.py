@@ -52,6 +52,11 @@ class Site(Place):
         return f"Site({self.device.name!r})"
 
     @property
+    def runs_xla(self) -> bool:  # type: ignore[override]
+        """Whether TensorFlow can call functions there that XLA compiles."""
+        return not self.device.is_remote
+
+    @property
     def is_there(self) -> bool:
         """Whether the device still has what was moved there."""
         return not self.device.lost and self.device.lives == self._life

@@ -75,6 +75,7 @@ class Compiled:
         self._report = report
         self._nested: Any = tf.function(function, autograph=False)
         self.uses_xla: bool | None = None
+        self._calling: Any = None
         self._eager = eager
         self._briefly = briefly and jit_compile is False and has_cpus_only()
         if eager:
@@ -107,6 +108,8 @@ class Compiled:
         if place is HERE:
             captured = concrete.captured_inputs
             return call_flat(concrete, tensors, captured, briefly=self._briefly)
+        if not place.runs_xla:
+            concrete = self._within(concrete)
         with place.scope():
             captured = place.captured(concrete.captured_inputs)
             return call_flat(concrete, tensors, captured, briefly=self._briefly)
@@ -155,6 +158,16 @@ class Compiled:
         one, other = (functools.partial(self._run_one, f, place) for f in (xla, first))
         self.uses_xla = demanded or is_faster(one, other, tensors)
         self._chosen = xla if self.uses_xla else first
+
+    def _within(self, concrete: Any) -> Any:
+        """Return a function that calls another one, if that is compiled by XLA."""
+        if not concrete.function_def.attr["_XlaMustCompile"].b:
+            return concrete
+        if self._calling is None:
+            self._calling = tf.function(lambda *tensors: concrete(*tensors), autograph=False)
+            with scope_of_tracing():
+                self._calling = self._calling.get_concrete_function(*self._specs)
+        return self._calling
 
     def _run_one(self, concrete: Any, place: Place, *tensors: tf.Tensor) -> Any:
         return self._run(concrete, tensors, place)

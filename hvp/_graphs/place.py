@@ -14,7 +14,16 @@ from hvp._vectors.slot import Slot
 
 
 class Place:
-    """Where a function runs; this one leaves it to TensorFlow."""
+    """Where a function runs; this one leaves it to TensorFlow.
+
+    Attributes
+    ----------
+    runs_xla : bool
+        Whether TensorFlow can call functions there that XLA compiles. Where it cannot, they can
+        still be called from within other functions.
+    """
+
+    runs_xla = True
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which TensorFlow runs operations there."""

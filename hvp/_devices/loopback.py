@@ -1,0 +1,46 @@
+"""Restricts servers to this machine.
+
+TensorFlow's servers listen on all network interfaces, whatever address they are given. Linux lets a
+process bind a socket that listens already to one interface: then it takes connections from there
+alone. This module uses nothing but the standard library, as workers load it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+
+_INTERFACE = b"lo"
+
+
+def listening() -> set[int]:
+    """Return the file descriptors of this process that wait for network connections."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), _opened(int(name)) as one:
+            internet = one.family in (socket.AF_INET, socket.AF_INET6)
+            if internet and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                found.add(int(name))
+    return found
+
+
+def restrict(descriptors: set[int]) -> None:
+    """Let sockets take connections from this machine alone.
+
+    Raises
+    ------
+    OSError
+        If the system does not allow it.
+    """
+    for descriptor in descriptors:
+        with _opened(descriptor) as one:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, _INTERFACE + b"\0")
+            bound = one.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16)
+            if bound.rstrip(b"\0") != _INTERFACE:
+                raise OSError(f"socket {descriptor} is bound to {bound!r}")
+
+
+def _opened(descriptor: int) -> socket.socket:
+    """Return a socket of its own for a descriptor, which stays open when this one is closed."""
+    return socket.socket(fileno=os.dup(descriptor))
