@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from hvp._data.budget import Budget
 from hvp._data.elements import Elements
-from hvp._devices.device import LostDeviceError
+from hvp._devices.device import Device, LostDeviceError
 from hvp._devices.site import Moment, Site
 from hvp._devices.work import Work
 from hvp._engines.linear_map import LinearMap, Sum
@@ -107,7 +107,9 @@ class Deal:
     moment : Moment
         The values of the variables.
     sites : list of Site
-        The devices.
+        Those of the devices that are there.
+    devices : sequence of Device
+        All devices, for the error if none is left.
     memory_limit : int, str, Share or None
         How much each of them may hold.
     seconds : float
@@ -134,12 +136,13 @@ class Deal:
         self,
         moment: Moment,
         sites: list[Site],
+        devices: Sequence[Device],
         memory_limit: Any,
         seconds: float,
         items: Callable[[set[int] | None], Iterable[Item]],
         evaluate: Callable[[Deal, set[int]], None],
     ) -> None:
-        self.moment, self._seconds = moment, seconds
+        self.moment, self._seconds, self._devices = moment, seconds, devices
         self._items, self._evaluate = items, evaluate
         self.shares = [Share(site, Budget(memory_limit)) for site in sites]
         self.streamed: set[int] = set()
@@ -238,8 +241,7 @@ class Deal:
                 terms = [share.terms[index] for index in indices]
                 if not terms:
                     continue
-                work = self._work(share, self._product(share, indices, terms, method, v, space))
-                works.append((share, work))
+                works.append((share, self._product(share, indices, terms, method, v, space)))
                 kinds = {(method, id(getattr(term.map, "program", None))) for term in terms}
                 if not kinds <= self._prepared:  # functions are made, and serve all devices
                     parts.append(self._result(*works.pop()))
@@ -258,15 +260,15 @@ class Deal:
         method: str,
         v: tf.Tensor,
         space: Space,
-    ) -> Callable[[], tf.Tensor]:
+    ) -> Work:
         weights = [self.weight_of(i, term.weight) for i, term in zip(indices, terms)]
         weighted = Sum(list(zip(weights, (term.map for term in terms))), space, space)
         home, site = v.device, share.site
 
         def product() -> tf.Tensor:
-            return site.give(getattr(weighted, method)(site.take(v)), home)
+            return getattr(weighted, method)(site.take(v, uses=len(terms)))
 
-        return product
+        return Work(site, product, lambda result: site.give(result, home))
 
     def weight_of(self, index: int, weight: float) -> float:
         """Return what a batch counts in the whole."""
@@ -337,7 +339,7 @@ class Deal:
     def _share_for(self, item: Item) -> Share:
         live = [share for share in self.shares if share.site.is_there]
         if not live:
-            raise no_device_left(share.site for share in self.shares)
+            raise no_device_left(self._devices)
         own = [share for share in live if share.site is item.site]
         return own[0] if own else min(live, key=lambda share: share.load)
 
@@ -358,9 +360,9 @@ class Deal:
             return None
 
 
-def no_device_left(sites: Iterable[Site]) -> DeviceError:
+def no_device_left(devices: Iterable[Device]) -> DeviceError:
     """Return the error to raise when all devices are lost."""
-    reasons = "; ".join(f"{s.device.name}: {s.device.lost or 'started again'}" for s in sites)
+    reasons = "; ".join(f"{d.name}: {d.lost or 'it was started again'}" for d in devices)
     return DeviceError(
         f"no device is left ({reasons})",
         "at least one that can be reached",

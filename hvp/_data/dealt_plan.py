@@ -20,7 +20,7 @@ from hvp._data.deal import REGULARIZATION, Deal, Item, Share, Term, no_device_le
 from hvp._data.dealt_sum import DealtSum
 from hvp._data.elements import NO_DATA, Elements
 from hvp._data.partial_sum import Adding, PartialSum
-from hvp._devices.device import Device, all_devices
+from hvp._devices.device import Device, take_back
 from hvp._devices.site import Moment, Site
 from hvp._engines.finite import check_finite
 from hvp._engines.graph_program import Results
@@ -104,7 +104,7 @@ class DealtPlan(BatchedPlan):
         self._moment = Moment(self._moment)
         limit, seconds = self._settings.memory_limit, self._settings.device_timeout
         deal = Deal(
-            self._moment, self._find_sites(), limit, seconds, self._items, self._evaluate_again
+            self._moment, self._find_sites(), self._devices, limit, seconds, self._items, self._evaluate_again
         )
         with contextlib.ExitStack() as on_error:
             on_error.callback(deal.close)
@@ -121,15 +121,14 @@ class DealtPlan(BatchedPlan):
 
     def _find_sites(self) -> list[Site]:
         """Take devices back that were lost, and forget what is gone."""
+        take_back()
         for device in self._devices:
-            if device.lost:
-                device.come_back(all_devices())
             site = self._sites.get(device.name)
             if site is None or not (device.lost or site.is_there):
                 self._sites[device.name] = Site(device)
         live = [site for site in self.sites if site.is_there]
         if not live:
-            raise no_device_left(self.sites)
+            raise no_device_left(self._devices)
         return live
 
     def _evaluate(

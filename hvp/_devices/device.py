@@ -1,8 +1,8 @@
 """One device: whether it can be reached, and threads that wait for it.
 
 TensorFlow has no limit on how long an operation on a remote worker may take, and after a worker has
-died a second call to it never returns. So each piece of work runs in a thread of its own; whoever
-needs its result waits for it as long as was agreed, and a worker that failed once is left alone
+died a second call to it never returns. So work for a device runs in a thread of the device; whoever
+needs the result waits for it as long as was agreed, and a worker that failed once is left alone
 until it is back. A thread that waits for a worker which neither answers nor breaks the connection
 ends with that worker, or with this process.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextvars
 import logging
+import queue
 import re
 import socket
 import threading
@@ -29,6 +30,10 @@ _log = logging.getLogger("hvp")
 # Seconds in which a worker that is alive takes a connection, and runs one small operation.
 _CONNECTION_SECONDS = 2.0
 _PROBE_SECONDS = 10.0
+# Seconds after which a thread that waits looks whether the worker is still there.
+_FIRST_LOOK_SECONDS, _LOOK_SECONDS = 0.3, 1.0
+# Seconds without work after which a thread ends.
+_IDLE_SECONDS = 2.0
 _LOSSES = (
     tf.errors.AbortedError,
     tf.errors.CancelledError,
@@ -38,6 +43,8 @@ _LOSSES = (
 )
 # What other errors say about a worker that was started again, and knows nothing of what was there.
 _FORGOTTEN = re.compile(r"context_id|remote_handle|unknown device|worker session|incarnation", re.I)
+# What they say where a worker is missing that an operation had to do with.
+_MISTAKEN = re.compile(r"poisoned|primary device is not remote", re.I)
 
 
 class LostDeviceError(Exception):
@@ -73,14 +80,17 @@ class Device:
         self.task = task_of(name)
         self.is_remote = self.task is not None
         self.lost, self.lives = "", 0
+        self._runner = _Runner()
         self.address = addresses_of_workers().get(self.task) if self.task else None
 
     def __repr__(self) -> str:
         return f"Device({self.name!r}{', lost' if self.lost else ''})"
 
     def start(self, function: Callable[[], Any]) -> Job:
-        """Run a function in a thread; it may wait for this device and for no other."""
-        return Job(self, function)
+        """Run a function in the device's thread; it may wait for this device and for no other."""
+        job = Job(function)
+        self._runner.submit(job)
+        return job
 
     def explain(self, error: Exception) -> str:
         """Return why the device is lost, judging by an error; empty if it is not.
@@ -88,49 +98,33 @@ class Device:
         An error of one worker may surface in the next call to another. So a device that can be
         reached is asked for one small operation.
         """
-        forgotten = isinstance(error, tf.errors.OpError) and _FORGOTTEN.search(error.message)
-        if not (self.is_remote and (forgotten or self.may_be_of_another(error))):
+        if not (self.is_remote and isinstance(error, tf.errors.OpError)):
             return ""
         reason = f"{type(error).__name__}: {line_of(error)}"
-        if forgotten or not self._takes_connections():
+        if _FORGOTTEN.search(error.message) or not self.takes_connections():
             return reason
-        return reason if self._fails_probe() else ""
+        return reason if self.may_be_of_another(error) and self._fails_probe() else ""
 
     def may_be_of_another(self, error: Exception) -> bool:
         """Whether an error tells that some device is lost, not necessarily this one."""
-        return isinstance(error, _LOSSES)
+        if not isinstance(error, tf.errors.OpError):
+            return False
+        return isinstance(error, _LOSSES) or bool(_MISTAKEN.search(error.message))
 
     def give_up(self, reason: str) -> None:
         """Leave the device alone from now on."""
         self.lost = reason
         _log.warning("the device %s is lost: %s", self.name, reason)
 
-    def come_back(self, others: list[Device]) -> bool:
-        """Use a lost device again, if it is there again. Returns whether it is.
-
-        Parameters
-        ----------
-        others : list of Device
-            All devices; those that are lost are not waited for.
-        """
-        if not (self.lost and self._takes_connections()):
-            return False
-        absent = {other.task for other in others if other.lost and other is not self}
-        every = addresses_of_workers()
-        every.update({d.task: d.address for d in others if d.task and d.address})
-        wanted = {task: address for task, address in every.items() if task not in absent}
-        job = Job(self, lambda: connect_again(wanted))
-        try:
-            job.wait(_PROBE_SECONDS)
-        except (LostDeviceError, tf.errors.OpError, RuntimeError) as error:
-            _log.info("the device %s did not come back: %s", self.name, error)
-            return False
+    def come_back(self) -> None:
+        """Use the device again; what it held before is gone."""
+        self._runner = _Runner()  # the one before may wait for ever
         self.lost = ""
         self.lives += 1
         _log.warning("the device %s is back", self.name)
-        return True
 
-    def _takes_connections(self) -> bool:
+    def takes_connections(self) -> bool:
+        """Whether somebody listens at the address of the worker."""
         host, _, port = (self.address or "").rpartition(":")
         try:
             with socket.create_connection((host.strip("[]"), int(port)), _CONNECTION_SECONDS):
@@ -146,7 +140,7 @@ class Device:
 
         for _ in range(2):  # the first may still tell of another worker
             try:
-                Job(self, probe).wait(_PROBE_SECONDS)
+                _in_new_thread(probe).wait(_PROBE_SECONDS)
             except (LostDeviceError, tf.errors.OpError):
                 continue
             return False
@@ -154,50 +148,23 @@ class Device:
 
 
 class Job:
-    """A function that runs in a thread of its own, in the context in which it was started."""
+    """A function that runs in another thread, in the context in which this object was made.
 
-    def __init__(self, device: Device, function: Callable[[], Any]) -> None:
-        self._device = device
+    Parameters
+    ----------
+    function : callable
+        Takes nothing.
+    """
+
+    def __init__(self, function: Callable[[], Any]) -> None:
         self._result: Any = None
         self._error: BaseException | None = None
         self._context = contextvars.copy_context()
         self._function: Callable[[], Any] | None = function
-        # Nobody could end a thread that waits for a worker which does not answer: such a thread
-        # must not keep the process.
-        self._thread = threading.Thread(target=self._run, name="hvp device", daemon=True)
-        self._thread.start()
+        self._ended = threading.Event()
 
-    def wait(self, seconds: float | None) -> Any:
-        """Return what the function returned.
-
-        Parameters
-        ----------
-        seconds : float or None
-            How long to wait at most; None for as long as it takes.
-
-        Raises
-        ------
-        LostDeviceError
-            If the time is over.
-        Exception
-            What the function raised.
-        """
-        end = None if seconds is None else time.monotonic() + seconds
-        while self._thread.is_alive():
-            left = _TICK if end is None else min(_TICK, end - time.monotonic())
-            if left <= 0:
-                raise LostDeviceError(f"it did not answer within {seconds:g} seconds")
-            self._thread.join(left)
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
-        return self._result
-
-    def join(self, seconds: float | None) -> None:
-        """Wait until the function has ended, for so long at most."""
-        self._thread.join(seconds)
-
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Call the function, in the thread that it is to run in."""
         assert self._function is not None
         try:
             self._result = self._context.run(self._function)
@@ -205,10 +172,79 @@ class Job:
             self._error = error
         finally:
             self._function = None
+            self._ended.set()
+
+    def wait(self, seconds: float | None, is_there: Callable[[], bool] | None = None) -> Any:
+        """Return what the function returned.
+
+        Parameters
+        ----------
+        seconds : float or None
+            How long to wait at most; None for as long as it takes.
+        is_there : callable, optional
+            Tells whether there is still anybody to wait for.
+
+        Raises
+        ------
+        LostDeviceError
+            If the time is over, or there is nobody to wait for.
+        Exception
+            What the function raised.
+        """
+        end = None if seconds is None else time.monotonic() + seconds
+        pause = _FIRST_LOOK_SECONDS if is_there else seconds
+        while not self._ended.wait(pause if end is None else min(pause, end - time.monotonic())):
+            if end is not None and time.monotonic() >= end:
+                raise LostDeviceError(f"it did not answer within {seconds:g} seconds")
+            if is_there and not is_there() and not self._ended.is_set():
+                raise LostDeviceError("it takes no connections any more")
+            pause = _LOOK_SECONDS
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        return self._result
 
 
-# Seconds after which a waiting thread looks around.
-_TICK = 3600.0
+class _Runner:
+    """A thread that runs jobs, one after the other, and ends when there has been none for a while.
+
+    Nobody could end a thread that waits for a worker which does not answer. Such a thread must not
+    keep the process, so it is a daemon.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._runs = False
+
+    def submit(self, job: Job) -> None:
+        """Run a job after those before it."""
+        with self._lock:
+            self._jobs.put(job)
+            if not self._runs:
+                self._runs = True
+                threading.Thread(target=self._run, name="hvp device", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                job = self._jobs.get(timeout=_IDLE_SECONDS)
+            except queue.Empty:
+                with self._lock:
+                    if self._jobs.empty():
+                        self._runs = False
+                        return
+                continue
+            job.run()
+            del job  # with what it holds
+
+
+def _in_new_thread(function: Callable[[], Any]) -> Job:
+    job = Job(function)
+    _Runner().submit(job)
+    return job
+
+
 _known: dict[str, Device] = {}
 _lock = threading.Lock()
 
@@ -225,8 +261,25 @@ def device_named(name: str) -> Device:
         return device
 
 
-def all_devices() -> list[Device]:
-    """Return all devices that were asked for so far."""
+def take_back() -> None:
+    """Use lost workers again, if all of them are there again.
+
+    TensorFlow connects to all workers of a cluster, or waits without end for the one that is
+    missing.
+    """
+    lost = [device for device in _all_devices() if device.lost and device.is_remote]
+    if not lost or not all(device.takes_connections() for device in lost):
+        return
+    try:
+        _in_new_thread(connect_again).wait(_PROBE_SECONDS)
+    except (LostDeviceError, tf.errors.OpError) as error:
+        _log.warning("lost workers were not taken back: %s", error)
+        return
+    for device in lost:
+        device.come_back()
+
+
+def _all_devices() -> list[Device]:
     with _lock:
         return list(_known.values())
 
@@ -239,5 +292,5 @@ def devices_of(argument: Any) -> list[Device]:
     HvpError
         As `device_names`.
     """
-    lost = [device.name for device in all_devices() if device.lost]
+    lost = [device.name for device in _all_devices() if device.lost]
     return [device_named(name) for name in device_names(argument, lost)]

@@ -89,11 +89,21 @@ class Site(Place):
         """Let functions read a tensor there from a slot."""
         self._assign(slot.variable.handle, tensor)
 
-    def take(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Move a tensor there."""
+    def take(self, tensor: tf.Tensor, *, uses: int = 2) -> tf.Tensor:
+        """Move a tensor there.
+
+        Parameters
+        ----------
+        tensor : tf.Tensor
+            The tensor.
+        uses : int, optional
+            How many operations use it. For a single one TensorFlow moves it by itself.
+        """
         if self._is_here(tensor):
             return tensor
         self.sent += nbytes(tensor)
+        if uses == 1:
+            return tensor
         with self.scope():
             return tf.identity(tensor)
 

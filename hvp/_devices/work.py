@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from hvp._devices.device import LostDeviceError
+from hvp._devices.device import Job, LostDeviceError
 from hvp._devices.site import Site
 
 
 class Work:
-    """A function that runs on a device, in a thread.
+    """A function that runs on a device, and what to do with its result, in the device's thread.
 
-    It must leave nothing half-changed where it fails: it may be called a second time.
+    Neither may leave anything half-changed where it fails: they may be called a second time.
 
     Parameters
     ----------
     site : Site
         The device, and what is there.
     function : callable
-        Takes nothing.
+        Takes nothing. If `fetch` is given, it must not wait for the device: TensorFlow hands
+        operations to a remote worker without waiting, and the calling thread does this for all
+        workers sooner than a thread for each could begin.
+    fetch : callable, optional
+        Takes the result of `function`, and waits for it.
     """
 
-    def __init__(self, site: Site, function: Callable[[], Any]) -> None:
-        self._site, self._function = site, function
+    def __init__(
+        self,
+        site: Site,
+        function: Callable[[], Any],
+        fetch: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self._site, self._function, self._fetch = site, function, fetch
         self._job = self._start() if site.is_there else None
 
     def result(self, seconds: float) -> Any:
@@ -46,7 +56,9 @@ class Work:
             raise LostDeviceError(device.lost or "it was started again")
         for last in (False, True):
             try:
-                return self._job.wait(seconds if device.is_remote else None)
+                if not device.is_remote:
+                    return self._job.wait(None)
+                return self._job.wait(seconds, device.takes_connections)
             except LostDeviceError as error:
                 device.give_up(str(error))
                 raise
@@ -55,7 +67,7 @@ class Work:
                 if reason:
                     device.give_up(reason)
                     raise LostDeviceError(reason) from error
-                if last or not device.is_remote or not device.may_be_of_another(error):
+                if last or not (device.is_remote and device.may_be_of_another(error)):
                     raise
             self._job = self._start()
         raise AssertionError("not reached")
@@ -63,7 +75,26 @@ class Work:
     def abandon(self, seconds: float) -> None:
         """Wait until nothing runs any more, whatever comes of it."""
         if self._job is not None and self._site.is_there:
-            self._job.join(seconds if self._site.device.is_remote else None)
+            with contextlib.suppress(Exception):
+                device = self._site.device
+                if device.is_remote:
+                    self._job.wait(seconds, device.takes_connections)
+                else:
+                    self._job.wait(None)
 
-    def _start(self) -> Any:
-        return self._site.device.start(lambda: self._site.run(self._function))
+    def _start(self) -> Job:
+        site, function, fetch = self._site, self._function, self._fetch
+        if fetch is None:
+            return site.device.start(lambda: site.run(function))
+        if not site.device.is_remote:
+            return site.device.start(lambda: site.run(lambda: fetch(function())))
+        try:
+            begun = site.run(function)
+        except Exception as error:  # as if it had been raised in the device's thread
+            failed = error
+
+            def fail() -> None:
+                raise failed
+
+            return site.device.start(fail)
+        return site.device.start(lambda: fetch(begun))

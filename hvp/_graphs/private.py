@@ -7,7 +7,7 @@ TensorFlow is noticed there first.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -120,9 +120,7 @@ def _gradient_registry() -> Any:
     return getattr(ops, "gradient_registry", None) or ops._gradient_registry
 
 
-# TensorFlow knows which workers it is connected to, and at which addresses, and takes one back that
-# was started again. The public `tf.config.experimental_connect_to_cluster` does the latter too, but
-# not while another worker is still missing: it then waits for that one, or forgets all tensors.
+# TensorFlow knows which workers it is connected to, and at which addresses; nothing public tells.
 def addresses_of_workers() -> dict[tuple[str, int], str]:
     """Return the network addresses of the tasks of the cluster, by job and number."""
     server_def = context.context().get_server_def()
@@ -130,14 +128,8 @@ def addresses_of_workers() -> dict[tuple[str, int], str]:
     return {(job.name, task): address for job in jobs for task, address in job.tasks.items()}
 
 
-def connect_again(addresses: Mapping[tuple[str, int], str]) -> None:
-    """Connect to just these tasks. Tensors of those that were there before stay what they are."""
-    server_def = type(context.context().get_server_def())()
-    server_def.CopyFrom(context.context().get_server_def())
-    del server_def.cluster.job[:]
-    for name in dict.fromkeys(job for job, _ in addresses):
-        tasks = {task: address for (job, task), address in addresses.items() if job == name}
-        job = server_def.cluster.job.add(name=name)
-        for task, address in tasks.items():
-            job.tasks[task] = address
-    context.context().update_server_def(server_def)
+# The public `tf.config.experimental_connect_to_cluster` does this too if it gets the very cluster
+# that it got before, which only the caller has; else TensorFlow forgets all tensors.
+def connect_again() -> None:
+    """Connect to workers that were started again. Tensors on the others stay what they are."""
+    context.context().update_server_def(context.context().get_server_def())
