@@ -40,6 +40,7 @@ The public names:
 from hvp._check.check import check
 from hvp._check.report import CheckReport, Finding
 from hvp._devices.cluster import Cluster
+from hvp._devices.statistics import DeviceStatistics
 from hvp._errors import (
     CheckpointError,
     ClosedOperatorError,
@@ -84,6 +85,7 @@ __all__ = [
     "Cluster",
     "ConvergenceWarning",
     "DeviceError",
+    "DeviceStatistics",
     "DiagonalPreconditioner",
     "ExactInverse",
     "FailedCheckError",

@@ -126,7 +126,7 @@ class ConvergenceWarning(RuntimeWarning):
 
 
 class DeviceError(HvpError, RuntimeError):
-    """None of the devices that were named can be reached, or what is lost cannot be computed again."""
+    """No device is left that can be reached, or what one held cannot be computed again."""
 
 
 class FailedCheckError(HvpError, AssertionError):

@@ -9,6 +9,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+# Tests of several devices find three here, before TensorFlow is used for the first time.
+_CPU = tf.config.list_physical_devices("CPU")[0]
+tf.config.set_logical_device_configuration(_CPU, [tf.config.LogicalDeviceConfiguration()] * 3)
+
 # Python's part of each operation of TensorFlow takes a tenth less time without it.
 tf.debugging.disable_traceback_filtering()
 

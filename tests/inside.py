@@ -171,3 +171,13 @@ def use_tensorflow_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     monkeypatch.setattr(graph_program, "replace_operations", lambda graph_def: graph_def)
     monkeypatch.setattr(trace, "has_risky_pools", lambda nodes: False)
+
+
+def deal(operator: Any) -> Any:
+    """What devices hold for an operator: its shares."""
+    return snapshot(operator).plan.deal
+
+
+def sites(operator: Any) -> Any:
+    """The devices of an operator that something was moved to or from."""
+    return snapshot(operator).plan.sites

@@ -33,7 +33,9 @@ def test_the_documentation_quotes_the_committed_solving():
 def test_the_readme_quotes_the_committed_measurement_of_memory():
     measured = json.loads((README.parent / "docs" / "benchmarks" / "memory.json").read_text())
     cached, recomputed = (measured["transformer"][name] for name in ("cached", "recompute"))
-    quoted = re.search(r"peaked at (\d+\.\d+) GB by default and\s+at (\d+\.\d+) GB", README.read_text())
+    quoted = re.search(
+        r"peaked at (\d+\.\d+) GB by default and\s+at (\d+\.\d+) GB", README.read_text()
+    )
     assert [float(number) for number in quoted.groups()] == [
         round(cached["megabytes"] / 1e3, 2),
         round(recomputed["megabytes"] / 1e3, 2),

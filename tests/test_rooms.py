@@ -19,6 +19,7 @@ FLOORS = [
     ["_runtime", "_keras"],
     ["_vectors"],
     ["_graphs"],
+    ["_devices"],
     ["_derivatives"],
     ["_recompute", "_engines"],
     ["_data"],

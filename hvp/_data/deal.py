@@ -80,6 +80,11 @@ class Share:
     terms: dict[int, Term] = field(default_factory=dict)
 
     @property
+    def batches(self) -> int:
+        """How many batches are held."""
+        return len(self.terms.keys() - {REGULARIZATION})
+
+    @property
     def nbytes(self) -> int:
         """Bytes that are held."""
         return sum(term.nbytes for term in self.terms.values())
@@ -87,9 +92,10 @@ class Share:
     def hold(self, index: int, term: Term) -> bool:
         """Hold a linear map if it fits; returns whether it does."""
         self.budget.record(term.nbytes)
-        if self.budget.limited or not self.site.device.is_remote:
-            if not self.budget.can_hold(self.nbytes + term.nbytes):
-                return False
+        # Without a limit, what memory is left on another machine is not known.
+        looks = self.budget.limited or not self.site.device.is_remote
+        if looks and not self.budget.can_hold(self.nbytes + term.nbytes):
+            return False
         self.terms[index] = term
         return True
 
@@ -119,6 +125,8 @@ class Deal:
     evaluate : callable
         Takes numbers of batches; evaluates them on the devices that are left, so that they are
         held or streamed.
+    prepared : set
+        Which functions have been called before. The first call makes them: one device at a time.
 
     Attributes
     ----------
@@ -141,18 +149,19 @@ class Deal:
         seconds: float,
         items: Callable[[set[int] | None], Iterable[Item]],
         evaluate: Callable[[Deal, set[int]], None],
+        prepared: set[Any],
     ) -> None:
         self.moment, self._seconds, self._devices = moment, seconds, devices
         self._items, self._evaluate = items, evaluate
         self.shares = [Share(site, Budget(memory_limit)) for site in sites]
         self.streamed: set[int] = set()
         self.scale = 1.0
-        self._prepared: set[Any] = set()
+        self._prepared = prepared
 
     @property
     def held(self) -> int:
         """How many batches are held."""
-        return len([i for share in self.shares for i in share.terms if i != REGULARIZATION])
+        return sum(share.batches for share in self.shares)
 
     @property
     def nbytes(self) -> int:
@@ -195,7 +204,7 @@ class Deal:
             What `give` returned, for each device that had something to do.
         """
         collected: list[Any] = []
-        every, finished = wanted, set()
+        every, finished = wanted, set[int]()
         first = list(kept)
         while every is None or every - finished:
             todo = None if every is None else every - finished
@@ -211,16 +220,24 @@ class Deal:
                 items = (i for i in self._items(todo) if i.index not in skipped)
                 self._pass(_noting(items, seen), step, take, states, done)
             every = seen | _union(done.values()) if every is None else every
-            works = [(s, self._work(s, give(s, state))) for s, state in states.items()]
+            works = [(s, Work(s.site, give(s, state))) for s, state in states.items()]
             for share, work in works:
                 result = self._result(share, work)
-                if result is not None:
+                if result is None:
+                    self._undo(share, done[share])
+                else:
                     collected.append(result[0])
                     finished |= done[share]
         return collected
 
-    def multiply(self, method: str, v: tf.Tensor, space: Space) -> list[tf.Tensor]:
-        """Multiply what is held by a vector, or a block of rows; return the products to add up.
+    def _undo(self, share: Share, indices: Iterable[int]) -> None:
+        """Forget what a lost share holds of batches that the others will be given again."""
+        for index in indices:
+            share.terms.pop(index, None)
+            self.streamed.discard(index)
+
+    def multiply(self, method: str, v: tf.Tensor, space: Space) -> tuple[list[tf.Tensor], set[int]]:
+        """Multiply what is held by a vector, or a block of rows.
 
         Parameters
         ----------
@@ -230,13 +247,27 @@ class Deal:
             The vector, of shape `(n,)`, or rows of shape `(k, n)`.
         space : Space
             The space of vectors and products.
+
+        Returns
+        -------
+        products : list of tf.Tensor
+            Those of each device, to be added up.
+        counted : set of int
+            The batches whose products these are. One of them may be lost in the meantime, and be
+            held or streamed by another device: it must not count twice.
         """
-        products = []
+        products, counted = [], set[int]()
         todo = {share: list(share.terms) for share in self.shares}
-        self._replace_into(todo)
+        self._replace_into(todo, counted)
         while todo:
             works: list[tuple[Share, Work]] = []
-            parts = []
+
+            def finish(share: Share, work: Work, done: dict[Share, list[int]] = todo) -> None:
+                result = self._result(share, work)
+                if result is not None:
+                    products.append(result[0])
+                    counted.update(done[share])
+
             for share, indices in todo.items():
                 terms = [share.terms[index] for index in indices]
                 if not terms:
@@ -244,13 +275,13 @@ class Deal:
                 works.append((share, self._product(share, indices, terms, method, v, space)))
                 kinds = {(method, id(getattr(term.map, "program", None))) for term in terms}
                 if not kinds <= self._prepared:  # functions are made, and serve all devices
-                    parts.append(self._result(*works.pop()))
+                    finish(*works.pop())
                     self._prepared |= kinds
-            parts += [self._result(share, work) for share, work in works]
-            products += [part[0] for part in parts if part is not None]
+            for share, work in works:
+                finish(share, work)
             todo = {}
-            self._replace_into(todo)
-        return products
+            self._replace_into(todo, counted)
+        return products, counted
 
     def _product(
         self,
@@ -266,16 +297,24 @@ class Deal:
         home, site = v.device, share.site
 
         def product() -> tf.Tensor:
-            return getattr(weighted, method)(site.take(v, uses=len(terms)))
+            return site.give(getattr(weighted, method)(site.take(v, uses=len(terms))), home)
 
-        return Work(site, product, lambda result: site.give(result, home))
+        return Work(site, product)
 
     def weight_of(self, index: int, weight: float) -> float:
         """Return what a batch counts in the whole."""
         return weight if index == REGULARIZATION else weight * self.scale
 
-    def _replace_into(self, todo: dict[Share, list[int]]) -> None:
-        """Evaluate what lost devices held on the others, and add it to what is to be multiplied."""
+    def _replace_into(self, todo: dict[Share, list[int]], counted: set[int]) -> None:
+        """Evaluate what lost devices held on the others, and add it to what is to be multiplied.
+
+        Parameters
+        ----------
+        todo : dict of Share to list of int
+            What is to be multiplied.
+        counted : set of int
+            Batches whose products are there already.
+        """
         while True:
             lost = [share for share in self.shares if not share.site.is_there]
             if not lost:
@@ -286,7 +325,8 @@ class Deal:
             before = {share: set(share.terms) for share in self.shares}
             self._evaluate(self, {index for share in lost for index in share.terms})
             for share in self.shares:
-                new = [i for i in share.terms if i not in before.get(share, ())]
+                known = before.get(share, set()) | counted
+                new = [index for index in share.terms if index not in known]
                 todo[share] = todo.get(share, []) + new
 
     def _pass(
@@ -307,7 +347,7 @@ class Deal:
             result = self._result(share, work)
             if result is None:
                 states.pop(share, None)
-                done.pop(share, None)
+                self._undo(share, done.pop(share, ()))
                 return
             states[share] = take(share, item, result[0])
             done.setdefault(share, set()).add(item.index)
@@ -326,11 +366,11 @@ class Deal:
                 if item.site is not None and item.site is not share.site:
                     continue
                 share.load += item.nbytes
-                running[share] = item, self._work(share, step(share, item, states.get(share)))
+                running[share] = item, Work(share.site, step(share, item, states.get(share)))
                 if item.alone:
                     finish(share)
         except BaseException:
-            for share, (_, work) in running.items():
+            for _, work in running.values():
                 work.abandon(self._seconds)
             raise
         for share in list(running):
@@ -342,9 +382,6 @@ class Deal:
             raise no_device_left(self._devices)
         own = [share for share in live if share.site is item.site]
         return own[0] if own else min(live, key=lambda share: share.load)
-
-    def _work(self, share: Share, function: Callable[[], Any]) -> Work:
-        return Work(share.site, function)
 
     def _result(self, share: Share, work: Work) -> tuple[Any] | None:
         """Return the result, in a tuple; None if the device is lost."""

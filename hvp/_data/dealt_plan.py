@@ -22,6 +22,7 @@ from hvp._data.elements import NO_DATA, Elements
 from hvp._data.partial_sum import Adding, PartialSum
 from hvp._devices.device import Device, take_back
 from hvp._devices.site import Moment, Site
+from hvp._devices.statistics import DeviceStatistics
 from hvp._engines.finite import check_finite
 from hvp._engines.graph_program import Results
 from hvp._engines.linear_map import LinearMap, Sum
@@ -29,7 +30,6 @@ from hvp._engines.plan import Facts
 from hvp._engines.rule import Rule
 from hvp._engines.settings import Settings
 from hvp._errors import DeviceError, HvpError, InvalidLossError
-from hvp._graphs.place import Place
 from hvp._runtime.strategies import outside_strategies
 from hvp._vectors.resources import restored
 from hvp._vectors.variables import VariableNest
@@ -81,6 +81,7 @@ class DealtPlan(BatchedPlan):
         self._weights: dict[int, float] = {}
         self._moment = Moment()
         self._deal: Deal | None = None
+        self._prepared: set[Any] = set()
         with tf.device(None):  # what is traced serves all devices
             super().__init__(rule, nest, batches, settings, added=added, total=total)
             if batches.examples is not None:
@@ -97,6 +98,26 @@ class DealtPlan(BatchedPlan):
         """The devices, and what stands there."""
         return list(self._sites.values())
 
+    @property
+    def devices(self) -> tuple[DeviceStatistics, ...]:  # type: ignore[override]
+        """Counts for each device."""
+        shares = {share.site: share for share in (self._deal.shares if self._deal else ())}
+        found = []
+        for device in self._devices:
+            site = self._sites.get(device.name)
+            share = None if site is None else shares.get(site)
+            found.append(
+                DeviceStatistics(
+                    device.name,
+                    0 if share is None else share.batches,
+                    0 if share is None else share.nbytes,
+                    0 if site is None else site.sent,
+                    0 if site is None else site.received,
+                    device.lost,
+                )
+            )
+        return tuple(found)
+
     @outside_strategies
     def at_point(self) -> tuple[Results, LinearMap]:
         """Evaluate all batches at the current values of the variables, on all devices at once."""
@@ -104,7 +125,14 @@ class DealtPlan(BatchedPlan):
         self._moment = Moment(self._moment)
         limit, seconds = self._settings.memory_limit, self._settings.device_timeout
         deal = Deal(
-            self._moment, self._find_sites(), self._devices, limit, seconds, self._items, self._evaluate_again
+            self._moment,
+            self._find_sites(),
+            self._devices,
+            limit,
+            seconds,
+            self._items,
+            self._evaluate_again,
+            self._prepared,
         )
         with contextlib.ExitStack() as on_error:
             on_error.callback(deal.close)
@@ -112,12 +140,13 @@ class DealtPlan(BatchedPlan):
             wanted = None if count is None else set(range(count))
             if wanted is not None and self._added is not None:
                 wanted.add(REGULARIZATION)
-            kept = [item for item in self._kept.values() if item.site in self.sites]
-            collected = self._evaluate(deal, wanted, kept)
+            self._forget_surplus(deal.shares)
+            kept = list(self._kept.values())
+            collected = self._evaluate_on_all(deal, wanted, kept)
             results = self._results(deal, collected)
             on_error.pop_all()
         self._all_held, self._deal = not deal.streamed, deal
-        return results, DealtSum(deal, self.space, self._stream if deal.streamed else None)
+        return results, DealtSum(deal, self.space, self._multiply_streamed)
 
     def _find_sites(self) -> list[Site]:
         """Take devices back that were lost, and forget what is gone."""
@@ -131,7 +160,23 @@ class DealtPlan(BatchedPlan):
             raise no_device_left(self._devices)
         return live
 
-    def _evaluate(
+    def _forget_surplus(self, shares: Sequence[Share]) -> None:
+        """Forget data that are gone; and so many that devices which have none get a share."""
+        sites = [share.site for share in shares]
+        self._kept = {i: item for i, item in self._kept.items() if item.site in sites}
+        loads: dict[Site | None, int] = dict.fromkeys(sites, 0)
+        for item in self._kept.values():
+            loads[item.site] += item.nbytes
+        if not self._kept or all(loads.values()) or len(self._kept) < len(self._weights):
+            return
+        for index, item in list(self._kept.items()):
+            lightest = min(loads.values())
+            if loads[item.site] - item.nbytes >= lightest + item.nbytes:
+                loads[item.site] -= item.nbytes
+                loads[min(loads, key=lambda site: loads[site])] += item.nbytes
+                del self._kept[index]
+
+    def _evaluate_on_all(
         self, deal: Deal, wanted: set[int] | None, kept: Sequence[Item] = ()
     ) -> list[tuple[PartialSum | None, PartialSum | None]]:
         home = self.nest.variables[0].device
@@ -162,7 +207,7 @@ class DealtPlan(BatchedPlan):
                 "call refresh(), or draw with a Keras seed generator or tf.random.stateless_*",
             )
         with self._at(deal.moment):
-            self._evaluate(deal, wanted)
+            self._evaluate_on_all(deal, wanted)
 
     def _evaluation(
         self, deal: Deal, site: Site, item: Item, state: Evaluated
@@ -197,10 +242,22 @@ class DealtPlan(BatchedPlan):
         added = self._added
         if item.index == REGULARIZATION:
             assert added is not None
-            return added.facts, lambda _, place: added.at_point(place)
+            return self._portable(added.facts), lambda _, place: added.at_point(place)
         with tf.device(None):
             shape_plan = self._shape_plan(elements)
-        return shape_plan.plan.facts, shape_plan.at
+        return self._portable(shape_plan.plan.facts), shape_plan.at
+
+    def _portable(self, facts: Facts) -> Facts:
+        """Refuse a function that remote devices cannot run."""
+        remote = next((device.name for device in self._devices if device.is_remote), "")
+        if remote and facts.foreign and facts.engine == "graph":
+            raise HvpError(
+                f"the loss uses {facts.foreign}, which only this process has, and {remote} belongs "
+                "to another one",
+                "a loss of variables, tensors and TensorFlow's operations",
+                "do this part beforehand, and pass what it gives as data; or name local devices",
+            )
+        return facts
 
     def _check(self, results: Results, index: int) -> None:
         if index != REGULARIZATION:
@@ -226,6 +283,7 @@ class DealtPlan(BatchedPlan):
         if state.term is not None:
             weight = sum(weight for _, weight in item.pieces)
             if share.hold(item.index, Term(weight, state.term, nbytes)):
+                deal.streamed.discard(item.index)
                 self._keep(share, item, state)
                 return
             state.term.close()
@@ -262,7 +320,9 @@ class DealtPlan(BatchedPlan):
         weight = sum(self._weights.values())
         if not self._total:
             if weight == 0:
-                raise HvpError("the weights of all batches are zero", "at least one positive weight")
+                raise HvpError(
+                    "the weights of all batches are zero", "at least one positive weight"
+                )
             deal.scale = 1.0 / weight
         value, gradient = total.value * deal.scale, total.parts(self.space)
         if deal.scale != 1:
@@ -275,8 +335,10 @@ class DealtPlan(BatchedPlan):
                 gradient = [a if b is None else b if a is None else a + b for a, b in pairs]
         return Results(value, gradient)
 
-    def _stream(self, deal: Deal, method: str, v: tf.Tensor) -> list[tf.Tensor]:
-        """Evaluate the batches that no device holds, multiply, and return the products to add."""
+    def _multiply_streamed(
+        self, deal: Deal, wanted: set[int], method: str, v: tf.Tensor
+    ) -> list[tf.Tensor]:
+        """Evaluate batches that no device holds, multiply, and return the products to add."""
         home = v.device
 
         def step(share: Share, item: Item, product: Any) -> Callable[[], Any]:
@@ -309,7 +371,7 @@ class DealtPlan(BatchedPlan):
             return lambda: share.site.give(product, home)
 
         with self._at(deal.moment):
-            return deal.gather(set(deal.streamed), step, give)
+            return deal.gather(wanted, step, give)
 
     @contextlib.contextmanager
     def _at(self, moment: Moment) -> Iterator[None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -24,17 +23,19 @@ class DealtSum(LinearMap):
         What devices hold.
     space : Space
         The space of vectors and products; the map is symmetric.
-    stream : callable or None
-        Takes the deal, a method of linear maps and its argument; returns products with the batches
-        that no device holds.
+    stream : callable
+        Takes the deal, numbers of batches that no device holds, a method of linear maps and its
+        argument; returns products with these batches.
     """
 
-    def __init__(
-        self, deal: Deal, space: Space, stream: Callable[..., list[tf.Tensor]] | None
-    ) -> None:
+    def __init__(self, deal: Deal, space: Space, stream: Callable[..., list[tf.Tensor]]) -> None:
         self._deal, self._stream = deal, stream
         self.domain = self.codomain = space
-        self.streams = stream is not None
+
+    @property
+    def streams(self) -> bool:  # type: ignore[override]
+        """Whether a batch is held by no device; after a loss the others may have no room for it."""
+        return bool(self._deal.streamed)
 
     @property
     def batches_held(self) -> int:  # type: ignore[override]
@@ -67,9 +68,10 @@ class DealtSum(LinearMap):
         self._deal.close()
 
     def _apply(self, method: str, v: tf.Tensor) -> tf.Tensor:
-        products: list[Any] = self._deal.multiply(method, v, self.domain)
-        if self._stream is not None:
-            products += self._stream(self._deal, method, v)
+        products, counted = self._deal.multiply(method, v, self.domain)
+        streamed = self._deal.streamed - counted
+        if streamed:
+            products += self._stream(self._deal, streamed, method, v)
         if not products:
             raise HvpError("no batch is held, and none is evaluated again")
         return products[0] if len(products) == 1 else tf.add_n(products)

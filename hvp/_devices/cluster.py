@@ -139,7 +139,7 @@ class Cluster:
 
     @Uninterrupted()
     def restart(self, index: int) -> None:
-        """Start a worker again that has ended. Operators use it again after their next `refresh`."""
+        """Start a worker again that has ended; operators use it from their next `refresh` on."""
         if self._processes[index].poll() is None:
             raise HvpError(f"worker {index} is running", "a worker that has ended")
         _close_pipes(self._processes[index])
@@ -197,7 +197,7 @@ class Cluster:
     def _said(self, index: int) -> Any:
         """Return the file for what a worker writes: a pipe that nobody reads would stop it."""
         if index not in self._logs:
-            self._logs[index] = tempfile.TemporaryFile("w+")
+            self._logs[index] = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the rest
         return self._logs[index]
 
     def _wait(self, index: int) -> None:

@@ -168,7 +168,7 @@ class Job:
         assert self._function is not None
         try:
             self._result = self._context.run(self._function)
-        except BaseException as error:  # noqa: BLE001 - raised where the result is awaited
+        except BaseException as error:
             self._error = error
         finally:
             self._function = None
@@ -192,8 +192,8 @@ class Job:
             What the function raised.
         """
         end = None if seconds is None else time.monotonic() + seconds
-        pause = _FIRST_LOOK_SECONDS if is_there else seconds
-        while not self._ended.wait(pause if end is None else min(pause, end - time.monotonic())):
+        pause = _FIRST_LOOK_SECONDS if is_there else float("inf")
+        while not self._ended.wait(_shortest(pause, end)):
             if end is not None and time.monotonic() >= end:
                 raise LostDeviceError(f"it did not answer within {seconds:g} seconds")
             if is_there and not is_there() and not self._ended.is_set():
@@ -203,6 +203,11 @@ class Job:
             error, self._error = self._error, None
             raise error
         return self._result
+
+
+def _shortest(pause: float, end: float | None) -> float | None:
+    left = float("inf") if end is None else end - time.monotonic()
+    return None if min(pause, left) == float("inf") else min(pause, left)
 
 
 class _Runner:

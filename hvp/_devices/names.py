@@ -97,7 +97,7 @@ def _fields(spec: tf.DeviceSpec) -> tuple[Any, ...]:
 
 
 def _own() -> tf.DeviceSpec:
-    """The place of this process among the tasks of a cluster."""
+    """Return the place of this process among the tasks of a cluster."""
     return tf.DeviceSpec.from_string(tf.zeros([]).device)
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import tensorflow as tf
 
 from hvp._devices.device import Device
-from hvp._errors import HvpError
 from hvp._graphs.parts import nbytes
 from hvp._graphs.place import Place, unbound
 from hvp._vectors.resources import Resource, same
@@ -140,25 +139,14 @@ class Site(Place):
         known = self._copies.get(id(tensor))
         if known is None:
             if tensor.dtype in (tf.resource, tf.variant):
-                return self._as_it_is(tensor)
+                return tensor  # such as a table, which the devices of a process share
             known = self._copies[id(tensor)] = (tensor, self.take(tensor))
         copy = known[1]
         return copy.handle if isinstance(copy, tf.Variable) else copy
 
-    def _as_it_is(self, tensor: Any) -> Any:
-        """Return a table, or a list of tensors, which other devices of the process can read."""
-        if not self.device.is_remote:
-            return tensor
-        raise HvpError(
-            f"the loss uses a {tensor.dtype.name} of this process that is no variable, such as a "
-            f"lookup table, and {self.device.name} belongs to another process",
-            "a loss of variables and tensors",
-            "look things up beforehand, and pass what was found as data; or name local devices",
-        )
-
 
 class Moment:
-    """The values of variables at one moment, each the same tensor for as long as it does not change.
+    """The values of variables at one moment; one that has not changed since is the same tensor.
 
     Parameters
     ----------

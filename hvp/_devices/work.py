@@ -11,29 +11,22 @@ from hvp._devices.site import Site
 
 
 class Work:
-    """A function that runs on a device, and what to do with its result, in the device's thread.
+    """A function that runs on a device, in the device's thread.
 
-    Neither may leave anything half-changed where it fails: they may be called a second time.
+    It must leave nothing half-changed where it fails: it may be called a second time. TensorFlow
+    hands most operations to a remote worker without waiting, and waits for the worker in others,
+    without end if it does not answer. So none may run in the thread of whoever wants the result.
 
     Parameters
     ----------
     site : Site
         The device, and what is there.
     function : callable
-        Takes nothing. If `fetch` is given, it must not wait for the device: TensorFlow hands
-        operations to a remote worker without waiting, and the calling thread does this for all
-        workers sooner than a thread for each could begin.
-    fetch : callable, optional
-        Takes the result of `function`, and waits for it.
+        Takes nothing.
     """
 
-    def __init__(
-        self,
-        site: Site,
-        function: Callable[[], Any],
-        fetch: Callable[[Any], Any] | None = None,
-    ) -> None:
-        self._site, self._function, self._fetch = site, function, fetch
+    def __init__(self, site: Site, function: Callable[[], Any]) -> None:
+        self._site, self._function = site, function
         self._job = self._start() if site.is_there else None
 
     def result(self, seconds: float) -> Any:
@@ -83,18 +76,5 @@ class Work:
                     self._job.wait(None)
 
     def _start(self) -> Job:
-        site, function, fetch = self._site, self._function, self._fetch
-        if fetch is None:
-            return site.device.start(lambda: site.run(function))
-        if not site.device.is_remote:
-            return site.device.start(lambda: site.run(lambda: fetch(function())))
-        try:
-            begun = site.run(function)
-        except Exception as error:  # as if it had been raised in the device's thread
-            failed = error
-
-            def fail() -> None:
-                raise failed
-
-            return site.device.start(fail)
-        return site.device.start(lambda: fetch(begun))
+        site, function = self._site, self._function
+        return site.device.start(lambda: site.run(function))

@@ -6,7 +6,10 @@ It runs as a program of its own, without the rest of the package.
 from __future__ import annotations
 
 import os
+import runpy
+import signal
 import sys
+from pathlib import Path
 
 
 def main(address: str, job: str, index: int, loopback: bool) -> None:
@@ -14,18 +17,17 @@ def main(address: str, job: str, index: int, loopback: bool) -> None:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     import tensorflow as tf
 
-    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-    import loopback as interfaces
-
-    before = interfaces.listening()
+    interfaces = runpy.run_path(str(Path(__file__).with_name("loopback.py")))
+    before = interfaces["listening"]()
     cluster = tf.train.ClusterSpec({job: {index: address}})
     server = tf.distribute.Server(cluster, job_name=job, task_index=index)
     if loopback:
-        interfaces.restrict(interfaces.listening() - before)
-    print(f"ready {tf.__version__}", flush=True)
+        interfaces["restrict"](interfaces["listening"]() - before)
+    print("ready", flush=True)
     sys.stdin.read()
     del server
-    os._exit(0)  # the server has threads that do not end
+    # The server has threads that do not end.
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

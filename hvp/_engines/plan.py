@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from hvp._derivatives.doubts import Doubt
+from hvp._devices.statistics import DeviceStatistics
 from hvp._engines.graph_program import Results
 from hvp._engines.linear_map import LinearMap
 from hvp._vectors.resources import Resource
@@ -79,6 +80,9 @@ class Facts:
         Whether results depend on random draws whose state is not a variable.
     remarks : Remarks or None
         What the graph tells about derivatives; None if the function could not be traced.
+    foreign : str
+        What else the function refers to that only this process has, such as a lookup table or
+        Python code; empty if there is nothing.
     recomputes : bool or None
         Whether the function computes some of its values again; None if it could not be traced.
     traces : int
@@ -101,6 +105,7 @@ class Facts:
     seeds: tuple[Resource, ...] = ()
     draws: bool = False
     remarks: Remarks | None = None
+    foreign: str = ""
     recomputes: bool | None = None
     traces: int = 0
     uses_xla: bool | None = None
@@ -121,6 +126,7 @@ class Facts:
             seeds=_distinct(facts.seeds for facts in every),
             draws=any(facts.draws for facts in every),
             remarks=Remarks.union(remarks) if len(remarks) == len(every) else None,
+            foreign=next((facts.foreign for facts in every if facts.foreign), ""),
             recomputes=None if None in recomputes else any(recomputes),
             traces=sum(facts.traces for facts in every),
             uses_xla=next((facts.uses_xla for facts in every if facts.uses_xla is not None), None),
@@ -150,6 +156,8 @@ class Plan(abc.ABC):
         How many batches there are; None if the data are not divided, or it is not known yet.
     evaluations : int
         How often a batch was evaluated.
+    devices : tuple of DeviceStatistics
+        Counts for each device, if devices were named.
     """
 
     nest: VariableNest
@@ -157,6 +165,7 @@ class Plan(abc.ABC):
     divides: bool = False
     batches: int | None = None
     evaluations: int = 0
+    devices: tuple[DeviceStatistics, ...] = ()
 
     @property
     @abc.abstractmethod

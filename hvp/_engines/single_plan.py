@@ -218,6 +218,7 @@ class SinglePlan(Plan):
                 traced.repeated,
                 traced.python,
             ),
+            foreign=_foreign(traced),
             recomputes=any(KEPT_WHOLE in function.signature.name for function in functions),
             traces=1,
             expected_nbytes=traced.nbytes,
@@ -343,6 +344,13 @@ class SinglePlan(Plan):
             notes.append("runs Python code, where no variable is watched")
         self._note = "; ".join(notes)
         return traced
+
+
+def _foreign(traced: Trace) -> str:
+    """Return what of this process a function needs besides variables and tensors, if anything."""
+    if traced.python:
+        return "Python code, by tf.py_function or tf.numpy_function"
+    return "a lookup table, or another object that is no variable" if traced.tables else ""
 
 
 @dataclasses.dataclass(frozen=True)

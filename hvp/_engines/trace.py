@@ -98,6 +98,8 @@ class Trace:
         Variables the function updates when it runs.
     captured : tuple of Resource
         All variables that the graph refers to.
+    tables : int
+        How many other objects of this process it refers to, such as lookup tables.
     doubts : Doubts
         Operations between the differentiated variables and the results whose derivative TensorFlow
         lacks, or has wrong at some values.
@@ -122,6 +124,7 @@ class Trace:
     reads: tuple[Resource, ...]
     writes: tuple[Resource, ...]
     captured: tuple[Resource, ...]
+    tables: int
     doubts: Doubts
     at_wrong_values: Compiled | None
     nbytes: int
@@ -185,6 +188,7 @@ def trace(
         reads=tuple(reads),
         writes=tuple(writes),
         captured=tuple(captured),
+        tables=_count_handles(concrete) - len(captured),
         doubts=doubts,
         at_wrong_values=_at_wrong_values(concrete, graph_def, doubts.wrong_at_values),
         nbytes=_bytes_between(concrete.graph, flow, sources, reaching),
@@ -260,6 +264,10 @@ def _name(tensor: tf.Tensor | None) -> Any:
     return None if tensor is None else tensor.name
 
 
+def _count_handles(concrete: Any) -> int:
+    return sum(outside.dtype in (tf.resource, tf.variant) for _, outside in captures(concrete))
+
+
 def _all_doubts(graph: tf.Graph, flow: Dataflow, places: Mapping[int, Vertex]) -> Doubts:
     """Find the doubtful operations between all that the rule differentiates and by what."""
 
@@ -296,9 +304,7 @@ def _missing_gradient(flow: Dataflow) -> Exception | None:
     )
 
 
-def _at_wrong_values(
-    concrete: Any, graph_def: Any, doubts: list[Doubt]
-) -> Compiled | None:
+def _at_wrong_values(concrete: Any, graph_def: Any, doubts: list[Doubt]) -> Compiled | None:
     """Make a function that tells which operations are at values where their derivative is wrong."""
     if not doubts:
         return None

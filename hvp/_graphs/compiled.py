@@ -16,6 +16,7 @@ import tensorflow as tf
 from hvp._errors import line_of
 from hvp._graphs.place import HERE, Place, scope_of_tracing
 from hvp._graphs.private import call_flat
+from hvp._graphs.python_calls import error_of_python
 from hvp._runtime.collector import no_collections
 from hvp._runtime.interrupts import Uninterrupted
 
@@ -105,6 +106,15 @@ class Compiled:
         return self._run(self._chosen, tensors, place)
 
     def _run(self, concrete: Any, tensors: Sequence[tf.Tensor], place: Place) -> Any:
+        try:
+            return self._run_there(concrete, tensors, place)
+        except tf.errors.OpError as error:
+            original = error_of_python(error)
+            if original is None:
+                raise
+            raise original from error
+
+    def _run_there(self, concrete: Any, tensors: Sequence[tf.Tensor], place: Place) -> Any:
         if place is HERE:
             captured = concrete.captured_inputs
             return call_flat(concrete, tensors, captured, briefly=self._briefly)

@@ -32,10 +32,27 @@ def call_python(
         If TensorFlow would wait for ever, see `can_wait_for_python`.
     """
     check_can_wait_for_python("the product")
-    results = tf.py_function(function, tensors, [spec.dtype for spec in specs])
+
+    def noting(*tensors: tf.Tensor) -> Sequence[tf.Tensor]:
+        try:
+            return function(*tensors)
+        except HvpError as error:
+            _raised[:] = [error]
+            raise
+
+    results = tf.py_function(noting, tensors, [spec.dtype for spec in specs])
     for result, spec in zip(results, specs):
         result.set_shape(spec.shape)
     return results
+
+
+# The last error of this package that Python raised inside a graph.
+_raised: list[HvpError] = []
+
+
+def error_of_python(error: tf.errors.OpError) -> HvpError | None:
+    """Return the error of this package that TensorFlow tells of as one of its own, if it does."""
+    return _raised.pop() if _raised and str(_raised[0]) in error.message else None
 
 
 def check_can_wait_for_python(doing: str) -> None:

@@ -96,7 +96,8 @@ class InfluenceFunctions(OneProcess):
         Whether to show a tqdm progress bar over the examples on a terminal; ``"always"`` shows it
         on any stream.
     **options
-        Options of `HessianOperator`: `engine`, `jit_compile`, `recompute`, `precision`.
+        Options of `HessianOperator`: `engine`, `jit_compile`, `recompute`, `precision`, `devices`,
+        `device_timeout`. Gradients of single examples are computed in this process in any case.
 
     Attributes
     ----------

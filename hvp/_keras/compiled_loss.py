@@ -35,7 +35,7 @@ def compiled_problem(
         If an option is an argument of `model.fit`, and in the cases of `loss_of_model`.
     """
     check_options_of_fit(options)
-    split = ("batch_size", "memory_limit", "hessian_batch_size")
+    split = ("batch_size", "memory_limit", "hessian_batch_size", "devices")
     whole = isinstance(data, (tuple, dict)) and all(options.get(s) is None for s in split)
     by_examples = not whole and options.get("weight") is None
     loss = loss_of_model(model, training=training, by_examples=by_examples)

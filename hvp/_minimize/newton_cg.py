@@ -76,7 +76,8 @@ class NewtonCG(OneProcess, tf.Module):
         Seed of samples and sketches.
     **options
         Options of `HessianOperator`: `batch_size`, `memory_limit`, `reduction`, `regularization`,
-        `weight`, `engine`, `jit_compile`, `recompute`, `precision`.
+        `weight`, `engine`, `jit_compile`, `recompute`, `precision`, `devices`, `device_timeout`.
+        With `hessian_batch_size` a sample is evaluated on the first of the devices.
 
     Raises
     ------

@@ -36,7 +36,8 @@ class ScipyObjective(OneProcess):
         unchanged.
     variables, data, **options
         As for `HessianOperator`: `batch_size`, `memory_limit` (which the two points share),
-        `reduction`, `regularization`, `weight`, `engine`, `jit_compile`, `recompute`, `precision`.
+        `reduction`, `regularization`, `weight`, `engine`, `jit_compile`, `recompute`, `precision`,
+        `devices`, `device_timeout`.
     on_stale : {"raise", "refresh"}, optional
         What to do after a change of a variable that the loss reads but that is not minimized over:
         raise `StaleOperatorError` once, or evaluate the loss again.

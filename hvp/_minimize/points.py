@@ -22,8 +22,8 @@ from hvp._operators.operator import SymmetricOperator, core_of
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._snapshots.problem import evaluate_loss
 from hvp._snapshots.snapshot import Snapshot
-from hvp._vectors.watch import Watch
 from hvp._vectors.variables import collect_variables
+from hvp._vectors.watch import Watch
 
 
 @dataclass

@@ -97,6 +97,14 @@ class HessianOperator(SymmetricOperator):
         and branches, and products of the tape engine, stay in full precision. On GPUs that have it,
         TensorFlow itself computes float32 products in TF32: see
         `tf.config.experimental.enable_tensor_float_32_execution`.
+    devices : sequence of str or tf.config.LogicalDevice, optional
+        The devices to compute on, of this process or, after
+        `tf.config.experimental_connect_to_cluster`, of others: ``["GPU:0", "GPU:1"]``,
+        ``["/job:worker/task:0/device:CPU:0", ...]``. Data are divided among them, so that the loss
+        must be a mean over examples; each device holds the residuals of its own part, and
+        `memory_limit` holds for each. If a remote device fails, the others take over what it held.
+    device_timeout : float, optional
+        Seconds after which a remote device that does not answer counts as lost.
 
     Attributes
     ----------
@@ -118,6 +126,8 @@ class HessianOperator(SymmetricOperator):
         If the loss or its gradient is not finite.
     SecondDerivativeError
         If TensorFlow has no second derivative of an operation in the loss.
+    DeviceError
+        If none of the devices can be reached.
     HvpError
         If another argument is invalid, all batches have weight zero, or batches would have to be
         evaluated again although the loss draws random numbers that cannot be repeated.

@@ -38,8 +38,8 @@ from hvp._runtime.guard import Guard, OneProcess, refuse_forks
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._snapshots.python_map import PythonMap
 from hvp._snapshots.statistics import Statistics
-from hvp._vectors.watch import Watch
 from hvp._vectors.resources import restored
+from hvp._vectors.watch import Watch
 
 Result = TypeVar("Result")
 
@@ -148,6 +148,7 @@ class Snapshot(OneProcess):
             engine=facts.engine,
             jit_compile=facts.uses_xla,
             precision=facts.precision or self.plan.space.dtype.name,
+            devices=self.plan.devices,
             note=facts.note,
         )
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hvp._devices.statistics import DeviceStatistics
+
 
 @dataclass
 class Statistics:
@@ -32,6 +34,8 @@ class Statistics:
     precision : str
         The type in which matrix products and convolutions are computed, and residuals stored: that
         of the operator, unless ``precision`` asks for a lower one that the device is fast in.
+    devices : tuple of DeviceStatistics
+        Counts for each device, if ``devices`` names any.
     note : str
         The reason if something works less well than asked for, empty otherwise.
     """
@@ -46,4 +50,5 @@ class Statistics:
     engine: str = ""
     jit_compile: bool | None = None
     precision: str = ""
+    devices: tuple[DeviceStatistics, ...] = ()
     note: str = ""

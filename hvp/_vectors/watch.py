@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from hvp._vectors.resources import Resource, address, differ
 
+
 class Watch:
     """Compares variables with the values they had when the watch was last set.
 

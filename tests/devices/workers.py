@@ -1,0 +1,301 @@
+"""A program that computes on workers of this machine, for tests: it ends with the word `whole`.
+
+A process is connected to one cluster in its life, so this is one of its own.
+"""
+
+import faulthandler
+import os
+import random as python_random
+import signal
+import sys
+import threading
+import time
+import warnings
+
+import numpy as np
+import tensorflow as tf
+
+import hvp
+
+N, IN, OUT = 23, 4, 2
+RNG = np.random.default_rng(0)
+X, Y = RNG.standard_normal((N, IN)), RNG.standard_normal((N, OUT))
+W, B = RNG.standard_normal((IN, OUT)), RNG.standard_normal(OUT)
+
+
+class Network(tf.Module):
+    def __init__(self):
+        self.w, self.b = tf.Variable(W), tf.Variable(B)
+
+    def __call__(self, x):
+        return tf.tanh(x @ self.w + self.b)
+
+
+network = Network()
+
+
+def loss(x, y):
+    return tf.reduce_mean((network(x) - y) ** 2)
+
+
+def gradient(flat):
+    """By hand, in the order of the operator: biases first."""
+    b, w = flat[:OUT], flat[OUT:].reshape(IN, OUT)
+    h = np.tanh(X @ w + b)
+    inner = 2 * (h - Y) / (N * OUT) * (1 - h**2)
+    return np.concatenate([inner.sum(0), (X.T @ inner).ravel()])
+
+
+AT, STEP = np.concatenate([B, W.ravel()]), 1e-5
+DENSE = np.array(
+    [(gradient(AT + STEP * e) - gradient(AT - STEP * e)) / (2 * STEP) for e in np.eye(len(AT))]
+)
+V = RNG.standard_normal((len(AT), 3))
+
+
+def close(found, want, tolerance=1e-8):
+    np.testing.assert_allclose(found, want, atol=tolerance * np.abs(want).max())
+
+
+def right(H):
+    close(H @ V, DENSE @ V)
+    close(H @ V[:, 0], DENSE @ V[:, 0])
+
+
+def operator(cluster, **options):
+    return hvp.HessianOperator(loss, network, (X, Y), devices=cluster.devices, **options)
+
+
+def raises(kind, text, function, within=30.0):
+    start = time.monotonic()
+    try:
+        function()
+    except kind as error:
+        raised = error
+    else:
+        raise AssertionError(f"{text!r} was not raised")
+    assert text in str(raised), raised
+    assert time.monotonic() - start < within
+
+
+def agreement(cluster):
+    """Products, gradients and values, over one, two and three workers."""
+    penalty = {"regularization": lambda: 0.5 * tf.reduce_sum(network.w**2)}
+    ridge = np.diag([0.0] * OUT + [1.0] * (IN * OUT))
+    for count, options, added in (
+        (1, {}, 0),
+        (2, {"engine": "tape"}, 0),
+        (3, {"batch_size": 5}, 0),
+        (2, {"batch_size": 2, "memory_limit": 1600}, 0),
+        (3, {"batch_size": 2, "memory_limit": 1600, "engine": "tape"}, 0),
+        (2, {"jit_compile": True}, 0),
+        (3, penalty, ridge),
+    ):
+        devices = cluster.devices[:count]
+        with hvp.HessianOperator(loss, network, (X, Y), devices=devices, **options) as H:
+            want = DENSE + added
+            close(H @ V, want @ V)
+            close(H @ V[:, 0], want @ V[:, 0])
+            close(tf.function(H.product)(tf.constant(V[:, 0])), want @ V[:, 0])
+            close(H.gradient, gradient(AT) + np.dot(added, AT))
+            H.refresh()
+            close(H @ V[:, 0], want @ V[:, 0])
+            assert ("memory_limit" in options) == (H.stats.batches_kept < H.stats.batches)
+    mixed = ["CPU:0", cluster.devices[1]]
+    with hvp.HessianOperator(loss, network, (X, Y), devices=mixed, damping=1.0) as H:
+        close(hvp.solve(H, V[:, 0], rtol=1e-10).x, np.linalg.solve(DENSE + np.eye(10), V[:, 0]))
+        for residual in next(
+            iter(H._core.snapshot.plan.deal.shares[1].terms.values())
+        ).map.residuals:
+            assert "/job:worker/replica:0/task:1" in residual.device
+
+
+def refusals(cluster):
+    """What only this process has is named before anything runs elsewhere."""
+    worker = cluster.devices[:1]
+    keys = tf.constant([1, 2], tf.int64)
+    table = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer(keys, [1.0, 2.0]), 0.0)
+    w = tf.Variable([1.0, 2.0])
+    looked_up = lambda k: tf.reduce_mean(table.lookup(k) * tf.reduce_sum(w**3))  # noqa: E731
+    called = lambda k: tf.reduce_sum(w**3) * tf.py_function(lambda: 1.0, [], tf.float32)  # noqa: E731
+    for function, what in ((looked_up, "lookup table"), (called, "tf.py_function")):
+        raises(
+            hvp.HvpError,
+            what,
+            lambda f=function: hvp.HessianOperator(f, w, (keys,), devices=worker),
+        )
+    for name in ("/job:worker/task:9/device:CPU:0", "/job:other/task:0/device:CPU:0"):
+        raises(hvp.HvpError, "no device", lambda n=name: operator_of(w, n))
+    raises(hvp.HvpError, "fits several", lambda: operator_of(w, "/job:worker/device:CPU:0"))
+    raises(hvp.HvpError, "connected to a cluster", lambda: hvp.Cluster(1))
+
+
+def operator_of(w, name):
+    return hvp.HessianOperator(lambda: tf.reduce_sum(w**3), w, devices=[name])
+
+
+def losses(cluster):
+    """A worker that dies costs time, not answers."""
+    H = operator(cluster, batch_size=5)
+    right(H)
+    cluster.kill(1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        right(H)
+    assert any(w.category is RuntimeWarning and "task:1" in str(w.message) for w in caught)
+    assert H.stats.devices[1].lost
+    assert not H.stats.devices[0].lost
+    assert H.stats.devices[1].batches == 0
+    right(H)
+    cluster.restart(1)
+    H.refresh()
+    assert not H.stats.devices[1].lost
+    assert H.stats.devices[1].batches
+    right(H)
+    # What the others have no room for is evaluated for each product.
+    with operator(cluster, batch_size=2) as whole:
+        one = whole.stats.residual_bytes / whole.stats.batches
+    # Room for the four of twelve that each has, and for one at work, which takes three times that.
+    with operator(cluster, batch_size=2, memory_limit=7.5 * one) as limited:
+        right(limited)
+        assert limited.stats.batches_kept == limited.stats.batches
+        cluster.kill(1)
+        right(limited)
+        right(limited)
+        assert limited.stats.batches_kept < limited.stats.batches
+        cluster.restart(1)
+    # One that does not answer, and does not break the connection either.
+    patient = operator(cluster, device_timeout=3.0)
+    right(patient)
+    os.kill(cluster.pid(2), signal.SIGSTOP)
+    start = time.monotonic()
+    right(patient)
+    assert 2.5 < time.monotonic() - start < 20
+    assert "3 seconds" in patient.stats.devices[2].lost
+    os.kill(cluster.pid(2), signal.SIGCONT)
+    patient.refresh()
+    right(patient)
+    before = [variable.numpy() for variable in (network.b, network.w)]
+    for index in range(3):
+        cluster.kill(index)
+    raises(hvp.DeviceError, "o device is left", lambda: H @ V)
+    raises(hvp.DeviceError, "o device is left", H.refresh)
+    raises(hvp.ClosedOperatorError, "last refresh failed", lambda: H @ V)
+    for variable, value in zip((network.b, network.w), before):
+        np.testing.assert_array_equal(variable, value)
+    for index in range(3):
+        cluster.restart(index)
+    H.refresh()
+    right(H)
+
+
+def draws(cluster):
+    """Random numbers that cannot be drawn again are not drawn again in silence."""
+    w = tf.Variable([1.0, 2.0])
+    drawn = lambda x: tf.reduce_mean(tf.random.normal([2]) * (x * w) ** 4)  # noqa: E731
+    with hvp.HessianOperator(drawn, w, (np.ones((4, 2), "f4"),), devices=cluster.devices) as H:
+        H @ np.ones(2)
+        cluster.kill(0)
+        raises(hvp.DeviceError, "draws random numbers", lambda: H @ np.ones(2))
+        cluster.restart(0)
+        H.refresh()
+        H @ np.ones(2)
+
+
+def kills(cluster):
+    """Thirty moments, some of them with no worker left."""
+    dice = python_random.Random(8)
+    H = operator(cluster, batch_size=2, device_timeout=20.0)
+    doing = {
+        "evaluating": H.refresh,
+        "a product": lambda: H @ V[:, 0],
+        "a block": lambda: H @ V,
+        "a solve": lambda: hvp.solve(H.damped(1.0), V[:, 0], method="cg", rtol=1e-10),
+        "building": lambda: operator(cluster, batch_size=5).close(),
+        "between": lambda: None,
+    }
+    for moment in range(30):
+        what = list(doing)[moment % len(doing)]
+        victims = range(3) if moment % 10 == 9 else dice.sample(range(3), dice.choice([1, 2]))
+        delay = 0.0 if what == "between" else dice.uniform(0.0, 0.06)
+        timers = [threading.Timer(delay, cluster.kill, [index]) for index in victims]
+        for timer in timers:
+            timer.start()
+        start = time.monotonic()
+        told = ""
+        try:
+            doing[what]()
+            for timer in timers:
+                timer.join()
+            right(H)
+            x = hvp.solve(H.damped(1.0), V[:, 0], method="cg", rtol=1e-10).x
+            close(x, np.linalg.solve(DENSE + np.eye(10), V[:, 0]))
+        except (hvp.DeviceError, hvp.ClosedOperatorError) as error:
+            told = type(error).__name__
+        assert not told or len(victims) == 3, (what, told)
+        took = time.monotonic() - start
+        print(f"{moment:2d} {what:12s} {len(victims)} killed {took:6.2f} s {told}", flush=True)
+        assert took < 60
+        for timer in timers:
+            timer.join()
+        for index in victims:
+            cluster.restart(index)
+        H.refresh()
+        right(H)
+
+
+def pipes():
+    found = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    return sum("pipe" in os.readlink(name) for name in found if os.path.exists(name))
+
+
+def left_behind(cluster, before):
+    """No process, no thread and no file stays."""
+    pids = [cluster.pid(index) for index in range(3)]
+    H = operator(cluster)
+    cluster.close()
+    cluster.close()
+    raises(hvp.DeviceError, "its cluster was closed", lambda: H @ V)
+    for pid in pids:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            continue
+        raise AssertionError(f"process {pid} is still there")
+    for _ in range(50):
+        threads = [t.name for t in threading.enumerate() if t.name.startswith("hvp")]
+        if not threads:
+            break
+        time.sleep(0.1)
+    assert not threads, threads
+    assert pipes() <= before, (pipes(), before)
+
+
+def only_this_machine(cluster):
+    """Servers, and this process, take connections over the loopback interface alone."""
+    import socket
+
+    from hvp._devices import loopback
+
+    for descriptor in loopback.listening():
+        with socket.socket(fileno=os.dup(descriptor)) as one:
+            assert one.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16).startswith(b"lo")
+    assert loopback.listening()
+
+
+def main(names):
+    faulthandler.dump_traceback_later(int(os.environ.get("HVP_DUMP", "600")), exit=True)
+    with hvp.Cluster(3) as cluster:
+        before = pipes()
+        for name in names:
+            start = time.monotonic()
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "the device", RuntimeWarning)
+                globals()[name](cluster)
+            print(f"{name} {time.monotonic() - start:.1f} s", flush=True)
+        left_behind(cluster, before)
+    print("whole", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
