@@ -42,7 +42,7 @@ def seconds(function: Callable[[], Any]) -> float:
 
 
 def in_turns(functions: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """Time functions round by round, in a new order each time, after one round that does not count."""
+    """Time functions round by round, each time in a new order; the first round does not count."""
     taken: dict[str, list[float]] = {name: [] for name in functions}
     for turn in range(rounds + 1):
         for name in random.sample(list(functions), len(functions)):

@@ -65,6 +65,8 @@ class BatchedPlan(Plan):
     """
 
     divides = True
+    # Into how many batches arrays are divided at least.
+    _least_batches = 1
 
     def __init__(
         self,
@@ -214,6 +216,7 @@ class BatchedPlan(Plan):
         shared = expected[0] - per_example * sizes[0]
         # Both quotients are rounded up, so that the batches have nearly equal sizes.
         count = -(-examples // self._budget.batch_size(shared, per_example))
+        count = max(count, min(self._least_batches, examples))
         self._batches.cut(-(-examples // count))
 
     def _pieces(self, batch: Batch) -> Iterator[tuple[Elements, float]]:

@@ -75,6 +75,7 @@ class DealtPlan(BatchedPlan):
         total: bool,
     ) -> None:
         self._devices: Sequence[Device] = settings.devices
+        self._least_batches = len(self._devices)
         self._sites: dict[str, Site] = {}
         # Batches whose data are on a device, by their number; and the weights of all.
         self._kept: dict[int, Item] = {}

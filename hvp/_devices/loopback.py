@@ -43,4 +43,9 @@ def restrict(descriptors: set[int]) -> None:
 
 def _opened(descriptor: int) -> socket.socket:
     """Return a socket of its own for a descriptor, which stays open when this one is closed."""
-    return socket.socket(fileno=os.dup(descriptor))
+    own = os.dup(descriptor)
+    try:
+        return socket.socket(fileno=own)
+    except OSError:  # no socket
+        os.close(own)
+        raise

@@ -13,7 +13,8 @@ from tests.cases import long
 @pytest.mark.parametrize(
     "names",
     [
-        ("only_this_machine", "agreement", "refusals", "losses", "draws"),
+        ("only_this_machine", "agreement", "refusals", "loss_of_one"),
+        long(("further_agreement", "losses", "draws")),
         long(("kills",)),
     ],
 )

@@ -131,6 +131,14 @@ def test_a_product_moves_two_vectors_and_an_evaluation_each_variable_once():
             assert site.sent - sent == OUT * size
 
 
+def test_each_device_gets_a_part_of_arrays_under_a_limit_too(dense):
+    network = Network()
+    options = {"devices": CPUS, "memory_limit": "1GB"}
+    with hvp.HessianOperator(mean_square(network), network, (X, Y), **options) as H:
+        assert [device.batches for device in H.stats.devices] == [1, 1, 1]
+        assert relative_error(H.to_dense(), dense) < 1e-12
+
+
 def test_changes_are_noticed_and_refreshed(dense):
     network = Network()
     H = hvp.HessianOperator(mean_square(network), network, (X, Y), devices=CPUS)

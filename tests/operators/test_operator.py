@@ -151,9 +151,9 @@ def test_a_wide_block_goes_in_pieces(nested, monkeypatch):
     rows = product.flat_rows
 
     class Counting:
-        def __call__(self, block, *residuals):
+        def __call__(self, block, *residuals, place):
             calls.append(block.shape[0])
-            return rows(block, *residuals)
+            return rows(block, *residuals, place=place)
 
     monkeypatch.setattr(product, "flat_rows", Counting())
     three_rows = 3 * H.stats.residual_bytes

@@ -145,6 +145,8 @@ def test_the_signature_is_shown():
         "jit_compile",
         "recompute",
         "precision",
+        "devices",
+        "device_timeout",
     ]
 
 
