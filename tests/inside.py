@@ -16,6 +16,8 @@ import pytest
 
 import hvp
 from hvp._data import budget
+from hvp._devices import work
+from hvp._devices.device import LostDeviceError
 from hvp._engines import graph_map, graph_program, single_plan, trace
 from hvp._graphs import low_precision, rematerialize, sizes
 from hvp._influence import damped_inverse, example_gradients
@@ -181,3 +183,25 @@ def deal(operator: Any) -> Any:
 def sites(operator: Any) -> Any:
     """The devices of an operator that something was moved to or from."""
     return snapshot(operator).plan.sites
+
+
+def lose_devices(monkeypatch: Any, lost: Callable[[str], bool]) -> None:
+    """Let devices be lost just when they have a result, where `lost` says so of their names."""
+    original = work.Work.result
+
+    def result(self: Any, seconds: float) -> Any:
+        value = original(self, seconds)
+        device = self._site.device
+        if lost(device.name):
+            device.give_up("it is a test")
+            raise LostDeviceError("it is a test")
+        return value
+
+    monkeypatch.setattr(work.Work, "result", result)
+
+
+def find_lost_devices(operator: Any) -> None:
+    """Let devices that were lost be there again, as if a worker had been started anew."""
+    for device in snapshot(operator).plan._devices:
+        if device.lost:
+            device.come_back()

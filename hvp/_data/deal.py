@@ -181,6 +181,7 @@ class Deal:
         step: Step,
         give: Callable[[Share, Any], Callable[[], Any]],
         take: Callable[[Share, Item, Any], Any] = lambda share, item, result: result,
+        forget: Callable[[Share, Iterable[int]], None] = lambda share, indices: None,
         kept: Iterable[Item] = (),
     ) -> list[Any]:
         """Let devices work through batches; what a lost one did is done again by the others.
@@ -195,6 +196,9 @@ class Deal:
             Takes a share and what was computed there; returns a function that brings it home.
         take : callable, optional
             Takes a share, an item and what `step` computed; returns what to go on with there.
+        forget : callable, optional
+            Takes a share whose device is lost, and the numbers of batches that `take` got for it;
+            they will be given to others.
         kept : iterable of Item
             Those of the batches whose data are on devices already.
 
@@ -212,26 +216,26 @@ class Deal:
             done: dict[Share, set[int]] = {}
             seen: set[int] = set()
             if first:
-                self._pass(first, step, take, states, done)
+                self._pass(first, step, take, forget, states, done)
                 todo = None if todo is None else todo - _union(done.values())
                 first = []
             if todo is None or todo:
                 skipped = _union(done.values())
                 items = (i for i in self._items(todo) if i.index not in skipped)
-                self._pass(_noting(items, seen), step, take, states, done)
+                self._pass(_noting(items, seen), step, take, forget, states, done)
             every = seen | _union(done.values()) if every is None else every
             works = [(s, Work(s.site, give(s, state))) for s, state in states.items()]
             for share, work in works:
                 result = self._result(share, work)
                 if result is None:
-                    self._undo(share, done[share])
+                    forget(share, done[share])
                 else:
                     collected.append(result[0])
                     finished |= done[share]
         return collected
 
-    def _undo(self, share: Share, indices: Iterable[int]) -> None:
-        """Forget what a lost share holds of batches that the others will be given again."""
+    def forget(self, share: Share, indices: Iterable[int]) -> None:
+        """Forget what a lost share holds of batches that the others will be given."""
         for index in indices:
             share.terms.pop(index, None)
             self.streamed.discard(index)
@@ -334,6 +338,7 @@ class Deal:
         items: Iterable[Item],
         step: Step,
         take: Callable[[Share, Item, Any], Any],
+        forget: Callable[[Share, Iterable[int]], None],
         states: dict[Share, Any],
         done: dict[Share, set[int]],
     ) -> None:
@@ -347,7 +352,7 @@ class Deal:
             result = self._result(share, work)
             if result is None:
                 states.pop(share, None)
-                self._undo(share, done.pop(share, ()))
+                forget(share, done.pop(share, ()))
                 return
             states[share] = take(share, item, result[0])
             done.setdefault(share, set()).add(item.index)

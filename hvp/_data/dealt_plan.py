@@ -196,7 +196,7 @@ class DealtPlan(BatchedPlan):
         def step(share: Share, item: Item, state: Evaluated | None) -> Callable[[], Evaluated]:
             return self._evaluation(deal, share.site, item, state or Evaluated())
 
-        return deal.gather(wanted, step, give, take, kept)
+        return deal.gather(wanted, step, give, take, deal.forget, kept)
 
     def _evaluate_again(self, deal: Deal, wanted: set[int]) -> None:
         """Evaluate batches that were lost, at the values that the variables had."""

@@ -276,3 +276,40 @@ def test_what_goes_wrong_on_a_device_is_raised_here():
     for timeout in (0, -1, "soon", True):
         with pytest.raises(hvp.HvpError, match="device_timeout"):
             hvp.HessianOperator(loss, w, (x,), devices=CPUS, device_timeout=timeout)
+
+
+@pytest.mark.filterwarnings("ignore:the device:RuntimeWarning")
+@pytest.mark.parametrize("engine", ["graph", "tape"])
+@pytest.mark.parametrize("batches", ["ragged", "streamed"])
+def test_devices_are_lost_at_any_moment_and_nothing_counts_twice(
+    dense, engine, batches, monkeypatch
+):
+    network = Network()
+    loss = mean_square(network)
+    value, gradient = gradient_of(network, loss)
+    rng = np.random.default_rng(0)
+    left = set()
+
+    def lost(name):
+        if len(left) == 1 or rng.random() > 0.25:
+            return False
+        left.remove(name)
+        return True
+
+    options = {"devices": CPUS, "engine": engine, "on_stale": "ignore", **BATCHES[batches]}
+    V = random(4, *dense.shape[:1], 3, dtype="float64")
+    losses = 0
+    with hvp.HessianOperator(loss, network, (X, Y), **options) as H:
+        inside.lose_devices(monkeypatch, lost)
+        for _ in range(4):
+            inside.find_lost_devices(H)
+            left = {device.name for device in H.stats.devices}
+            H.refresh()
+            assert abs(H.value - value) < 1e-12
+            assert relative_error(H.gradient, gradient) < 1e-12
+            for _ in range(2):
+                assert relative_error(H @ V, dense @ V) < 1e-12
+                assert relative_error(H @ V[:, 0], dense @ V[:, 0]) < 1e-12
+            losses += 3 - len(left)
+        inside.find_lost_devices(H)
+    assert losses > 3
