@@ -106,21 +106,10 @@ class Cluster:
                 self._start(index)
             for index in range(workers):
                 self._wait(index)
-            before = loopback.listening() if self._loopback else set()
-            spec = tf.train.ClusterSpec({_JOB: self._addresses})
-            tf.config.experimental_connect_to_cluster(spec)
-            if self._loopback:
-                loopback.restrict(loopback.listening() - before)
-        except BaseException as error:
+            self._connect()
+        except BaseException:
             self.close()
-            if isinstance(error, OSError):
-                raise DeviceError(
-                    f"the servers could not be restricted to this machine ({error})",
-                    "Linux 5.7 or newer",
-                    "pass any_interface=True, on a network that only you can reach",
-                ) from error
             raise
-        # TensorFlow reads this when it is first asked for its devices.
         names = [f"/job:{_JOB}/replica:0/task:{i}/device:CPU:0" for i in range(workers)]
         self._devices = [device_named(name) for name in names]
         self.devices = names
@@ -193,6 +182,22 @@ class Cluster:
         finally:
             if before is not None:
                 os.sched_setaffinity(0, before)
+
+    def _connect(self) -> None:
+        spec = tf.train.ClusterSpec({_JOB: self._addresses})
+        if not self._loopback:
+            tf.config.experimental_connect_to_cluster(spec)
+            return
+        try:
+            before = loopback.listening()
+            tf.config.experimental_connect_to_cluster(spec)
+            loopback.restrict(loopback.listening() - before)
+        except OSError as error:
+            raise DeviceError(
+                f"this process could not be restricted to its own machine ({error})",
+                "Linux 5.7 or newer",
+                "pass any_interface=True, on a network that only you can reach",
+            ) from error
 
     def _said(self, index: int) -> Any:
         """Return the file for what a worker writes: a pipe that nobody reads would stop it."""

@@ -49,9 +49,7 @@ class Work:
             raise LostDeviceError(device.lost or "it was started again")
         for last in (False, True):
             try:
-                if not device.is_remote:
-                    return self._job.wait(None)
-                return self._job.wait(seconds, device.takes_connections)
+                return self._wait(self._job, seconds)
             except LostDeviceError as error:
                 device.give_up(str(error))
                 raise
@@ -69,11 +67,13 @@ class Work:
         """Wait until nothing runs any more, whatever comes of it."""
         if self._job is not None and self._site.is_there:
             with contextlib.suppress(Exception):
-                device = self._site.device
-                if device.is_remote:
-                    self._job.wait(seconds, device.takes_connections)
-                else:
-                    self._job.wait(None)
+                self._wait(self._job, seconds)
+
+    def _wait(self, job: Job, seconds: float) -> Any:
+        device = self._site.device
+        if not device.is_remote:
+            return job.wait(None)
+        return job.wait(seconds, device.takes_connections)
 
     def _start(self) -> Job:
         site, function = self._site, self._function

@@ -8,28 +8,14 @@ import tensorflow as tf
 import hvp
 from tests import inside
 from tests.cases import Problem, dense_hessian, pairwise, random, relative_error
+from tests.data.test_batched_plan import IN, OUT, N, Network, X, Y, mean_square
 
-N, IN, OUT = 23, 4, 2
-X, Y = random(0, N, IN, dtype="float64"), random(1, N, OUT, dtype="float64")
 CPUS = ["CPU:0", "CPU:1", "CPU:2"]
 BATCHES = {
     "one": {},
     "ragged": {"batch_size": 5},
     "streamed": {"batch_size": 2, "memory_limit": 1600},
 }
-
-
-class Network(tf.Module):
-    def __init__(self):
-        self.w = tf.Variable(random(2, IN, OUT, dtype="float64"))
-        self.b = tf.Variable(random(3, OUT, dtype="float64"))
-
-    def __call__(self, x):
-        return tf.tanh(x @ self.w + self.b)
-
-
-def mean_square(network):
-    return lambda x, y: tf.reduce_mean((network(x) - y) ** 2)
 
 
 @pytest.fixture(scope="module")
@@ -179,9 +165,8 @@ def test_dropout_has_the_same_masks_in_all_products_of_an_evaluation(engine):
 
 
 def test_recompute_and_float16():
-    model = keras.Sequential([keras.Input((IN,)), *(keras.layers.Dense(6, "tanh"),) * 1])
-    model.add(keras.layers.Dense(6, "tanh"))
-    model.add(keras.layers.Dense(OUT))
+    layers = [keras.layers.Dense(size, "tanh") for size in (6, 6)]
+    model = keras.Sequential([keras.Input((IN,)), *layers, keras.layers.Dense(OUT)])
     loss = lambda x, y: tf.reduce_mean((model(x) - y) ** 2)  # noqa: E731
     data = (X.astype("f4"), Y.astype("f4"))
     want = hvp.HessianOperator(loss, model, data).to_dense()
