@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -178,8 +178,7 @@ class BatchedPlan(Plan):
         if None in gradients.values() or (self._added is not None and added is None):
             return None
 
-        def gradient(values: Sequence[tf.Tensor]) -> list[Any]:
-            mean = WeightedMean(self.space, tf.float64)
+        def add_batches(mean: WeightedMean, values: Sequence[tf.Tensor]) -> None:
             for batch in self._batches:
                 for elements, weight in self._pieces(batch):
                     batch_gradient = gradients[id(self._shape_plan(elements))]
@@ -189,6 +188,10 @@ class BatchedPlan(Plan):
                         for t in elements.tensors
                     ]
                     mean.add(weight, Results(tf.zeros([]), batch_gradient([*values, *inputs])))
+
+        def gradient(values: Sequence[tf.Tensor]) -> list[Any]:
+            mean = WeightedMean(self.space, tf.float64)
+            self._complete(mean, lambda: add_batches(mean, values))
             if not self._total:
                 mean.divide()
             if added is not None:
@@ -196,6 +199,10 @@ class BatchedPlan(Plan):
             return mean.gradient
 
         return gradient
+
+    def _complete(self, mean: WeightedMean, add_batches: Callable[[], None]) -> None:
+        """Add all batches to a mean."""
+        add_batches()
 
     def _divide_arrays(self, examples: int) -> None:
         """Divide arrays into batches that fit into memory.

@@ -215,6 +215,8 @@ def _source(data: Any, batch_size: int | None) -> Callable[[], Iterator[Any]]:
             "a tuple or dict of arrays to divide, or batches without batch_size",
             "leave out batch_size, or rebatch: dataset.unbatch().batch(batch_size)",
         )
+    if isinstance(data, tf.distribute.DistributedDataset):
+        return lambda: _of_replicas(data)
     if hasattr(data, "__getitem__") and hasattr(data, "num_batches"):  # a Keras PyDataset
         return lambda: (data[i] for i in range(data.num_batches))
     if isinstance(data, tf.data.Dataset) and data.cardinality() == tf.data.INFINITE_CARDINALITY:
@@ -243,6 +245,19 @@ def _source(data: Any, batch_size: int | None) -> Callable[[], Iterator[Any]]:
             "pass list(data), or tf.data.Dataset.from_generator",
         )
     return lambda: iter(data)
+
+
+def _of_replicas(data: Any) -> Iterator[Any]:
+    """Iterate over the batches that a distributed data set gives to the replicas of this process.
+
+    The last ones may get none, in the form of a batch without examples.
+    """
+    for batch in data:
+        leaves = tf.nest.flatten(batch)
+        several = [isinstance(leaf, tf.distribute.DistributedValues) for leaf in leaves]
+        for parts in zip(*(x.values if many else (x,) for x, many in zip(leaves, several))):
+            if not (parts[0].shape.rank and parts[0].shape[0] == 0):
+                yield tf.nest.pack_sequence_as(batch, parts)
 
 
 def _array(leaf: Any) -> Any:

@@ -136,8 +136,8 @@ class Deal:
         What each device holds, of those that are there.
     streamed : set of int
         Batches that no device holds.
-    scale : float
-        What weights of batches are multiplied by.
+    scale, scale_of_regularization : float
+        What weights of batches, and of the regularization, are multiplied by.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class Deal:
         self._items, self._evaluate = items, evaluate
         self.shares = [Share(site, Budget(memory_limit)) for site in sites]
         self.streamed: set[int] = set()
-        self.scale = 1.0
+        self.scale = self.scale_of_regularization = 1.0
         self._prepared = prepared
 
     @property
@@ -307,7 +307,9 @@ class Deal:
 
     def weight_of(self, index: int, weight: float) -> float:
         """Return what a batch counts in the whole."""
-        return weight if index == REGULARIZATION else weight * self.scale
+        if index == REGULARIZATION:
+            return weight * self.scale_of_regularization
+        return weight * self.scale
 
     def _replace_into(self, todo: dict[Share, list[int]], counted: set[int]) -> None:
         """Evaluate what lost devices held on the others, and add it to what is to be multiplied.

@@ -2,7 +2,8 @@
 
 The loss is the same combination of batches as in `BatchedPlan`. A batch is sent to a device once,
 and stays there with its linear map. What a lost device held is evaluated again on the others, at
-the values that variables had at that moment.
+the values that variables had at that moment. Of several processes that a strategy connects, each
+does this with its own share of the data, and sums go over all of them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from hvp._data.deal import REGULARIZATION, Deal, Item, Share, Term, no_device_le
 from hvp._data.dealt_sum import DealtSum
 from hvp._data.elements import NO_DATA, Elements
 from hvp._data.partial_sum import Adding, PartialSum
+from hvp._data.weighted_mean import WeightedMean
 from hvp._devices.device import Device, take_back
+from hvp._devices.replicas import digest_of, processes_of
 from hvp._devices.site import Moment, Site
 from hvp._devices.statistics import DeviceStatistics
 from hvp._engines.finite import check_finite
@@ -31,7 +34,8 @@ from hvp._engines.rule import Rule
 from hvp._engines.settings import Settings
 from hvp._errors import DeviceError, HvpError, InvalidLossError
 from hvp._runtime.strategies import outside_strategies
-from hvp._vectors.resources import restored
+from hvp._vectors.resources import Resource, restored
+from hvp._vectors.strategies import strategy_of
 from hvp._vectors.variables import VariableNest
 
 
@@ -55,6 +59,44 @@ class Evaluated:
     elements: Elements | None = None
 
 
+@dataclass(frozen=True)
+class Sums:
+    """What one evaluation gives.
+
+    Attributes
+    ----------
+    batches : PartialSum
+        The sum over batches.
+    weight : tf.Tensor
+        The sum of their weights, in float64.
+    added : PartialSum or None
+        The regularization.
+    """
+
+    batches: PartialSum
+    weight: tf.Tensor
+    added: PartialSum | None
+
+    def tensors(self, share: float) -> list[tf.Tensor]:
+        """Return its tensors for a sum over processes, each with a share of the regularization."""
+        tensors = [self.batches.value, self.weight, self.batches.gradient]
+        if self.added is not None:
+            value, gradient = self.added.value, self.added.gradient
+            tensors += [part * tf.constant(share, part.dtype) for part in (value, gradient)]
+        return tensors
+
+    def replaced(self, tensors: Sequence[tf.Tensor]) -> Sums:
+        """Return the same with other tensors, in the order of `tensors`."""
+        value, weight, gradient, *rest = tensors
+        batches, added = PartialSum(value, gradient, self.batches.connected), self.added
+        if added is not None:
+            added = PartialSum(rest[0], rest[1], added.connected)
+        return Sums(batches, weight, added)
+
+
+_SCALAR = tf.TensorSpec([], tf.float64)
+
+
 class DealtPlan(BatchedPlan):
     """The weighted mean, or sum, of a rule over batches on several devices, plus a regularization.
 
@@ -75,6 +117,7 @@ class DealtPlan(BatchedPlan):
         total: bool,
     ) -> None:
         self._devices: Sequence[Device] = settings.devices
+        self._processes = processes_of(strategy_of(nest.variables), settings.device_timeout)
         self._least_batches = len(self._devices)
         self._sites: dict[str, Site] = {}
         # Batches whose data are on a device, by their number; and the weights of all.
@@ -143,11 +186,11 @@ class DealtPlan(BatchedPlan):
                 wanted.add(REGULARIZATION)
             self._forget_surplus(deal.shares)
             kept = list(self._kept.values())
-            collected = self._evaluate_on_all(deal, wanted, kept)
-            results = self._results(deal, collected)
+            sums = self._sums(lambda: self._evaluate_on_all(deal, wanted, kept))
+            results = self._results(deal, sums)
             on_error.pop_all()
         self._all_held, self._deal = not deal.streamed, deal
-        return results, DealtSum(deal, self.space, self._multiply_streamed)
+        return results, DealtSum(deal, self.space, self._multiply_streamed, self._processes)
 
     def _find_sites(self) -> list[Site]:
         """Take devices back that were lost, and forget what is gone."""
@@ -315,10 +358,44 @@ class DealtPlan(BatchedPlan):
             alone = first or any(facts.engine == "tape" for facts in plans)
             yield Item(batch.index, pieces, alone=alone)
 
-    def _results(self, deal: Deal, collected: Sequence[Any]) -> Results:
-        batches = [sums for sums, _ in collected if sums is not None]
-        total = self._adding.sum(batches)
-        weight = sum(self._weights.values())
+    def _sums(self, evaluate: Callable[[], Sequence[Any]]) -> Sums:
+        """Add up what devices evaluated, and what other processes did."""
+
+        def sums_here() -> Sums:
+            collected = evaluate()
+            batches = self._adding.sum([sums for sums, _ in collected if sums is not None])
+            weight = tf.constant(sum(self._weights.values()), tf.float64)
+            return Sums(batches, weight, next((a for _, a in collected if a is not None), None))
+
+        if self._processes is None:
+            return sums_here()
+        here: list[Sums] = []
+
+        def tensors_here() -> list[tf.Tensor]:
+            here.append(sums_here())
+            return here[0].tensors(1.0 / count)
+
+        count, scalar, flat = self._processes.count, _SCALAR, self.space.flat_spec
+        specs = [scalar, scalar, flat, *([] if self._added is None else [scalar, flat])]
+        values = [Resource.of(variable).read() for variable in self.nest.variables]
+        tensors = self._processes.sum(tensors_here, specs, digest_of("evaluate", *values))
+        return here[0].replaced(tensors)
+
+    def _complete(self, mean: WeightedMean, add_batches: Callable[[], None]) -> None:
+        if self._processes is None:
+            add_batches()
+            return
+
+        def tensors_here() -> list[tf.Tensor]:
+            add_batches()
+            return mean.tensors()
+
+        mean.replace(self._processes.sum(tensors_here, mean.specs, digest_of("float64")))
+
+    def _results(self, deal: Deal, sums: Sums) -> Results:
+        total, weight, added = sums.batches, float(sums.weight), sums.added
+        if self._processes is not None:
+            deal.scale_of_regularization = 1.0 / self._processes.count
         if not self._total:
             if weight == 0:
                 raise HvpError(
@@ -329,11 +406,10 @@ class DealtPlan(BatchedPlan):
         if deal.scale != 1:
             scale = tf.constant(deal.scale, self.space.dtype)
             gradient = [g if g is None else tf.cast(scale, g.dtype) * g for g in gradient]
-        for _, added in collected:
-            if added is not None:
-                value += added.value
-                pairs = zip(gradient, added.parts(self.space))
-                gradient = [a if b is None else b if a is None else a + b for a, b in pairs]
+        if added is not None:
+            value += added.value
+            pairs = zip(gradient, added.parts(self.space))
+            gradient = [a if b is None else b if a is None else a + b for a, b in pairs]
         return Results(value, gradient)
 
     def _multiply_streamed(

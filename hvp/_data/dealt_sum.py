@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 
 from hvp._data.deal import Deal
+from hvp._devices.replicas import Processes, digest_of
 from hvp._engines.linear_map import LinearMap
 from hvp._errors import HvpError
 from hvp._vectors.space import Space
@@ -26,10 +27,18 @@ class DealtSum(LinearMap):
     stream : callable
         Takes the deal, numbers of batches that no device holds, a method of linear maps and its
         argument; returns products with these batches.
+    processes : Processes or None
+        The processes that hold the other shares of the data.
     """
 
-    def __init__(self, deal: Deal, space: Space, stream: Callable[..., list[tf.Tensor]]) -> None:
-        self._deal, self._stream = deal, stream
+    def __init__(
+        self,
+        deal: Deal,
+        space: Space,
+        stream: Callable[..., list[tf.Tensor]],
+        processes: Processes | None,
+    ) -> None:
+        self._deal, self._stream, self._processes = deal, stream, processes
         self.domain = self.codomain = space
 
     @property
@@ -68,6 +77,13 @@ class DealtSum(LinearMap):
         self._deal.close()
 
     def _apply(self, method: str, v: tf.Tensor) -> tf.Tensor:
+        if self._processes is None:
+            return self._apply_here(method, v)
+        specs = [tf.TensorSpec(v.shape, v.dtype)]
+        digest = digest_of(method, v)
+        return self._processes.sum(lambda: [self._apply_here(method, v)], specs, digest)[0]
+
+    def _apply_here(self, method: str, v: tf.Tensor) -> tf.Tensor:
         products, counted = self._deal.multiply(method, v, self.domain)
         streamed = self._deal.streamed - counted
         if streamed:

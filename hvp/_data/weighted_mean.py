@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -21,6 +22,7 @@ class WeightedMean:
     def __init__(self, space: Space, dtype: tf.DType | None = None) -> None:
         self._value = tf.zeros([], tf.float64)
         self._gradient: list[Any] = [None] * len(space.dtypes)
+        self._shapes = space.shapes
         self._dtypes = space.dtypes if dtype is None else [dtype] * len(space.dtypes)
         self._sum_dtype = dtype or space.dtype
         self._weight = 0.0
@@ -33,6 +35,25 @@ class WeightedMean:
             if part is not None:
                 part = tf.cast(part, self._sum_dtype) * tf.constant(weight, self._sum_dtype)
                 self._gradient[i] = part if self._gradient[i] is None else self._gradient[i] + part
+
+    @property
+    def specs(self) -> list[tf.TensorSpec]:
+        """Shapes and types of `tensors`."""
+        scalar = tf.TensorSpec([], tf.float64)
+        return [scalar, scalar, *(tf.TensorSpec(s, self._sum_dtype) for s in self._shapes)]
+
+    def tensors(self) -> list[tf.Tensor]:
+        """Return the sums: of values, of weights and of the parts of gradients."""
+        zeros = [tf.zeros(spec.shape, spec.dtype) for spec in self.specs[2:]]
+        parts = [zero if g is None else g for g, zero in zip(self._gradient, zeros)]
+        return [self._value, tf.constant(self._weight, tf.float64), *parts]
+
+    def replace(self, tensors: Sequence[tf.Tensor]) -> None:
+        """Replace the sums, in the order of `tensors`."""
+        self._value, weight, *parts = tensors
+        self._weight = float(weight)
+        pairs = zip(self._gradient, parts)
+        self._gradient = [g if g is None else part for g, part in pairs]
 
     def divide(self) -> float:
         """Divide by the sum of the weights; return the factor `1 / sum_b w_b`."""

@@ -140,7 +140,7 @@ class Device:
 
         for _ in range(2):  # the first may still tell of another worker
             try:
-                _in_new_thread(probe).wait(_PROBE_SECONDS)
+                in_new_thread(probe).wait(_PROBE_SECONDS)
             except (LostDeviceError, tf.errors.OpError):
                 continue
             return False
@@ -244,7 +244,8 @@ class _Runner:
             del job  # with what it holds
 
 
-def _in_new_thread(function: Callable[[], Any]) -> Job:
+def in_new_thread(function: Callable[[], Any]) -> Job:
+    """Run a function in a thread of its own, which does not keep the process."""
     job = Job(function)
     _Runner().submit(job)
     return job
@@ -276,7 +277,7 @@ def take_back() -> None:
     if not lost or not all(device.takes_connections() for device in lost):
         return
     try:
-        _in_new_thread(connect_again).wait(_PROBE_SECONDS)
+        in_new_thread(connect_again).wait(_PROBE_SECONDS)
     except (LostDeviceError, tf.errors.OpError) as error:
         _log.warning("lost workers were not taken back: %s", error)
         return

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hvp._errors import HvpError
 
-_EXPECTED = "names of TensorFlow's logical devices, or the devices themselves"
+_EXPECTED = "names of TensorFlow's logical devices, the devices themselves, or a strategy"
 _FIELDS = ("job", "replica", "task", "device_type", "device_index")
 
 
@@ -18,9 +18,9 @@ def device_names(devices: Any, lost: Sequence[str] = ()) -> tuple[str, ...]:
 
     Parameters
     ----------
-    devices : sequence of str or tf.config.LogicalDevice, or one of them
+    devices : sequence of str or tf.config.LogicalDevice, or one of them, or tf.distribute.Strategy
         A name need not be complete, as long as it fits one device. Without a job it is one of this
-        process.
+        process. A strategy stands for the devices of its replicas in this process.
     lost : sequence of str, optional
         Names of devices that TensorFlow may not list, because it is no longer connected to them.
 
@@ -29,6 +29,8 @@ def device_names(devices: Any, lost: Sequence[str] = ()) -> tuple[str, ...]:
     HvpError
         If there is none, if a name fits no device or several, or if one device is named twice.
     """
+    if isinstance(devices, tf.distribute.Strategy):
+        devices = devices.extended.worker_devices
     every = [devices] if isinstance(devices, (str, tf.config.LogicalDevice)) else devices
     try:
         names = [device if isinstance(device, str) else device.name for device in every]

@@ -111,7 +111,9 @@ class Site(Place):
         if tensor.device == home:
             return tensor
         self.received += nbytes(tensor)
-        with tf.device(home):
+        # In Python that a graph calls, tensors tell this name even if the process is a task of a
+        # cluster, and TensorFlow does not know it then.
+        with tf.device(home.replace("/job:localhost/replica:0/task:0", "")):
             return tf.identity(tensor)
 
     def run(self, function: Callable[[], Any]) -> Any:

@@ -33,9 +33,10 @@ class StorableGraphMap(GraphMap):
         current: Callable[[], Any],
         resources: Sequence[Resource],
         values: Sequence[tf.Tensor],
+        copies: int = 0,
     ) -> Store:
         """Return what products inside graphs can read."""
-        return InGraph(self, current, resources, values)
+        return InGraph(self, current, resources, values, copies)
 
 
 class InGraph(Store):
@@ -52,6 +53,8 @@ class InGraph(Store):
         The variables that the map depends on; none if it does not matter whether they change.
     values : sequence of tf.Tensor
         Their values at its point.
+    copies : int
+        How many of these, at the end, are further copies of variables, on other devices.
     """
 
     def __init__(
@@ -60,12 +63,17 @@ class InGraph(Store):
         current: Callable[[], Any],
         resources: Sequence[Resource],
         values: Sequence[tf.Tensor],
+        copies: int,
     ) -> None:
         # TensorFlow keeps functions it calls for as long as the process lives: they must keep no
         # residuals.
         self._current = weakref.WeakMethod(current)
         self._resources = list(resources)
         self._program, self._spaces = held.program, (held.domain, held.codomain)
+        # Values that are packed with the residuals need no place of their own.
+        packed = len(self._resources) - copies if held.program.tells_changes else 0
+        self._own = slice(packed, len(self._resources))
+        self._copies = copies
         # The residuals one by one, where they are packed: XLA would take them apart each time.
         self._parts: list[Slot] = []
         self._unpack = tf.function(self._program.unpack, autograph=False)
@@ -132,7 +140,7 @@ class InGraph(Store):
         xla = is_for_xla()
         there = self._there.read_value()
         if xla:
-            amiss = tf.logical_not(there) | self._changed()
+            amiss = tf.logical_not(there) | self._changed(copies=False)
         else:  # what is no longer there has another shape
             amiss = tf.cond(there, self._changed, lambda: tf.constant(True))
         checks = []
@@ -154,14 +162,16 @@ class InGraph(Store):
             lambda tensor: tf.where(amiss, tf.cast(float("nan"), tensor.dtype), tensor), result
         )
 
-    def _changed(self) -> tf.Tensor:
-        """Whether variables that are watched have changed since the evaluation."""
+    def _changed(self, *, copies: bool = True) -> tf.Tensor:
+        """Whether variables that are watched have changed since the evaluation.
+
+        What XLA compiles cannot read copies on other devices.
+        """
+        pairs = list(zip(self._resources[self._own], self._watched))
+        pairs = pairs if copies else pairs[: len(pairs) - self._copies]
+        changed = [differ(resource.read(), slot.read()) for resource, slot in pairs]
         if self._resources and self._program.tells_changes:
-            return self._program.changed(*_read(self._residuals))
-        changed = [
-            differ(resource.read(), slot.read())
-            for resource, slot in zip(self._resources, self._watched)
-        ]
+            changed.append(self._program.changed(*_read(self._residuals)))
         return tf.reduce_any(changed) if changed else tf.constant(False)
 
     def _ask(self) -> tf.Tensor:
@@ -181,7 +191,7 @@ class InGraph(Store):
 
     def _apart(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Return values that are not packed with the residuals anyway."""
-        return [] if self._program.tells_changes or not self._resources else list(values)
+        return list(values[self._own])
 
 
 class _InGraphMap(GraphMap):

@@ -70,6 +70,7 @@ class LinearMap(abc.ABC):
         current: Callable[[], Any],
         resources: Sequence[Resource],
         values: Sequence[tf.Tensor],
+        copies: int = 0,
     ) -> Store | None:
         """Return what products inside graphs can read; None if they have to run Python.
 
@@ -81,8 +82,10 @@ class LinearMap(abc.ABC):
             The variables that the map depends on; none if changes do not matter.
         values : sequence of tf.Tensor
             Their values at its point.
+        copies : int, optional
+            How many of them, at the end, are further copies of variables, which it does not read.
         """
-        del current, resources, values
+        del current, resources, values, copies
         return None
 
     def close(self) -> None:  # noqa: B027 - most combinations hold nothing themselves

@@ -33,6 +33,7 @@ __all__ = [
     "addresses_of_workers",
     "call_flat",
     "connect_again",
+    "copies_of",
     "gradient_of_type",
     "is_for_xla",
     "op_def_registry",
@@ -44,6 +45,29 @@ __all__ = [
 def is_for_xla() -> bool:
     """Whether the graph being traced will be compiled by XLA."""
     return bool(GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()))
+
+
+def copies_of(handle: tf.Tensor) -> list[tf.Variable]:
+    """Return all copies of the variable with a handle that a strategy keeps, one for each replica.
+
+    What a graph captures is the handle of one copy; only a private attribute of it leads to the
+    variable as a whole.
+
+    Parameters
+    ----------
+    handle : tf.Tensor
+        The handle of one copy.
+
+    Returns
+    -------
+    list of tf.Variable
+        The copies, in the order of the replicas; empty if no strategy made the variable.
+    """
+    container = getattr(handle, "_distributed_container", None)
+    whole = None if container is None else container()
+    if whole is None:
+        return []
+    return list(whole.distribute_strategy.experimental_local_results(whole))
 
 
 def call_flat(

@@ -37,6 +37,8 @@ def compiled_problem(
     check_options_of_fit(options)
     split = ("batch_size", "memory_limit", "hessian_batch_size", "devices")
     whole = isinstance(data, (tuple, dict)) and all(options.get(s) is None for s in split)
+    # Other processes have other examples.
+    whole = whole and not _has_other_processes(model)
     by_examples = not whole and options.get("weight") is None
     loss = loss_of_model(model, training=training, by_examples=by_examples)
     if options.get("reduction") == "sum" and model.losses:
@@ -46,6 +48,14 @@ def compiled_problem(
             "pass a loss without the regularizers to HessianOperator, and them as regularization=",
         )
     return loss, model if variables is None else variables
+
+
+def _has_other_processes(model: Any) -> bool:
+    """Whether a strategy connects this process with others, which have other examples."""
+    values = [getattr(variable, "value", variable) for variable in getattr(model, "variables", ())]
+    kept = [value for value in values if isinstance(value, tf.distribute.DistributedValues)]
+    strategies = [value.distribute_strategy for value in kept]
+    return any(s.num_replicas_in_sync > len(s.extended.worker_devices) for s in strategies)
 
 
 def check_options_of_fit(options: Mapping[str, Any]) -> None:

@@ -27,7 +27,8 @@ from hvp._engines.single_plan import SinglePlan
 from hvp._errors import HvpError, InvalidDataError, RecomputeError
 from hvp._recompute.keras_segments import segments_of
 from hvp._snapshots.snapshot import Snapshot
-from hvp._vectors.variables import collect_variables
+from hvp._vectors.strategies import process_count, strategy_of
+from hvp._vectors.variables import VariableNest, collect_variables
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,6 @@ class Problem:
                     f"the argument {name} is {type(function).__name__}", "a function, or None"
                 )
         whole = batch_size is None and settings.memory_limit is None and weight is None
-        several = settings.devices is not None and len(settings.devices) > 1
         if data is None and not whole:
             raise InvalidDataError(
                 "batch_size, memory_limit or weight is passed without data",
@@ -106,8 +106,6 @@ class Problem:
             source = NO_DATA
         elif isinstance(data, Elements) or (whole and isinstance(data, (tuple, dict))):
             source = convert_batch(data, "data")
-            if several:  # each device gets a part
-                source = Batches(source.as_data(), None, None)
         else:
             source = Batches(data, batch_size, weight)
         added = None if regularization is None else HessianRule(_as_tensor(regularization))
@@ -149,7 +147,7 @@ class Problem:
         nest, rule, added = collect_variables(self.variables), self.rule, self.regularization
         if settings.recompute is not False:
             rule = _InSegments(rule, segments_of(self.variables, settings.recompute))
-        source = self.source
+        source, settings = self._spread(nest, settings)
         if settings.devices is not None:
             batches = source if isinstance(source, Batches) else OneBatch(source)
             return DealtPlan(rule, nest, batches, settings, added=added, total=self.total)
@@ -161,6 +159,20 @@ class Problem:
         elif factor != 1:
             rule = WeightedSum([(factor, rule, None)])
         return SinglePlan(rule, nest, settings, lambda: source, inputs)
+
+    def _spread(
+        self, nest: VariableNest, settings: Settings
+    ) -> tuple[Elements | Batches, Settings]:
+        """Decide which devices to use, and let each of them have a part of the data."""
+        source, strategy = self.source, strategy_of(nest.variables)
+        # What is divided may be divided among replicas; other processes have to be asked.
+        spreads = process_count(strategy) > 1 or isinstance(source, Batches)
+        if settings.devices is None and strategy is not None and spreads:
+            settings = dataclasses.replace(settings, devices=strategy)
+        several = settings.devices is not None and len(settings.devices) > 1
+        if several and isinstance(source, Elements) and source is not NO_DATA:
+            source = Batches(source.as_data(), None, None)
+        return source, settings
 
 
 _OF_SETTINGS = frozenset(field.name for field in dataclasses.fields(Settings))

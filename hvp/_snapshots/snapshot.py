@@ -32,13 +32,14 @@ from hvp._errors import (
     StaleOperatorError,
     quoted,
 )
+from hvp._graphs.private import copies_of
 from hvp._graphs.python_calls import check_can_wait_for_python
 from hvp._runtime.collector import no_collections
 from hvp._runtime.guard import Guard, OneProcess, refuse_forks
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._snapshots.python_map import PythonMap
 from hvp._snapshots.statistics import Statistics
-from hvp._vectors.resources import restored
+from hvp._vectors.resources import Resource, restored
 from hvp._vectors.watch import Watch
 
 Result = TypeVar("Result")
@@ -90,7 +91,7 @@ class Snapshot(OneProcess):
         self._absent = f"the {what} is closed"
         with self._guard, Uninterrupted(), no_collections():
             self.plan = make_plan()
-        self._watch = Watch(self.plan.facts.reads)
+        self._watch = _watch(self.plan.facts.reads)
         self._spaces = self.plan.space, self.plan.space
         self.refresh()
 
@@ -104,7 +105,7 @@ class Snapshot(OneProcess):
         twin.on_stale = "ignore"
         twin._results = twin._map = twin._store = None
         twin._absent = "nothing was evaluated yet"
-        twin._watch = Watch(self.plan.facts.reads)
+        twin._watch = _watch(self.plan.facts.reads)
         return twin
 
     @property
@@ -238,8 +239,10 @@ class Snapshot(OneProcess):
         with tf.init_scope(), self._guard, self._guard.lock:
             held = self._current()[1]
         if self._store is None:
-            resources = () if self.on_stale == "ignore" else self._watch.resources
-            self._store = held.store(self.make_sure_in_graph, resources, self._watch.values)
+            watch, looks = self._watch, self.on_stale != "ignore"
+            resources = watch.resources if looks else ()
+            copies = len(resources) - len(watch.read) if looks else 0
+            self._store = held.store(self.make_sure_in_graph, resources, watch.values, copies)
         if self._store is None:
             # TensorFlow keeps the function for as long as the process lives: it must not keep the
             # residuals, so it has a weak reference.
@@ -266,7 +269,8 @@ class Snapshot(OneProcess):
         """
         with self._guard, self._guard.lock:
             product = None
-            if apply_if_current and self._map is not None and self.on_stale != "ignore":
+            looks = self.on_stale != "ignore" and not self._watch.has_copies
+            if apply_if_current and self._map is not None and looks:
                 product = apply_if_current(self._map)
             if product is None:
                 product = apply(self._current()[1])
@@ -297,12 +301,13 @@ class Snapshot(OneProcess):
         facts = self.facts
         # Which puts them back; and of batches only now all are known.
         self._seeds = [resource.read() for resource in facts.seeds]
-        if facts.reads != self._watch.resources:
-            self._watch = Watch(facts.reads)
+        if facts.reads != self._watch.read:
+            self._watch = _watch(facts.reads)
         self._doing = "a product"
         self._counts.gradient_evaluations += 1
         self._check(results)
         self._watch.set(results.watched)
+        self._refuse_disagreeing_copies()
         self._results, self._map = results, held
         self._gradient_is_released = False
         self._spaces = held.domain, held.codomain
@@ -354,6 +359,15 @@ class Snapshot(OneProcess):
             self._store.empty()
         self._watch.release()
 
+    def _refuse_disagreeing_copies(self) -> None:
+        names = self._watch.disagreeing()
+        if names:
+            raise HvpError(
+                f"the copies that a strategy keeps of variables differ: {quoted(names)}",
+                "the same values on all replicas",
+                "assign to the variable as a whole, which gives all copies the same value",
+            )
+
     def _check(self, results: Results) -> None:
         names = self.plan.nest.names
         if results.gradient is not None and all(part is None for part in results.gradient):
@@ -398,6 +412,17 @@ class _EagerMap(LinearMap):
             return self._turned(held).transpose()
 
         return _EagerMap(self._snapshot, self.codomain, self.domain, turned)
+
+
+def _watch(resources: Sequence[Resource]) -> Watch:
+    """Return a watch over variables, and over all copies of them that a strategy keeps."""
+    copies = []
+    for number, resource in enumerate(resources):
+        for index, variable in enumerate(copies_of(resource.handle)):
+            if variable.handle is not resource.handle:
+                name = f"{resource.name} on replica {index}"
+                copies.append((number, Resource.of(variable, name)))
+    return Watch(resources, copies)
 
 
 def _article(noun: str) -> str:

@@ -23,28 +23,47 @@ class Watch:
 
     Parameters
     ----------
-    resources : sequence of Resource
+    read : sequence of Resource
         What to watch.
+    copies : sequence of (int, Resource), optional
+        Further copies of variables, on other devices, with the numbers of the variables.
 
     Attributes
     ----------
-    resources : tuple of Resource
+    read : tuple of Resource
         The same.
+    resources : tuple of Resource
+        All that is watched: what is read, and then the copies.
     values : list of tf.Tensor
-        What to compare with.
+        What to compare these with.
     """
 
-    def __init__(self, resources: Sequence[Resource]) -> None:
-        self.resources = tuple(resources)
+    def __init__(
+        self, read: Sequence[Resource], copies: Sequence[tuple[int, Resource]] = ()
+    ) -> None:
+        self.read = tuple(read)
+        self._originals = [number for number, _ in copies]
+        self.resources = (*self.read, *(copy for _, copy in copies))
         self.values: list[tf.Tensor] = []
         self._addresses: list[int | None] | None = None
 
+    @property
+    def has_copies(self) -> bool:
+        """Whether variables have copies on other devices."""
+        return bool(self._originals)
+
     def set(self, values: Sequence[tf.Tensor] | None = None) -> None:
-        """Take some values, or those of now, as those to compare with."""
-        self.values = (
-            [resource.read() for resource in self.resources] if values is None else list(values)
-        )
-        self._addresses = None
+        """Take some values of what is read, or those of now, as those to compare with."""
+        values = [resource.read() for resource in self.read] if values is None else values
+        copies = [resource.read() for resource in self.resources[len(self.read) :]]
+        self.values, self._addresses = [*values, *copies], None
+
+    def disagreeing(self) -> list[str]:
+        """Return the names of variables whose copies had different values when this was set."""
+        copies = self.values[len(self.read) :]
+        pairs = zip(self._originals, copies)
+        numbers = {number for number, copy in pairs if differ(copy, self.values[number])}
+        return [self.read[number].name for number in sorted(numbers)]
 
     def release(self) -> None:
         """Forget the values."""
@@ -65,4 +84,4 @@ class Watch:
                 continue
             if differ(now, value):
                 names.append(resource.name)
-        return names
+        return list(dict.fromkeys(names))

@@ -7,7 +7,7 @@ from tensorflow.python.eager import context, record
 from tensorflow.python.framework import op_def_registry, ops
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
-from hvp._graphs.private import call_flat
+from hvp._graphs.private import call_flat, copies_of
 
 
 def test_definitions_of_operations():
@@ -49,6 +49,15 @@ def test_what_a_tape_keeps_of_an_operation_that_is_taken_for_a_constant():
 def test_a_concrete_function_called_with_a_flat_list():
     double = tf.function(lambda a: 2.0 * a).get_concrete_function(tf.TensorSpec([2]))
     assert double._call_flat([tf.ones(2)], double.captured_inputs).numpy().tolist() == [2.0, 2.0]
+
+
+def test_the_copies_of_a_variable_by_the_handle_of_one():
+    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        variable = tf.Variable([1.0])
+    graph = tf.function(lambda: 2.0 * variable).get_concrete_function()
+    (captured,) = graph.captured_inputs
+    assert [copy.device[-5:] for copy in copies_of(captured)] == ["CPU:0", "CPU:1"]
+    assert copies_of(tf.Variable([1.0]).handle) == []
 
 
 def test_whether_a_trace_is_for_xla():

@@ -1,0 +1,188 @@
+"""The replicas of a `tf.distribute.Strategy`, and the processes that it connects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvp._devices.device import LostDeviceError, in_new_thread
+from hvp._devices.names import device_names
+from hvp._errors import DeviceError, HvpError, line_of
+from hvp._vectors.strategies import process_count
+
+# A digest travels in pieces of this many bits, each as one number: sums over processes of their
+# squares are then exact in float32 for 70,000 processes.
+_BITS, _PIECES = 4, 8
+
+
+def processes_of(strategy: tf.distribute.Strategy | None, seconds: float) -> Processes | None:
+    """Return the processes that a strategy connects; None if there is only this one.
+
+    Parameters
+    ----------
+    strategy : tf.distribute.Strategy or None
+        The strategy.
+    seconds : float
+        How long to wait for the others.
+    """
+    count = process_count(strategy)
+    return Processes(strategy, count, seconds) if strategy is not None and count > 1 else None
+
+
+class Processes:
+    """Processes that each hold a share of the data, and add up what they compute from it.
+
+    All of them make the same calls in the same order, and get the same bits from each.
+
+    Parameters
+    ----------
+    strategy : tf.distribute.Strategy
+        What connects them, such as a `tf.distribute.MultiWorkerMirroredStrategy`.
+    count : int
+        How many they are.
+    seconds : float
+        How long to wait for the others.
+
+    Attributes
+    ----------
+    count : int
+        The same.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy, count: int, seconds: float) -> None:
+        self.count = count
+        self._strategy, self._seconds = strategy, seconds
+        self._devices = device_names(strategy)
+        self._options = tf.distribute.experimental.CommunicationOptions(timeout_seconds=seconds)
+
+    def sum(
+        self,
+        compute: Callable[[], Sequence[tf.Tensor]],
+        specs: Sequence[tf.TensorSpec],
+        digest: int,
+    ) -> list[tf.Tensor]:
+        """Return the sums over all processes of the tensors that each of them computes.
+
+        Parameters
+        ----------
+        compute : callable
+            Returns the tensors of this process. If it raises, the other processes learn of it.
+        specs : sequence of TensorSpec
+            Their shapes and dtypes.
+        digest : int
+            Of what must be the same in all processes, such as the vector that is multiplied.
+
+        Raises
+        ------
+        Exception
+            What `compute` raised.
+        HvpError
+            If digests differ.
+        DeviceError
+            If another process failed, or did not make this call in time.
+        """
+        error: Exception | None = None
+        try:
+            tensors = list(compute())
+        except Exception as caught:
+            error, tensors = caught, [tf.zeros(spec.shape, spec.dtype) for spec in specs]
+        dtypes = list(dict.fromkeys(spec.dtype for spec in specs))
+        flags = [float(error is not None), *_pieces(digest)]
+        buffers = []
+        for dtype in dtypes:
+            parts = [tf.reshape(t, [-1]) for t, spec in zip(tensors, specs) if spec.dtype == dtype]
+            parts += [tf.constant(flags, dtype)] if dtype == dtypes[0] else []
+            buffers.append(tf.concat(parts, 0))
+        try:
+            sums = [self._sum(buffer) for buffer in buffers]
+        except (LostDeviceError, tf.errors.OpError) as failure:
+            raise self._failed(failure) from error or failure
+        total = [float(number) for number in sums[0][-len(flags) :].numpy()]
+        if error is not None:
+            raise error
+        if total[0]:
+            raise DeviceError(
+                f"{total[0]:.0f} of the {self.count} processes could not compute their share",
+                "all processes",
+                "see what these raised",
+            )
+        self._check_same(total[1:])
+        return _apart(sums, specs, dtypes)
+
+    def _sum(self, buffer: tf.Tensor) -> tf.Tensor:
+        """Return the sum of one buffer over all processes, having waited for them."""
+        devices = self._devices
+
+        def of_replica(context: Any) -> tf.Tensor:
+            # The first replica of each process brings its share.
+            index = context.replica_id_in_sync_group % len(devices)
+            with tf.device(devices[index]):
+                return tf.identity(buffer) if index == 0 else tf.zeros_like(buffer)
+
+        def everywhere() -> tf.Tensor:
+            with self._strategy.scope():
+                shares = self._strategy.experimental_distribute_values_from_function(of_replica)
+                return self._strategy.extended.reduce_to(
+                    tf.distribute.ReduceOp.SUM, shares, devices[0], self._options
+                )
+
+        # In another thread, so that this one can be interrupted. TensorFlow ends the wait.
+        return in_new_thread(everywhere).wait(None)
+
+    def _check_same(self, total: Sequence[float]) -> None:
+        sums, squares = total[:_PIECES], total[_PIECES:]
+        # Equal if, and only if, all processes have the same numbers.
+        if all(square * self.count == one * one for one, square in zip(sums, squares)):
+            return
+        raise HvpError(
+            "the processes multiply by different vectors, or make different calls",
+            "the same calls with the same vectors, in the same order, in all processes",
+            "give the same seed, start vector or right-hand side in all of them, such as v0 for "
+            "scipy.sparse.linalg.eigsh",
+        )
+
+    def _failed(self, failure: Exception) -> DeviceError:
+        reason = f"{type(failure).__name__}: {line_of(failure)}"
+        return DeviceError(
+            f"the sum over {self.count} processes failed ({reason})",
+            f"that all processes make the same call within {self._seconds:g} seconds",
+            "see whether one of them has ended; all of them have to be started again",
+        )
+
+
+def digest_of(kind: str, *tensors: tf.Tensor) -> int:
+    """Return 32 bits that differ, most likely, for tensors that differ.
+
+    Parameters
+    ----------
+    kind : str
+        What the tensors are for.
+    *tensors : tf.Tensor
+        Tensors of floating type.
+    """
+    total = sum(ord(letter) << (8 * (index % 4)) for index, letter in enumerate(kind))
+    for tensor in tensors:
+        bits = tf.bitcast(tensor, tf.int32 if tensor.dtype.size == 4 else tf.int64)
+        total = 31 * total + int(tf.reduce_sum(tf.cast(bits, tf.int64)))
+    return (total ^ (total >> 32)) & 0xFFFFFFFF
+
+
+def _pieces(digest: int) -> list[float]:
+    pieces = [float((digest >> (_BITS * index)) % 2**_BITS) for index in range(_PIECES)]
+    return [*pieces, *(piece * piece for piece in pieces)]
+
+
+def _apart(
+    sums: Sequence[tf.Tensor], specs: Sequence[tf.TensorSpec], dtypes: Sequence[tf.DType]
+) -> list[tf.Tensor]:
+    """Take tensors out of buffers again."""
+    used = dict.fromkeys(dtypes, 0)
+    tensors = []
+    for spec in specs:
+        start, size = used[spec.dtype], spec.shape.num_elements()
+        buffer = sums[dtypes.index(spec.dtype)]
+        tensors.append(tf.reshape(buffer[start : start + size], spec.shape))
+        used[spec.dtype] = start + size
+    return tensors

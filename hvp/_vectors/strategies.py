@@ -1,0 +1,38 @@
+"""The strategy that keeps copies of variables, and how many processes it connects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import tensorflow as tf
+
+from hvp._errors import HvpError
+
+
+def strategy_of(variables: Iterable[tf.Variable]) -> tf.distribute.Strategy | None:
+    """Return the strategy that keeps copies of some variables; None if there is none.
+
+    Raises
+    ------
+    HvpError
+        If there are two.
+    """
+    found: list[tf.distribute.Strategy] = []
+    for variable in variables:
+        if isinstance(variable, tf.distribute.DistributedValues):
+            strategy = variable.distribute_strategy
+            if not any(strategy is other for other in found):
+                found.append(strategy)
+    if len(found) > 1:
+        raise HvpError(
+            f"the variables belong to {len(found)} strategies",
+            "variables that were made in the scope of one tf.distribute.Strategy, or of none",
+        )
+    return found[0] if found else None
+
+
+def process_count(strategy: tf.distribute.Strategy | None) -> int:
+    """Return how many processes a strategy connects, each with as many replicas."""
+    if strategy is None:
+        return 1
+    return strategy.num_replicas_in_sync // len(strategy.extended.worker_devices)
