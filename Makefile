@@ -8,7 +8,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 PARALLEL ?= --numprocesses auto --maxprocesses 4 --dist worksteal
 METADATA = setup.cfg setup.py pyproject.toml
 
-.PHONY: demo test quick test-oldest test-with fuzz zoo lint format docs benchmark clean
+.PHONY: demo test test-all quick test-oldest test-with fuzz zoo lint format docs benchmark clean
 
 demo: $(VENV)/.examples
 	$(BIN)/python examples/cg_solve.py
@@ -23,7 +23,11 @@ quick: $(VENV)/.test
 test-oldest: $(OLDEST)/.test
 	$(OLDEST)/bin/python -m pytest $(PARALLEL)
 
-# All tests, with those that take long, and a hundred times as many random examples, other ones each
+# All tests, with those that take long, and all cases of each.
+test-all: $(VENV)/.test
+	HVP_FUZZ=1 $(BIN)/python -m pytest $(PARALLEL)
+
+# The same, and a hundred times as many random examples, other ones each
 # time: 600 random programs among them. Hours.
 fuzz: $(VENV)/.test
 	HVP_FUZZ=100 $(BIN)/python -m pytest $(PARALLEL)

@@ -1,6 +1,7 @@
 """Options of a run, and the counts of random programs at its end."""
 
 import os
+import zlib
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 # Threads for matrices of a hundred rows only wait for each other, and several processes run.
@@ -35,7 +36,9 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Choose the tests of a quick run, spread over each module."""
+    """Leave out cases that are much like others; of a quick run, most tests of each module."""
+    if not os.environ.get("HVP_FUZZ"):
+        leave_out(config, items, few_of_each(items))
     if not config.getoption("--quick"):
         return
     by_module = {}
@@ -45,8 +48,29 @@ def pytest_collection_modifyitems(config, items):
     chosen = [
         item for tests in by_module.values() for item in tests[:: max(1, -(-len(tests) // OF_EACH))]
     ]
-    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-    items[:] = chosen
+    leave_out(config, items, {item for item in items if item not in chosen})
+
+
+def few_of_each(items):
+    """Return the cases to leave out of tests that are marked `few`, of which so many run always.
+
+    Which ones is the same each time, and as good as random, so that they differ in every way.
+    """
+    by_test = {}
+    for item in items:
+        skipped = any(mark.args[0] for mark in item.iter_markers("skipif"))
+        if item.get_closest_marker("few") and not skipped:
+            by_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out = set()
+    for cases in by_test.values():
+        cases.sort(key=lambda item: zlib.crc32(item.name.encode()))
+        left_out.update(cases[cases[0].get_closest_marker("few").args[0] :])
+    return left_out
+
+
+def leave_out(config, items, left_out):
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
 
 
 # Not in tests/fuzz: of several processes, the one that reports reads no conftest there.

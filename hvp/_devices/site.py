@@ -106,15 +106,26 @@ class Site(Place):
         with self.scope():
             return tf.identity(tensor)
 
-    def give(self, tensor: tf.Tensor, home: str) -> tf.Tensor:
-        """Move a tensor from there to the device that is given by its name."""
-        if tensor.device == home:
+    def give(self, tensor: tf.Tensor, home: str, *, times: float = 1.0) -> tf.Tensor:
+        """Move a tensor from there to the device that is given by its name.
+
+        Parameters
+        ----------
+        tensor : tf.Tensor
+            The tensor.
+        home : str
+            The name of the device.
+        times : float, optional
+            A number to multiply it by, once it is here.
+        """
+        if tensor.device != home:
+            self.received += nbytes(tensor)
+        elif times == 1:
             return tensor
-        self.received += nbytes(tensor)
         # In Python that a graph calls, tensors tell this name even if the process is a task of a
         # cluster, and TensorFlow does not know it then.
         with tf.device(home.replace("/job:localhost/replica:0/task:0", "")):
-            return tf.identity(tensor)
+            return tf.identity(tensor) if times == 1 else tensor * tf.constant(times, tensor.dtype)
 
     def run(self, function: Callable[[], Any]) -> Any:
         """Call a function there, while no other one runs."""

@@ -21,6 +21,8 @@ from hvp._runtime.guard import OneProcess
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.progress import check_progress
 from hvp._runtime.strategies import outside_strategies
+from hvp._vectors.strategies import process_count, strategy_of
+from hvp._vectors.variables import collect_variables
 
 
 class TopInfluences(NamedTuple):
@@ -174,6 +176,14 @@ class InfluenceFunctions(OneProcess):
                 "a mean over examples that count equally, and refresh() after the weights changed",
             )
         check_progress(progress)
+        processes = process_count(strategy_of(collect_variables(variables).variables))
+        if processes > 1:
+            raise HvpError(
+                f"the variables belong to a strategy of {processes} processes, each of which has a "
+                "part of the examples",
+                "one process that has all training examples",
+                "let one process compute, with the machines of the others as devices=",
+            )
         train = ExampleData(train_data, "training")
         self.n_train = train.count
         # Half of the limit is for the batches, a quarter for gradients and a quarter for solutions.

@@ -97,14 +97,19 @@ class HessianOperator(SymmetricOperator):
         and branches, and products of the tape engine, stay in full precision. On GPUs that have it,
         TensorFlow itself computes float32 products in TF32: see
         `tf.config.experimental.enable_tensor_float_32_execution`.
-    devices : sequence of str or tf.config.LogicalDevice, optional
+    devices : sequence of str or tf.config.LogicalDevice, or tf.distribute.Strategy, optional
         The devices to compute on, of this process or, after
         `tf.config.experimental_connect_to_cluster`, of others: ``["GPU:0", "GPU:1"]``,
-        ``["/job:worker/task:0/device:CPU:0", ...]``. Data are divided among them, so that the loss
-        must be a mean over examples; each device holds the residuals of its own part, and
-        `memory_limit` holds for each. If a remote device fails, the others take over what it held.
+        ``["/job:worker/task:0/device:CPU:0", ...]``. A strategy stands for the devices of its
+        replicas. Data are divided among them, so that the loss must be a mean over examples; each
+        device holds the residuals of its own part, and `memory_limit` holds for each. If a remote
+        device fails, the others take over what it held. By default, variables that a strategy keeps
+        on several devices let all of these take part if the data are divided; if the strategy
+        connects several processes, each of them passes its share of the data, and makes the same
+        calls.
     device_timeout : float, optional
-        Seconds after which a remote device that does not answer counts as lost.
+        Seconds after which a remote device that does not answer counts as lost, and to wait for
+        other processes of a strategy.
 
     Attributes
     ----------
@@ -127,7 +132,7 @@ class HessianOperator(SymmetricOperator):
     SecondDerivativeError
         If TensorFlow has no second derivative of an operation in the loss.
     DeviceError
-        If none of the devices can be reached.
+        If none of the devices can be reached, or another process of a strategy fails.
     HvpError
         If another argument is invalid, all batches have weight zero, or batches would have to be
         evaluated again although the loss draws random numbers that cannot be repeated.

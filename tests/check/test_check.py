@@ -41,6 +41,7 @@ MUCH_LIKE_OTHERS = [*LONG_CASES, "mlp", "tf.function", "cond"]
 @pytest.mark.parametrize(
     "case", [long(name) if name in MUCH_LIKE_OTHERS else name for name in CASES]
 )
+@pytest.mark.few(4)
 def test_correct_operators_pass(case):
     problem = CASES[case]("float64")
     with hvp.HessianOperator(problem.loss, problem.variables, problem.data, damping=0.3) as H:
@@ -70,6 +71,7 @@ def double_precision_network():
     [{"batch_size": 4}, {"memory_limit": "1MiB"}, {"engine": "tape"}, long({"reduction": "sum"})],
     ids=str,
 )
+@pytest.mark.few(1)
 def test_all_ways_to_build_an_operator_pass(options):
     problem = double_precision_network()
     with hvp.HessianOperator(problem.loss, problem.variables, problem.data, **options) as H:
@@ -396,6 +398,7 @@ RELU = {
 
 # Batches without regularization are much like those with it, and a mean is much like a sum.
 @pytest.mark.parametrize("way", [long(way) if way in ("batches", "whole") else way for way in RELU])
+@pytest.mark.few(1)
 def test_float32_models_with_kinks_get_a_verdict(way):
     model = relu_network()
     data, options = (random(0, 100, 6), random(1, 100, 1)), dict(RELU[way])

@@ -86,6 +86,7 @@ def bytes_kept(size, engine="graph"):
 @pytest.mark.parametrize(
     ("limit", "kind", "sizes", "engine"), pairwise(LIMITS, SOURCES, SIZES, ["graph", "tape"])
 )
+@pytest.mark.few(4)
 def test_the_hessian_of_all_examples(dense, kind, sizes, limit, engine):
     network = Network()
     source, options = SOURCES[kind](SIZES[sizes])
@@ -123,6 +124,7 @@ def test_a_batch_that_does_not_fit_is_cut(dense):
 
 
 @pytest.mark.parametrize("engine", ["graph", "tape"])
+@pytest.mark.few(1)
 def test_arrays_are_cut_as_memory_wants_it(dense, engine):
     network = Network()
     whole = bytes_kept(N, engine)

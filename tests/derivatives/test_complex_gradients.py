@@ -36,6 +36,7 @@ def problem(*names):
 
 # A loop, which XLA does not take, by itself.
 @pytest.mark.parametrize("names", [list(FUNCTIONS)[:-1], ["in a loop"]], ids=["functions", "loop"])
+@pytest.mark.few(1)
 def test_products_are_right(names):
     complex_problem = problem(*names)
     want = dense_hessian(complex_problem)

@@ -98,6 +98,7 @@ def jacobian_of_cumulative_logsumexp(x, axis, exclusive, reverse):
 @pytest.mark.parametrize(
     ("order", "way"), crossed([(0, False, False), (1, True, False), (1, False, True)], WAYS)
 )
+@pytest.mark.few(2)
 def test_cumulative_logsumexp_at_the_solution_of_a_least_squares_fit(order, way):
     axis, exclusive, reverse = order
     z = tf.Variable(random(0, 3, 5, dtype="float64", scale=3))

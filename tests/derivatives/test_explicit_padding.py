@@ -44,6 +44,7 @@ def slow_gradients(part):
 
 
 @pytest.mark.parametrize("name", CONVOLUTIONS)
+@pytest.mark.few(1)
 def test_products_are_right_and_reach_no_slow_kernel(name):
     want = dense_hessian(problem(name, "float64"))
     for dtype, close in (("float32", 1e-5), ("float64", 1e-9)):
@@ -57,6 +58,7 @@ def test_products_are_right_and_reach_no_slow_kernel(name):
 
 
 @pytest.mark.parametrize("wrap", [tf.function, hvp.recompute])
+@pytest.mark.few(1)
 def test_also_inside_functions_and_where_recomputed(wrap):
     want = dense_hessian(problem("uneven", "float64"))
     padded = problem("uneven", "float64", wrap)

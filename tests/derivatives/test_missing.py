@@ -351,6 +351,7 @@ CONSTANTS = {
 
 
 @pytest.mark.parametrize("kind", CONSTANTS)
+@pytest.mark.few(3)
 def test_true_zeros_are_taken_for_zeros_because_of_their_row(kind, monkeypatch):
     """What lacks a derivative is no obstacle where it takes a constant."""
     w = tf.Variable(random(8, 4).astype(np.float64) + 0.7)
@@ -428,6 +429,7 @@ AT_WRONG_VALUES = {
 
 @pytest.mark.parametrize("engine", [long("graph"), "tape"])
 @pytest.mark.parametrize("kind", AT_WRONG_VALUES)
+@pytest.mark.few(4)
 def test_what_is_wrong_at_some_values_is_refused_there_because_of_its_row(
     kind, engine, monkeypatch
 ):

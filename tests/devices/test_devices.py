@@ -34,6 +34,7 @@ def gradient_of(network, loss):
 @pytest.mark.parametrize(
     ("count", "batches", "engine"), pairwise([1, 2, 3], list(BATCHES), ["graph", "tape"])
 )
+@pytest.mark.few(5)
 def test_products_blocks_values_and_gradients(dense, count, batches, engine):
     network = Network()
     loss = mean_square(network)
@@ -59,6 +60,7 @@ def test_products_blocks_values_and_gradients(dense, count, batches, engine):
 
 @pytest.mark.parametrize("engine", ["graph", "tape"])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.few(1)
 def test_weights_and_regularization(dense, engine, reduction):
     network = Network()
     weight = lambda x, y: tf.reduce_sum(x**2)  # noqa: E731
@@ -150,6 +152,7 @@ def test_an_old_point_stays_what_it_was_while_others_are_visited(dense):
 
 
 @pytest.mark.parametrize("engine", ["graph", "tape"])
+@pytest.mark.few(1)
 def test_dropout_has_the_same_masks_in_all_products_of_an_evaluation(engine):
     model = keras.Sequential(
         [keras.Input((IN,)), keras.layers.Dense(8, "tanh"), keras.layers.Dropout(0.5, seed=1)]
@@ -266,6 +269,7 @@ def test_what_goes_wrong_on_a_device_is_raised_here():
 @pytest.mark.filterwarnings("ignore:the device:RuntimeWarning")
 @pytest.mark.parametrize("engine", ["graph", "tape"])
 @pytest.mark.parametrize("batches", ["ragged", "streamed"])
+@pytest.mark.few(1)
 def test_devices_are_lost_at_any_moment_and_nothing_counts_twice(
     dense, engine, batches, monkeypatch
 ):

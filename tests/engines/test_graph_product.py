@@ -54,6 +54,7 @@ ALIKE = {"grouped conv2d", "strided grouped conv2d", "dilated grouped conv2d"}
 
 
 @pytest.mark.parametrize("name", [long(name) if name in ALIKE else name for name in FLOAT32_ONLY])
+@pytest.mark.few(2)
 def test_blocks_are_their_columns_where_there_are_no_differences(name):
     # The other steps of random programs are compared in float64, in tests/fuzz.
     parameters = Parameters(0, "float32")

@@ -52,6 +52,7 @@ def test_a_loop_follows_refresh_without_another_trace(jit_compile):
 
 @pytest.mark.parametrize("jit_compile", [None, True], ids=["plain", "xla"])
 @pytest.mark.parametrize("spoil", ["stale", "closed", "failed refresh"])
+@pytest.mark.few(3)
 def test_a_graph_never_answers_for_an_old_point(jit_compile, spoil):
     H, w = operator()
 
@@ -164,6 +165,7 @@ def test_products_mapped_over_rows():
     ("jit_compile", "large", "on_stale"),
     crossed([None, True], [False, True], ["raise", "ignore"]),
 )
+@pytest.mark.few(1)
 def test_a_product_in_a_graph_can_be_differentiated_by_its_vector(
     monkeypatch, jit_compile, large, on_stale
 ):

@@ -43,6 +43,7 @@ def in_graph(multiply):
     [(engine, wrap) for engine in ("graph", "tape") for wrap in (eagerly, in_graph)]
     + [("xla", eagerly), long("xla", in_graph)],
 )
+@pytest.mark.few(2)
 def test_a_rectangular_map_and_its_transpose(settings, wrap):
     options = {"engine": "tape"} if settings == "tape" else {"jit_compile": settings == "xla"}
     function, variables, jacobian = problem()

@@ -18,6 +18,7 @@ def problem():
 
 
 @pytest.mark.parametrize("jit_compile", [True, "auto"])
+@pytest.mark.few(1)
 def test_same_numbers(jit_compile):
     loss, w = problem()
     plain = hvp.HessianOperator(loss, w)
@@ -74,6 +75,7 @@ def test_which_is_faster_is_measured():
 
 
 @pytest.mark.parametrize("jit_compile", [True, "auto"])
+@pytest.mark.few(1)
 def test_what_xla_cannot_compile_is_computed_without(jit_compile, caplog):
     """A loop's intermediate values are in lists, which XLA takes from nobody."""
     case = CASES["while_loop"]("float64")

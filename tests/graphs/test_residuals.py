@@ -88,6 +88,7 @@ def test_a_chain_keeps_two_tensors_a_layer(activation):
 
 
 @pytest.mark.parametrize(("make", "ratio"), [(transformer, 0.55), (cnn, 0.55)])
+@pytest.mark.few(1)
 def test_models_keep_far_less_than_all_that_products_use(make, ratio, monkeypatch):
     keras.backend.set_floatx("float64")
     try:

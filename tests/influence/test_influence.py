@@ -45,6 +45,7 @@ def shared(solver="auto"):
 @pytest.mark.parametrize(
     "solver", [*map(long, ["auto", "cg", "minres"]), "exact", "block_cg", "neumann"]
 )
+@pytest.mark.few(1)
 def test_linear_regression_has_the_closed_form(solver):
     w, loss, bare, data = ridge()
     influence = hvp.InfluenceFunctions(
@@ -130,6 +131,7 @@ def test_arnoldi_inverts_on_a_subspace_only():
 
 
 @pytest.mark.parametrize("kind", ["dataset", "list", "dict", "batch_size", "memory_limit", "tape"])
+@pytest.mark.few(3)
 def test_scores_do_not_depend_on_batching(kind):
     w, loss, bare, data = ridge()
     train, options = data, {}
@@ -262,6 +264,7 @@ RUN = """
 
 
 @pytest.mark.parametrize("out", [long(""), "scores.npy"])
+@pytest.mark.few(0)
 def test_a_killed_run_resumes_with_the_same_result(tmp_path, monkeypatch, out):
     inside.set_limit(monkeypatch, "right-hand sides of influence", 2)
     w, loss, bare, data = ridge()
@@ -316,6 +319,7 @@ DIFFERING_PARTS = {
 
 
 @pytest.mark.parametrize("part", DIFFERING_PARTS)
+@pytest.mark.few(3)
 def test_the_checkpoint_of_another_run_is_refused(saved, part):
     path, _ = saved
     w, loss, bare, (x, y) = ridge()

@@ -46,6 +46,7 @@ def flat(variables):
     ("dtype", "preconditioner"),
     crossed(["float32", "float64", "float64"], [None, "diagonal", "nystrom"]),
 )
+@pytest.mark.few(2)
 def test_finds_the_minimum(dtype, preconditioner):
     problem = ridge_logistic(dtype)
     gtol = 1e-5 if dtype == "float32" else 1e-11
@@ -320,6 +321,7 @@ def test_variables_changed_between_steps_are_noticed():
     crossed(["diagonal", "nystrom"], [True, False])
     + [long(None, sampled) for sampled in (True, False)],
 )
+@pytest.mark.few(1)
 def test_a_restored_run_continues_with_the_same_iterates(tmp_path, preconditioner, sampled):
     options = {"preconditioner": preconditioner, "rank": 2, "damping": 0.1, "seed": 3}
     if sampled:
@@ -346,6 +348,7 @@ def test_a_restored_run_continues_with_the_same_iterates(tmp_path, preconditione
 
 
 @pytest.mark.parametrize("gradient_batch_size", [None, 400])
+@pytest.mark.few(1)
 def test_samples(gradient_batch_size):
     problem = ridge_logistic(examples=500)
     method = newton(
@@ -426,6 +429,7 @@ def test_a_sample_of_all_examples_is_no_sample():
     ("engine", "jit_compile", "batch_size"),
     crossed(["graph", "tape", "graph"], [True, False, False], [None, None, 16]),
 )
+@pytest.mark.few(2)
 def test_engines_and_batches_find_the_minimum(engine, jit_compile, batch_size):
     problem = ridge_logistic()
     options = {"engine": engine, "jit_compile": jit_compile, "batch_size": batch_size}

@@ -49,6 +49,7 @@ def model(A, g, p):
 
 @pytest.mark.parametrize("preconditioner", [None, *PRECONDITIONERS])
 @pytest.mark.parametrize("damping", [0.0, 0.5])
+@pytest.mark.few(2)
 def test_an_interior_step_solves_the_system(preconditioner, damping):
     A, g = matrix(np.geomspace(1, 1e3, SIZE)), np.arange(1.0, SIZE + 1)
     result, _ = solve(A, g, preconditioner, damping=damping)

@@ -123,6 +123,7 @@ ALWAYS = {
         for pair in itertools.product(MODELS, WAYS)
     ],
 )
+@pytest.mark.few(4)
 def test_it_is_the_dense_matrix(name, way):
     model, x, y = make(name)
     want = dense_gauss_newton(model, x, softmax_curvature)
@@ -149,6 +150,7 @@ def test_it_is_the_dense_matrix(name, way):
     ("name", "engine", "dtype"),
     crossed(CASES, ["graph", "tape", "graph"], ["float64", "float64", "float32"]),
 )
+@pytest.mark.few(4)
 def test_of_a_single_prediction_it_is_an_outer_product(name, engine, dtype):
     """A loss as a model, its square as the loss: the matrix is `g g^T`, for every case."""
     problem, truth = CASES[name](dtype), CASES[name]("float64")
@@ -173,6 +175,7 @@ def test_of_a_single_prediction_it_is_an_outer_product(name, engine, dtype):
 
 
 @pytest.mark.parametrize(("engine", "batch_size"), crossed(["graph", "tape"], [3, None]))
+@pytest.mark.few(1)
 def test_least_squares_regularization_and_sums(engine, batch_size):
     model, x, _ = make("dense")
     targets = random(60, 7, 3, dtype="float64")

@@ -61,6 +61,7 @@ BY_XLA = {"mlp", "gather", "while_loop"}
         *(long(name, "graph, XLA", "float32") for name in CASES if name not in BY_XLA),
     ],
 )
+@pytest.mark.few(10)
 def test_products_are_those_of_the_dense_hessian(name, dtype, engine):
     with operator(CASES[name](dtype), **ENGINES[engine]) as H:
         dense = dense_case(name)
@@ -85,6 +86,7 @@ def test_products_are_those_of_the_dense_hessian(name, dtype, engine):
         *(long(name, "float32") for name in CASES),
     ],
 )
+@pytest.mark.few(4)
 def test_products_for_little_memory_are_those_of_the_dense_hessian(name, dtype, monkeypatch):
     inside.set_limit(monkeypatch, "bytes of large values", 1)
     inside.set_limit(monkeypatch, "bytes of many values", 0)
@@ -100,6 +102,7 @@ def test_products_for_little_memory_are_those_of_the_dense_hessian(name, dtype, 
 
 
 @pytest.mark.parametrize("name", [name if name in LOOKED_AT else long(name) for name in CASES])
+@pytest.mark.few(1)
 def test_tensorflows_own_dense_hessian_is_the_one_of_differences_where_it_is_right(name):
     error = relative_error(jacobian_of_gradient(CASES[name]("float64")), dense_case(name))
     if name in WRONG_IN_TENSORFLOW:

@@ -9,6 +9,7 @@ from tests import memory
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
+@pytest.mark.few(0)
 def test_five_thousand_products_leave_memory_flat():
     measured = memory.run(
         """
@@ -59,6 +60,7 @@ def test_close_gives_the_residuals_back_and_they_are_as_large_as_reported():
     assert 0.9 * measured["residuals"] < measured["reported"] < 2 * measured["residuals"]
 
 
+@pytest.mark.few(0)
 def test_a_product_takes_three_values_a_layer_unless_told_otherwise():
     measured = memory.run(
         """

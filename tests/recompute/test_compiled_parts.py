@@ -106,6 +106,7 @@ def inputs_of(kind, function):
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.few(1)
 def test_an_operator_does_not_keep_the_graph_that_was_traced(recomputed, monkeypatch):
     chain, graphs = Chain(2), []
     original = trace.concrete_function

@@ -139,6 +139,7 @@ def made_twice(make):
 
 
 @pytest.mark.parametrize(("case", "mode"), crossed(CASES, ["eager", "graph"]))
+@pytest.mark.few(4)
 def test_values_derivatives_and_state_are_the_models(case, mode):
     make, x, segments = CASES[case]
     plain, model = made_twice(make)
@@ -276,6 +277,7 @@ class TestOperator:
             (["d1", "d4", "d5"], "tape", False),
         ],
     )
+    @pytest.mark.few(1)
     def test_the_same_hessian_from_less(self, recompute, engine, jit_compile):
         model = sequential()
         data = (X, self.Y)

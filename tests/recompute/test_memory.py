@@ -92,6 +92,7 @@ def assert_takes_less(functions, run, plain_run, most):
     ],
     ids=["eager", "nested", "tf.function", "operator"],
 )
+@pytest.mark.few(0)
 def test_a_product_takes_less_than_the_plain_one(functions, run, most):
     assert assert_takes_less(functions, run, IN_A_GRAPH, most) > 300
 

@@ -227,6 +227,7 @@ def interrupts():
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="there are no timers")
 @pytest.mark.parametrize("batch_size", [None, 5])
+@pytest.mark.few(1)
 def test_an_interrupt_leaves_the_operator_usable(batch_size, interrupts):
     """Interrupted at many moments, in products, solutions and refreshes."""
     problem, dense = network()

@@ -27,6 +27,7 @@ def counted(loss, runs):
 
 @pytest.mark.parametrize("engine", ["graph", "tape"])
 @pytest.mark.parametrize("wrap", [lambda f: f, tf.function])
+@pytest.mark.few(2)
 def test_fifty_products_evaluate_the_gradient_once(wrap, engine):
     runs = []
     problem = mlp("float64")
@@ -168,6 +169,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.parametrize("trainable", [True, False])
+@pytest.mark.few(8)
 def test_a_changed_variable_is_noticed_and_named(name, trainable):
     """Also of a frozen variable, which no tape watches."""
     if "optimizer" in name and not trainable:
@@ -344,6 +346,7 @@ DECIDING = {
 
 
 @pytest.mark.parametrize("name", DECIDING)
+@pytest.mark.few(1)
 def test_a_variable_that_only_decides_is_watched(name):
     w, u = tf.Variable([1.0, 2.0]), tf.Variable(2.0, name="decides")
     with hvp.HessianOperator(lambda: DECIDING[name](w, u), [w]) as H:

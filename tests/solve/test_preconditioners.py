@@ -49,6 +49,7 @@ def test_nystrom_improves_the_condition_of_a_low_rank_matrix():
 @pytest.mark.parametrize("name", PRECONDITIONERS)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("spectrum", ["positive", "indefinite", "negative", "zero"])
+@pytest.mark.few(8)
 def test_the_inverse_is_positive_definite_for_any_matrix(name, dtype, spectrum):
     values = np.geomspace(1e-3, 1e3, SIZE)
     values[: {"positive": 0, "indefinite": 30, "negative": SIZE, "zero": 0}[spectrum]] *= -1

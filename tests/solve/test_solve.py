@@ -25,6 +25,7 @@ unconverged = pytest.mark.filterwarnings("ignore::hvp.ConvergenceWarning")
 @pytest.mark.parametrize("k", [long(1), 7])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("spectrum", SPECTRA)
+@pytest.mark.few(8)
 def test_dense_solutions(spectrum, method, k):
     if spectrum == "indefinite" and method in ("cg", "block_cg"):
         pytest.skip("test_negative_curvature_is_reported")
@@ -137,6 +138,7 @@ def test_any_spectrum(eigenvalues, k, method, seed):
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.few(2)
 def test_float32_residual_norms_are_true(method):
     A = matrix(np.geomspace(0.3, 10, N))
     b = columns(N, 4).astype("float32")
@@ -328,6 +330,7 @@ def test_an_indefinite_preconditioner_is_refused():
 @pytest.mark.parametrize(
     ("kind", "method"), crossed(["tape", "batches", "scipy", "array", "sparse"], METHODS)
 )
+@pytest.mark.few(2)
 def test_operators_that_run_in_python(kind, method):
     A = matrix(SPECTRA["definite"](N))
     w = tf.Variable(np.zeros(N))
@@ -433,6 +436,7 @@ USES = {
 
 
 @pytest.mark.parametrize(("use", "engine"), crossed(USES, ["graph", "tape"]))
+@pytest.mark.few(2)
 def test_solvers_do_not_keep_the_operator_alive(use, engine):
     w = tf.Variable(np.linspace(1, 2, 10))
     H = hvp.HessianOperator(lambda: tf.reduce_sum(w**4), w, engine=engine)
