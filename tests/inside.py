@@ -16,7 +16,7 @@ import pytest
 
 import hvp
 from hvp._data import budget
-from hvp._devices import work
+from hvp._devices import device, site, work
 from hvp._devices.device import LostDeviceError
 from hvp._engines import graph_map, graph_program, single_plan, trace
 from hvp._graphs import low_precision, rematerialize, sizes
@@ -32,6 +32,7 @@ from hvp._vectors import packing
 # Limits that the library chooses for itself: the module that has the constant, and its name.
 LIMITS: dict[str, tuple[Any, str]] = {
     "bytes of a long vector": (operator, "_LONG"),
+    "bytes that a worker fetches": (site, "_LARGE"),
     "bytes of rows times residuals": (graph_map, "_BLOCK_BYTES"),
     "bytes that are packed": (packing, "_MAX_BYTES"),
     "columns of a solve": (equations, "_MAX_COLUMNS"),
@@ -185,15 +186,21 @@ def sites(operator: Any) -> Any:
     return snapshot(operator).plan.sites
 
 
+def pretend_version(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    """Let this process have another version of TensorFlow than workers, which are asked again."""
+    monkeypatch.setattr(device, "own_version", lambda: version)
+    monkeypatch.setattr(device, "_known", {})
+
+
 def lose_devices(monkeypatch: Any, lost: Callable[[str], bool]) -> None:
     """Let devices be lost just when they have a result, where `lost` says so of their names."""
     original = work.Work.result
 
     def result(self: Any, seconds: float) -> Any:
         value = original(self, seconds)
-        device = self._site.device
-        if lost(device.name):
-            device.give_up("it is a test")
+        one = self._site.device
+        if lost(one.name):
+            one.give_up("it is a test")
             raise LostDeviceError("it is a test")
         return value
 
@@ -202,6 +209,6 @@ def lose_devices(monkeypatch: Any, lost: Callable[[str], bool]) -> None:
 
 def find_lost_devices(operator: Any) -> None:
     """Let devices that were lost be there again, as if a worker had been started anew."""
-    for device in snapshot(operator).plan._devices:
-        if device.lost:
-            device.come_back()
+    for one in snapshot(operator).plan._devices:
+        if one.lost:
+            one.come_back()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -265,6 +266,7 @@ class Deal:
         self._replace_into(todo, counted)
         while todo:
             works: list[tuple[Share, Work]] = []
+            sent = self._sent(v, [share for share, indices in todo.items() if indices])
 
             def finish(share: Share, work: Work, done: dict[Share, list[int]] = todo) -> None:
                 result = self._result(share, work)
@@ -276,7 +278,9 @@ class Deal:
                 terms = [share.terms[index] for index in indices]
                 if not terms:
                     continue
-                works.append((share, self._product(share, indices, terms, method, v, space)))
+                there = sent.get(share, v)
+                work = self._product(share, indices, terms, method, there, v.device, space)
+                works.append((share, work))
                 kinds = {(method, id(getattr(term.map, "program", None))) for term in terms}
                 if not kinds <= self._prepared:  # functions are made, and serve all devices
                     finish(*works.pop())
@@ -287,6 +291,19 @@ class Deal:
             self._replace_into(todo, counted)
         return products, counted
 
+    def _sent(self, v: tf.Tensor, shares: Sequence[Share]) -> dict[Share, tf.Tensor]:
+        """Move a large vector to remote devices, before any of them computes.
+
+        While one computes, TensorFlow would not let another one fetch it.
+        """
+        works = [
+            (share, Work(share.site, functools.partial(share.site.fetch, v)))
+            for share in shares
+            if share.site.fetches(v)
+        ]
+        results = [(share, self._result(share, work)) for share, work in works]
+        return {share: result[0] for share, result in results if result is not None}
+
     def _product(
         self,
         share: Share,
@@ -294,6 +311,7 @@ class Deal:
         terms: list[Term],
         method: str,
         v: tf.Tensor,
+        home: str,
         space: Space,
     ) -> Work:
         weights = [self.weight_of(i, term.weight) for i, term in zip(indices, terms)]
@@ -301,7 +319,7 @@ class Deal:
         common = weights[0] if len(set(weights)) == 1 else 1.0
         weights = [1.0 if weight == common else weight for weight in weights]
         weighted = Sum(list(zip(weights, (term.map for term in terms))), space, space)
-        home, site = v.device, share.site
+        site = share.site
 
         def product() -> tf.Tensor:
             there = getattr(weighted, method)(site.take(v, uses=len(terms)))

@@ -10,6 +10,7 @@ ends with that worker, or with this process.
 from __future__ import annotations
 
 import contextvars
+import functools
 import logging
 import queue
 import re
@@ -22,7 +23,8 @@ from typing import Any
 import tensorflow as tf
 
 from hvp._devices.names import device_names, task_of
-from hvp._errors import line_of
+from hvp._devices.versions import own_version, version_of
+from hvp._errors import HvpError, line_of
 from hvp._graphs.private import addresses_of_workers, connect_again
 
 _log = logging.getLogger("hvp")
@@ -80,6 +82,7 @@ class Device:
         self.task = task_of(name)
         self.is_remote = self.task is not None
         self.lost, self.lives = "", 0
+        self._version_is_known = not self.is_remote
         self._runner = _Runner()
         self.address = addresses_of_workers().get(self.task) if self.task else None
 
@@ -111,6 +114,30 @@ class Device:
             return False
         return isinstance(error, _LOSSES) or bool(_MISTAKEN.search(error.message))
 
+    def check_version(self) -> None:
+        """Make sure, once for each life of a worker, that it has the TensorFlow of this process.
+
+        Raises
+        ------
+        HvpError
+            If it has another one.
+        """
+        if self._version_is_known or self.lost:
+            return
+        job = in_new_thread(functools.partial(version_of, self.name))
+        try:
+            version = job.wait(_PROBE_SECONDS, self.takes_connections)
+        except (LostDeviceError, tf.errors.OpError) as error:  # what uses it will tell
+            _log.info("the version of TensorFlow at %s is not known: %s", self.name, error)
+            return
+        if version not in ("", own_version()):
+            raise HvpError(
+                f"{self.name} runs TensorFlow {version}, and this process {own_version()}",
+                "one version, as TensorFlow supports no cluster of several",
+                "install the same version there, and start the worker again",
+            )
+        self._version_is_known = True
+
     def give_up(self, reason: str) -> None:
         """Leave the device alone from now on."""
         self.lost = reason
@@ -121,6 +148,7 @@ class Device:
         self._runner = _Runner()  # the one before may wait for ever
         self.lost = ""
         self.lives += 1
+        self._version_is_known = False
         _log.warning("the device %s is back", self.name)
 
     def takes_connections(self) -> bool:
@@ -296,7 +324,10 @@ def devices_of(argument: Any) -> list[Device]:
     Raises
     ------
     HvpError
-        As `device_names`.
+        As `device_names`, and if a worker has another version of TensorFlow.
     """
     lost = [device.name for device in _all_devices() if device.lost]
-    return [device_named(name) for name in device_names(argument, lost)]
+    devices = [device_named(name) for name in device_names(argument, lost)]
+    for device in devices:
+        device.check_version()
+    return devices

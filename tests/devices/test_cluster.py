@@ -13,9 +13,10 @@ from tests.cases import long
 @pytest.mark.parametrize(
     "names",
     [
-        ("only_this_machine", "agreement", "refusals", "loss_of_one"),
-        long(("further_agreement", "losses", "draws")),
+        ("only_this_machine", "agreement", "refusals", "fetching"),
+        long(("further_agreement", "loss_of_one", "losses", "draws")),
         long(("kills",)),
+        long(("fetching_kills",)),
     ],
 )
 def test_workers(names):

@@ -13,6 +13,7 @@ import time
 import warnings
 
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import hvp
@@ -99,12 +100,31 @@ def refusals(cluster):
         )
     for name in ("/job:worker/task:9/device:CPU:0", "/job:other/task:0/device:CPU:0"):
         raises(hvp.HvpError, "no device", lambda n=name: operator_of(w, n))
+    with pytest.MonkeyPatch.context() as patch:
+        inside.pretend_version(patch, "2.0")
+        text = "task:0/device:CPU:0 runs TensorFlow 2."
+        raises(hvp.HvpError, text, lambda: operator_of(w, cluster.devices[0]))
     raises(hvp.HvpError, "fits several", lambda: operator_of(w, "/job:worker/device:CPU:0"))
     raises(hvp.HvpError, "connected to a cluster", lambda: hvp.Cluster(1))
 
 
 def operator_of(w, name):
     return hvp.HessianOperator(lambda: tf.reduce_sum(w**3), w, devices=[name])
+
+
+def fetching(cluster):
+    """Large vectors are fetched by workers: the same, also when one dies."""
+    with pytest.MonkeyPatch.context() as patch:
+        inside.set_limit(patch, "bytes that a worker fetches", 1)
+        agree(cluster, [(3, {"batch_size": 5}, 0), (2, STREAMED, 0)])
+        loss_of_one(cluster)
+
+
+def fetching_kills(cluster):
+    """Thirty moments in which workers fetch vectors."""
+    with pytest.MonkeyPatch.context() as patch:
+        inside.set_limit(patch, "bytes that a worker fetches", 1)
+        kills(cluster)
 
 
 def loss_of_one(cluster):
