@@ -64,6 +64,7 @@ benchmark: $(VENV)/.examples
 	$(BIN)/python docs/benchmarks/streaming.py
 	OPENBLAS_NUM_THREADS=1 $(BIN)/python docs/benchmarks/solving.py
 	OPENBLAS_NUM_THREADS=1 $(BIN)/python docs/benchmarks/optimizers.py
+	$(BIN)/python docs/benchmarks/devices.py --figure
 
 clean:
 	rm -rf .venv .venv-* docs/_build docs/gallery build *.egg-info

@@ -181,6 +181,11 @@ def deal(operator: Any) -> Any:
     return snapshot(operator).plan.deal
 
 
+def space(operator: Any) -> Any:
+    """Return the space of an operator's vectors."""
+    return core_of(operator).space
+
+
 def sites(operator: Any) -> Any:
     """The devices of an operator that something was moved to or from."""
     return snapshot(operator).plan.sites

@@ -17,7 +17,7 @@ from hvp._vectors.resources import Resource, same
 from hvp._vectors.slot import Slot
 
 # From this many bytes on, it pays to let a device fetch a tensor, which takes more operations.
-_LARGE = 2**21
+_LARGE = 2**24
 
 
 @functools.cache
@@ -172,7 +172,8 @@ class Site(Place):
             return tensor
         # In Python that a graph calls, tensors tell this name even if the process is a task of a
         # cluster, and TensorFlow does not know it then.
-        with tf.device(home.replace("/job:localhost/replica:0/task:0", "")):
+        # A name without a task would be one of the device of the context, but for the None.
+        with tf.device(None), tf.device(home.replace("/job:localhost/replica:0/task:0", "")):
             return tf.identity(tensor) if times == 1 else tensor * tf.constant(times, tensor.dtype)
 
     def run(self, function: Callable[[], Any]) -> Any:

@@ -60,6 +60,29 @@ def matrices(network, loss, data):
             print(sorted(options), bits(H @ V, H.gradient, H.value))
 
 
+def of_keras(strategy, data):
+    """A compiled model, and one with a mask, whose examples do not count alike."""
+    import keras
+
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((X.shape[1],)), keras.layers.Dense(2, "tanh")])
+        masked = keras.Sequential(
+            [keras.Input((3, 1)), keras.layers.Masking(), keras.layers.GRU(2)]
+        )
+        masked.add(keras.layers.RepeatVector(3))
+        masked.add(keras.layers.Masking())
+    model.compile(loss="mse")
+    masked.compile(loss="mse")
+    model.layers[0].kernel.assign(AT[2:].reshape(-1, 2))
+    model.layers[0].bias.assign(AT[:2])
+    order = [*range(2, SIZE), 0, 1]  # the kernel comes first
+    with hvp.HessianOperator.from_keras(model, data) as H:
+        close(H @ V[order], (DENSE @ V)[order], 1e-5)
+    sequences = np.ones((5, 3, 1)), np.ones((5, 3, 2))
+    text = said_by(lambda: hvp.HessianOperator.from_keras(masked, sequences))
+    assert "mask" in text, text
+
+
 def main(index):
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     restrict(listening())
@@ -91,6 +114,8 @@ def main(index):
     bad[0, 0] = np.nan if index == 1 else 0
     text = said_by(lambda: hvp.HessianOperator(loss, network, (bad, data[1])))
     assert ("is not finite" if index == 1 else "1 of the 2 processes") in text
+    if FUZZ:
+        of_keras(strategy, data)
     if index == 1:
         network.b.assign_add([1.0, 0.0])
     text = said_by(lambda: hvp.HessianOperator(loss, network, data))
