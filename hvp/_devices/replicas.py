@@ -10,6 +10,7 @@ import tensorflow as tf
 from hvp._devices.device import LostDeviceError, in_new_thread
 from hvp._devices.names import device_names
 from hvp._errors import DeviceError, HvpError, line_of
+from hvp._vectors.resources import bits_of
 from hvp._vectors.strategies import process_count
 
 # A digest travels in pieces of this many bits, each as one number: sums over processes of their
@@ -164,8 +165,7 @@ def digest_of(kind: str, *tensors: tf.Tensor) -> int:
     """
     total = sum(ord(letter) << (8 * (index % 4)) for index, letter in enumerate(kind))
     for tensor in tensors:
-        bits = tf.bitcast(tensor, tf.int32 if tensor.dtype.size == 4 else tf.int64)
-        total = 31 * total + int(tf.reduce_sum(tf.cast(bits, tf.int64)))
+        total = 31 * total + int(tf.reduce_sum(tf.cast(bits_of(tensor), tf.int64)))
     return (total ^ (total >> 32)) & 0xFFFFFFFF
 
 

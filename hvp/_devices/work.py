@@ -1,4 +1,4 @@
-"""A piece of work on one device, which is tried once more if another device was the cause."""
+"""A piece of work on one device, which is tried again if another device was the cause."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from typing import Any
 from hvp._devices.device import Job, LostDeviceError
 from hvp._devices.site import Site
 
+# Where several devices are lost, the error of each may come up in work on another one.
+_TRIES = 4
+
 
 class Work:
     """A function that runs on a device, in the device's thread.
 
-    It must leave nothing half-changed where it fails: it may be called a second time. TensorFlow
+    It must leave nothing half-changed where it fails: it may be called again. TensorFlow
     hands most operations to a remote worker without waiting, and waits for the worker in others,
     without end if it does not answer. So none may run in the thread of whoever wants the result.
 
@@ -47,7 +50,7 @@ class Work:
         device = self._site.device
         if self._job is None:
             raise LostDeviceError(device.lost or "it was started again")
-        for last in (False, True):
+        for left in reversed(range(_TRIES)):
             try:
                 return self._wait(self._job, seconds)
             except LostDeviceError as error:
@@ -58,7 +61,7 @@ class Work:
                 if reason:
                     device.give_up(reason)
                     raise LostDeviceError(reason) from error
-                if last or not (device.is_remote and device.may_be_of_another(error)):
+                if not (left and device.is_remote and device.may_be_of_another(error)):
                     raise
             self._job = self._start()
         raise AssertionError("not reached")

@@ -52,10 +52,11 @@ _BITS = {1: tf.uint8, 2: tf.int16, 4: tf.int32, 8: tf.int64}
 
 def differ(value: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
     """Return whether two tensors of the same shape and dtype differ in any bit."""
-    return tf.reduce_any(tf.not_equal(_bits(value), _bits(other)))
+    return tf.reduce_any(tf.not_equal(bits_of(value), bits_of(other)))
 
 
-def _bits(value: tf.Tensor) -> tf.Tensor:
+def bits_of(value: tf.Tensor) -> tf.Tensor:
+    """Return the bits of numbers as integers; truth values and texts as they are."""
     if value.dtype.is_bool or value.dtype == tf.string:
         return value
     return tf.bitcast(value, _BITS.get(value.dtype.size, tf.int64))
