@@ -208,9 +208,7 @@ def draw(measured: dict[str, Any]) -> None:
         figure, (left, right) = plt.subplots(1, 2, figsize=(7.6, 3.1), layout="constrained")
         for workers, colour in colours.items():
             share = compute * n * examples / workers
-            name = f"{workers:,}".replace(",", "\u202f") + (
-                " worker" if workers == 1 else " workers"
-            )
+            name = f"{workers:,} worker{'s' if workers > 1 else ''}"
             left.plot(n, 8 * n * workers, color=colour, label=name)
             right.plot(n, share + workers / 2 * (fixed + each * n), color=colour, label=name)
             if workers > 1:
