@@ -27,8 +27,8 @@ test-oldest: $(OLDEST)/.test
 test-all: $(VENV)/.test
 	HVP_FUZZ=1 $(BIN)/python -m pytest $(PARALLEL)
 
-# The same, and a hundred times as many random examples, other ones each
-# time: 600 random programs among them. Hours.
+# The same, with a hundred times as many random examples, other ones each time: 600 random programs
+# among them. Hours.
 fuzz: $(VENV)/.test
 	HVP_FUZZ=100 $(BIN)/python -m pytest $(PARALLEL)
 

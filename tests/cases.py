@@ -32,15 +32,15 @@ def examples(count: int) -> Any:
 
 
 def long(*values: Any) -> Any:
-    """Mark what is much like another test and takes long: it runs by `make fuzz` alone."""
-    return pytest.param(*values, marks=pytest.mark.skipif(not FUZZ, reason="long: make fuzz"))
+    """Mark what is much like another test and takes long: it runs by `make test-all` alone."""
+    return pytest.param(*values, marks=pytest.mark.skipif(not FUZZ, reason="long: make test-all"))
 
 
 def crossed(*axes: Any) -> list[Any]:
     """All combinations of values; those run always in which each value occurs at least once.
 
     Of the first, the second ... of each axis is made a combination; an axis may say a value twice.
-    The others are much like these: they run by `make fuzz`.
+    The others are much like these: they run by `make test-all`.
     """
     values = [list(axis) for axis in axes]
     always = {tuple(v[i % len(v)] for v in values) for i in range(max(map(len, values)))}
@@ -51,7 +51,7 @@ def crossed(*axes: Any) -> list[Any]:
 def pairwise(*axes: Any) -> list[Any]:
     """All combinations of values; a part in which each pair of values occurs runs always.
 
-    The others are much like these: they run by `make fuzz`.
+    The others are much like these: they run by `make test-all`.
     """
     every = list(itertools.product(*axes))
     pairs = {c: set(itertools.combinations(enumerate(c), 2)) for c in every}

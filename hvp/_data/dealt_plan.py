@@ -23,7 +23,7 @@ from hvp._data.elements import NO_DATA, Elements
 from hvp._data.partial_sum import Adding, PartialSum
 from hvp._data.weighted_mean import WeightedMean
 from hvp._devices.device import Device, take_back
-from hvp._devices.replicas import digest_of, processes_of
+from hvp._devices.processes import digest_of, processes_of
 from hvp._devices.site import Moment, Site
 from hvp._devices.statistics import DeviceStatistics
 from hvp._engines.finite import check_finite

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 
 from hvp._data.deal import Deal
-from hvp._devices.replicas import Processes, digest_of
+from hvp._devices.processes import Processes, digest_of
 from hvp._engines.linear_map import LinearMap
 from hvp._errors import HvpError
 from hvp._vectors.space import Space

@@ -58,5 +58,7 @@ def test_an_evaluation_for_a_running_graph_is_refused(monkeypatch):
         np.testing.assert_allclose(product(tf.ones(N, tf.float64)), MATRIX.sum(1), rtol=1e-10)
         w.assign(2 * w)
         monkeypatch.setenv("TF_NUM_INTEROP_THREADS", "1")
-        with pytest.raises((hvp.HvpError, tf.errors.OpError), match="Evaluating the gradient again calls Python"):
+        with pytest.raises(
+            (hvp.HvpError, tf.errors.OpError), match="Evaluating the gradient again calls Python"
+        ):
             product(tf.ones(N, tf.float64))

@@ -15,7 +15,7 @@ from tests.cases import CASES, Problem, dense_hessian, long, random, relative_er
 CLOSE = {"bfloat16": 0.02, "float16": 0.003}
 # What has no matrix products, and what has all of them in loops.
 WITHOUT_PRODUCTS = {"rosenbrock", "while_loop", "cond", "nested tf.functions", "custom_gradient"}
-# The cases that are always compared; the others are compared by `make fuzz`.
+# The cases that are always compared; the others are compared by `make test-all`.
 COMPARED = {"mlp", "cnn with batch normalization", "gather", "cond"}
 
 

@@ -1,4 +1,4 @@
-"""The replicas of a `tf.distribute.Strategy`, and the processes that it connects."""
+"""The processes that a `tf.distribute.Strategy` connects, and sums over them."""
 
 from __future__ import annotations
 
