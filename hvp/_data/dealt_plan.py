@@ -22,7 +22,8 @@ from hvp._data.dealt_sum import DealtSum
 from hvp._data.elements import NO_DATA, Elements
 from hvp._data.partial_sum import Adding, PartialSum
 from hvp._data.weighted_mean import WeightedMean
-from hvp._devices.device import Device, take_back
+from hvp._devices.device import Device
+from hvp._devices.membership import leave_lost, take_back
 from hvp._devices.processes import digest_of, processes_of
 from hvp._devices.site import Moment, Site
 from hvp._devices.statistics import DeviceStatistics
@@ -179,6 +180,7 @@ class DealtPlan(BatchedPlan):
             self._prepared,
         )
         with contextlib.ExitStack() as on_error:
+            on_error.callback(leave_lost)
             on_error.callback(deal.close)
             count = self._batches.count
             wanted = None if count is None else set(range(count))
@@ -189,6 +191,7 @@ class DealtPlan(BatchedPlan):
             sums = self._sums(lambda: self._evaluate_on_all(deal, wanted, kept))
             results = self._results(deal, sums)
             on_error.pop_all()
+        leave_lost()
         self._all_held, self._deal = not deal.streamed, deal
         return results, DealtSum(deal, self.space, self._multiply_streamed, self._processes)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 
 from hvp._data.deal import Deal
+from hvp._devices.membership import leave_lost
 from hvp._devices.processes import Processes, digest_of
 from hvp._engines.linear_map import LinearMap
 from hvp._errors import HvpError
@@ -84,10 +85,13 @@ class DealtSum(LinearMap):
         return self._processes.sum(lambda: [self._apply_here(method, v)], specs, digest)[0]
 
     def _apply_here(self, method: str, v: tf.Tensor) -> tf.Tensor:
-        products, counted = self._deal.multiply(method, v, self.domain)
-        streamed = self._deal.streamed - counted
-        if streamed:
-            products += self._stream(self._deal, streamed, method, v)
+        try:
+            products, counted = self._deal.multiply(method, v, self.domain)
+            streamed = self._deal.streamed - counted
+            if streamed:
+                products += self._stream(self._deal, streamed, method, v)
+        finally:
+            leave_lost()
         if not products:
             raise HvpError("no batch is held, and none is evaluated again")
         return products[0] if len(products) == 1 else tf.add_n(products)

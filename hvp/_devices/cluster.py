@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from hvp._devices import loopback
 from hvp._devices.device import Device, device_named
+from hvp._devices.membership import leave_lost
 from hvp._errors import DeviceError, HvpError
 from hvp._runtime.arguments import check_count
 from hvp._runtime.interrupts import Uninterrupted
@@ -64,8 +65,8 @@ class Cluster:
 
     Notes
     -----
-    The servers end when the cluster is closed, and with this process, however it ends. TensorFlow
-    stays connected to where they were: a process has one `Cluster` in its life.
+    The servers end when the cluster is closed, and with this process, however it ends. A process
+    has one `Cluster` in its life.
 
     Examples
     --------
@@ -138,7 +139,13 @@ class Cluster:
     def close(self) -> None:
         """End all servers. Closing twice does nothing."""
         for device in self._devices:
-            device.lost = device.lost or "its cluster was closed"
+            if not device.lost:
+                device.give_up("its cluster was closed")
+        self._end()
+        leave_lost()
+        self._devices = []
+
+    def _end(self) -> None:
         for process in self._processes:
             if process is not None:
                 process.kill()
@@ -249,4 +256,4 @@ _open: weakref.WeakSet[Cluster] = weakref.WeakSet()
 @atexit.register
 def _close_all() -> None:
     for cluster in list(_open):
-        cluster.close()
+        cluster._end()

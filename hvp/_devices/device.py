@@ -1,10 +1,9 @@
 """One device: whether it can be reached, and threads that wait for it.
 
-TensorFlow has no limit on how long an operation on a remote worker may take, and after a worker has
-died a second call to it never returns. So work for a device runs in a thread of the device; whoever
-needs the result waits for it as long as was agreed, and a worker that failed once is left alone
-until it is back. A thread that waits for a worker which neither answers nor breaks the connection
-ends with that worker, or with this process.
+TensorFlow has no limit on how long an operation on a remote worker may take. So work for a device
+runs in a thread of the device; whoever needs the result waits for it as long as was agreed, and a
+worker that failed once is left alone until it is back. A thread that waits for a worker which
+neither answers nor breaks the connection ends with that worker, or with this process.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import functools
 import logging
 import queue
 import re
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -23,14 +21,14 @@ from typing import Any
 import tensorflow as tf
 
 from hvp._devices.names import device_names, task_of
+from hvp._devices.reach import takes_connections
 from hvp._devices.versions import own_version, version_of
 from hvp._errors import HvpError, line_of
-from hvp._graphs.private import addresses_of_workers, connect_again
+from hvp._graphs.private import addresses_of_workers, send_operations_one_by_one
 
 _log = logging.getLogger("hvp")
 
-# Seconds in which a worker that is alive takes a connection, and runs one small operation.
-_CONNECTION_SECONDS = 2.0
+# Seconds in which a worker that is alive runs one small operation.
 _PROBE_SECONDS = 10.0
 # Seconds after which a thread that waits looks whether the worker is still there.
 _FIRST_LOOK_SECONDS, _LOOK_SECONDS = 0.3, 1.0
@@ -153,12 +151,7 @@ class Device:
 
     def takes_connections(self) -> bool:
         """Whether somebody listens at the address of the worker."""
-        host, _, port = (self.address or "").rpartition(":")
-        try:
-            with socket.create_connection((host.strip("[]"), int(port)), _CONNECTION_SECONDS):
-                return True
-        except (OSError, ValueError):
-            return False
+        return takes_connections(self.address)
 
     def _fails_probe(self) -> bool:
         def probe() -> None:
@@ -259,6 +252,7 @@ class _Runner:
                 threading.Thread(target=self._run, name="hvp device", daemon=True).start()
 
     def _run(self) -> None:
+        forget_errors = send_operations_one_by_one()
         while True:
             try:
                 job = self._jobs.get(timeout=_IDLE_SECONDS)
@@ -270,6 +264,7 @@ class _Runner:
                 continue
             job.run()
             del job  # with what it holds
+            forget_errors()
 
 
 def in_new_thread(function: Callable[[], Any]) -> Job:
@@ -295,25 +290,8 @@ def device_named(name: str) -> Device:
         return device
 
 
-def take_back() -> None:
-    """Use lost workers again, if all of them are there again.
-
-    TensorFlow connects to all workers of a cluster, or waits without end for the one that is
-    missing.
-    """
-    lost = [device for device in _all_devices() if device.lost and device.is_remote]
-    if not lost or not all(device.takes_connections() for device in lost):
-        return
-    try:
-        in_new_thread(connect_again).wait(_PROBE_SECONDS)
-    except (LostDeviceError, tf.errors.OpError) as error:
-        _log.warning("lost workers were not taken back: %s", error)
-        return
-    for device in lost:
-        device.come_back()
-
-
-def _all_devices() -> list[Device]:
+def all_devices() -> list[Device]:
+    """Return all devices that were asked for in the life of this process."""
     with _lock:
         return list(_known.values())
 
@@ -326,7 +304,7 @@ def devices_of(argument: Any) -> list[Device]:
     HvpError
         As `device_names`, and if a worker has another version of TensorFlow.
     """
-    lost = [device.name for device in _all_devices() if device.lost]
+    lost = [device.name for device in all_devices() if device.lost]
     devices = [device_named(name) for name in device_names(argument, lost)]
     for device in devices:
         device.check_version()

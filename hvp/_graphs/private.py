@@ -7,7 +7,7 @@ TensorFlow is noticed there first.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -18,8 +18,9 @@ import tensorflow as tf
 # `GradientTape.stop_recording` stops one tape, whereas every tape and forward accumulator has to
 # stop recording here.
 # What TensorFlow optimizes in a graph before it runs is set by `tf.config.optimizer` for the whole
-# process, and for single calls by options of the context alone.
-from tensorflow.python.eager import context, record
+# process, and for single calls by options of the context alone. How operations are sent to other
+# processes is a property of the executor of a thread, which nothing public sets.
+from tensorflow.python.eager import context, executor, record
 
 # The definitions of operations say which are stateful, and list the number and types of their
 # results, which a FunctionDef does not contain.
@@ -32,13 +33,14 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 __all__ = [
     "addresses_of_workers",
     "call_flat",
-    "connect_again",
+    "change_cluster",
     "copies_of",
     "gradient_of_type",
     "is_for_xla",
     "op_def_registry",
     "record",
     "replace_gradient_of_type",
+    "send_operations_one_by_one",
 ]
 
 
@@ -116,6 +118,26 @@ def _brief(config: bytes, executor: Any) -> Any:
     return context.FunctionCallOptions(executor, proto)
 
 
+def send_operations_one_by_one() -> Callable[[], None]:
+    """Let this thread, until it ends, send each operation to a worker in a call of its own.
+
+    TensorFlow sends operations in a stream by default. After the worker has died, it opens another
+    stream and waits for the worker to come back, without end and without an error; and whatever
+    waits for all operations waits with it, such as `model.fit` of Keras. Calls end with an error.
+    They take the same time.
+
+    Returns
+    -------
+    callable
+        Takes nothing, and makes TensorFlow forget errors of this thread, which it would raise again
+        in later operations. The thread has to keep it.
+    """
+    calls = executor.new_executor(enable_async=False, enable_streaming_enqueue=False)
+    # What `context.executor_scope` puts back at its end would wait for all other threads.
+    context.context().executor = calls
+    return calls.clear_error
+
+
 # For functions, loops, other devices, debugging, and for what merging and scheduling in this
 # package has done already.
 _LEFT_OUT = """
@@ -146,14 +168,35 @@ def _gradient_registry() -> Any:
 
 # TensorFlow knows which workers it is connected to, and at which addresses; nothing public tells.
 def addresses_of_workers() -> dict[tuple[str, int], str]:
-    """Return the network addresses of the tasks of the cluster, by job and number."""
-    server_def = context.context().get_server_def()
-    jobs = () if server_def is None else server_def.cluster.job
-    return {(job.name, task): address for job in jobs for task, address in job.tasks.items()}
+    """Return the network addresses of the other tasks of the cluster, by job and number."""
+    now = context.context().get_server_def()
+    if now is None:
+        return {}
+    tasks = ((job.name, *task) for job in now.cluster.job for task in job.tasks.items())
+    own = now.job_name, now.task_index
+    return {(job, task): address for job, task, address in tasks if (job, task) != own}
 
 
 # The public `tf.config.experimental_connect_to_cluster` does this too if it gets the very cluster
-# that it got before, which only the caller has; else TensorFlow forgets all tensors.
-def connect_again() -> None:
-    """Connect to workers that were started again. Tensors on the others stay what they are."""
-    context.context().update_server_def(context.context().get_server_def())
+# that it got before, which only the caller has. With any other TensorFlow forgets all tensors.
+def change_cluster(addresses: Mapping[tuple[str, int], str | None]) -> None:
+    """Connect to workers, or leave them. Tensors on all others stay what they are.
+
+    This waits, and keeps all of Python waiting, for every worker that is to stay or to leave. One
+    whose process has ended is no such worker, if it leaves.
+
+    Parameters
+    ----------
+    addresses : dict of (str, int) to (str or None)
+        Network addresses by the job and number of the task; None for a worker to leave.
+    """
+    now = context.context()
+    server_def = type(now.get_server_def())()
+    server_def.CopyFrom(now.get_server_def())
+    jobs = {job.name: job for job in server_def.cluster.job}
+    for (name, task), address in addresses.items():
+        if address is not None:
+            jobs[name].tasks[task] = address
+        elif task in jobs[name].tasks:
+            del jobs[name].tasks[task]
+    now.update_server_def(server_def)

@@ -14,7 +14,7 @@ from tests.cases import long
     "names",
     [
         ("only_this_machine", "agreement", "refusals", "fetching"),
-        long(("further_agreement", "loss_of_one", "losses", "draws")),
+        long(("further_agreement", "loss_of_one", "losses", "draws", "threads")),
         long(("kills",)),
         long(("fetching_kills",)),
     ],

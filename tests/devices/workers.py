@@ -12,6 +12,7 @@ import threading
 import time
 import warnings
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -141,12 +142,18 @@ def loss_of_one(cluster):
     assert H.stats.devices[1].lost
     assert not H.stats.devices[0].lost
     assert H.stats.devices[1].batches == 0
+    fits()
     right(H)
-    cluster.restart(1)
-    H.refresh()
-    assert not H.stats.devices[1].lost
-    assert H.stats.devices[1].batches
+    cluster.kill(2)
     right(H)
+    # They come back one by one.
+    for index, lost in ((1, [False, False, True]), (2, [False, False, False])):
+        cluster.restart(index)
+        H.refresh()
+        assert [bool(device.lost) for device in H.stats.devices] == lost
+        assert H.stats.devices[index].batches
+        right(H)
+        fits()
 
 
 def losses(cluster):
@@ -187,6 +194,45 @@ def losses(cluster):
         cluster.restart(index)
     H.refresh()
     right(H)
+
+
+def threads(cluster):
+    """Operators in two threads: both recover, though one may leave a worker, or take it back."""
+    stopped, errors, rounds = threading.Event(), [], [0, 0]
+
+    def work(index):
+        H = operator(cluster, batch_size=[2, 5][index])
+        try:
+            while not stopped.is_set():
+                right(H)
+                if rounds[index] % 4 == 0:
+                    H.refresh()
+                rounds[index] += 1
+        except Exception as error:  # raised below, in the thread of the test
+            errors.append(error)
+
+    def some_rounds():
+        wanted, end = [count + 8 for count in rounds], time.monotonic() + 60
+        while any(have < want for have, want in zip(rounds, wanted)):
+            if errors:
+                raise errors[0]
+            assert time.monotonic() < end, rounds
+            time.sleep(0.05)
+
+    workers = [threading.Thread(target=work, args=(index,)) for index in range(2)]
+    for worker in workers:
+        worker.start()
+    try:
+        some_rounds()
+        for victim in (1, 0, 2):
+            cluster.kill(victim)
+            some_rounds()
+            cluster.restart(victim)
+            some_rounds()
+    finally:
+        stopped.set()
+        for worker in workers:
+            worker.join()
 
 
 def draws(cluster):
@@ -238,10 +284,22 @@ def kills(cluster):
         assert took < 60
         for timer in timers:
             timer.join()
+        if moment % 5 == 0:
+            fits()
         for index in victims:
             cluster.restart(index)
         H.refresh()
         right(H)
+
+
+def fits():
+    """Keras, which waits for all operations anywhere, does not wait for lost workers."""
+    model = keras.Sequential([keras.Input((IN,)), keras.layers.Dense(OUT)])
+    model.compile(loss="mse")
+    training = threading.Thread(target=lambda: model.fit(X, Y, verbose=0), daemon=True)
+    training.start()
+    training.join(60)
+    assert not training.is_alive()
 
 
 def pipes(process):
@@ -257,8 +315,12 @@ def left_behind(cluster):
     shared = {name for name in shared if name.startswith("pipe")} - pipes(os.getppid())
     assert len(shared) >= 2 * len(pids), shared
     H = operator(cluster)
+    cluster.kill(2)
+    right(H)
+    fits()
     cluster.close()
     cluster.close()
+    fits()
     raises(hvp.DeviceError, "its cluster was closed", lambda: H @ V)
     for pid in pids:
         try:

@@ -1,13 +1,21 @@
 """Private names of TensorFlow: when one moves, this fails first."""
 
+import inspect
+import threading
+
 import numpy as np
 import pytest
 import tensorflow as tf
-from tensorflow.python.eager import context, record
+from tensorflow.python.eager import context, executor, record
 from tensorflow.python.framework import op_def_registry, ops
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
-from hvp._graphs.private import call_flat, copies_of
+from hvp._graphs.private import (
+    addresses_of_workers,
+    call_flat,
+    copies_of,
+    send_operations_one_by_one,
+)
 
 
 def test_definitions_of_operations():
@@ -136,3 +144,25 @@ def test_a_brief_call_leaves_the_options_alone():
     with pytest.raises(tf.errors.InvalidArgumentError):
         call_flat(broken, [tf.fill([2], np.nan)], [], briefly=True)
     assert context.context().function_call_options is before
+
+
+def test_the_executor_of_a_thread():
+    streams = inspect.signature(executor.new_executor).parameters["enable_streaming_enqueue"]
+    assert streams.default is True
+    done = []
+
+    def work():
+        forget_errors = send_operations_one_by_one()
+        done.append((tf.ones(2) + 1.0).numpy().tolist())
+        forget_errors()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert done == [[2.0, 2.0]]
+
+
+def test_the_workers_that_tensorflow_is_connected_to():
+    assert context.context().get_server_def() is None
+    assert callable(context.context().update_server_def)
+    assert addresses_of_workers() == {}
