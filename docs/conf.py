@@ -29,19 +29,8 @@ napoleon_google_docstring = False
 napoleon_use_rtype = False
 default_role = "code"
 
-
-class _LostWorkersLast:
-    """Sorts the examples by name; where a worker was lost, Keras waits for it in those after it."""
-
-    def __init__(self, folder):
-        pass
-
-    def __call__(self, name):
-        return name == "two_workers.py", name
-
-
 sphinx_gallery_conf = {
-    "within_subsection_order": _LostWorkersLast,
+    "within_subsection_order": "FileNameSortKey",
     "examples_dirs": "../examples",
     "gallery_dirs": "gallery",
     "filename_pattern": r"\.py$",
@@ -50,7 +39,6 @@ sphinx_gallery_conf = {
     "copyfile_regex": r"$^",
     "write_computation_times": False,
 }
-suppress_warnings = ["config.cache"]  # sphinx-gallery's settings hold functions
 
 
 def _tables_of_derivatives(app, docname, source):

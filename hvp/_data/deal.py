@@ -12,10 +12,11 @@ import tensorflow as tf
 
 from hvp._data.budget import Budget
 from hvp._data.elements import Elements
+from hvp._data.joint import JointProducts, JointWork, Part
 from hvp._devices.device import Device, LostDeviceError
 from hvp._devices.site import Moment, Site
 from hvp._devices.work import Work
-from hvp._engines.linear_map import LinearMap, Sum
+from hvp._engines.linear_map import LinearMap, Sum, Terms
 from hvp._errors import DeviceError
 from hvp._vectors.space import Space
 
@@ -128,6 +129,8 @@ class Deal:
         held or streamed.
     prepared : set
         Which functions have been called before. The first call makes them: one device at a time.
+    joint : JointProducts
+        Functions that multiply on several devices.
 
     Attributes
     ----------
@@ -151,13 +154,14 @@ class Deal:
         items: Callable[[set[int] | None], Iterable[Item]],
         evaluate: Callable[[Deal, set[int]], None],
         prepared: set[Any],
+        joint: JointProducts,
     ) -> None:
         self.moment, self._seconds, self._devices = moment, seconds, devices
         self._items, self._evaluate = items, evaluate
         self.shares = [Share(site, Budget(memory_limit)) for site in sites]
         self.streamed: set[int] = set()
         self.scale = self.scale_of_regularization = 1.0
-        self._prepared = prepared
+        self._prepared, self._joint = prepared, joint
 
     @property
     def held(self) -> int:
@@ -261,35 +265,73 @@ class Deal:
             The batches whose products these are. One of them may be lost in the meantime, and be
             held or streamed by another device: it must not count twice.
         """
-        products, counted = [], set[int]()
+        products: list[tf.Tensor] = []
+        counted = set[int]()
         todo = {share: list(share.terms) for share in self.shares}
         self._replace_into(todo, counted)
+        joint = True
         while todo:
-            works: list[tuple[Share, Work]] = []
-            sent = self._sent(v, [share for share, indices in todo.items() if indices])
-
-            def finish(share: Share, work: Work, done: dict[Share, list[int]] = todo) -> None:
-                result = self._result(share, work)
-                if result is not None:
-                    products.append(result[0])
-                    counted.update(done[share])
-
-            for share, indices in todo.items():
-                terms = [share.terms[index] for index in indices]
-                if not terms:
-                    continue
-                there = sent.get(share, v)
-                work = self._product(share, indices, terms, method, there, v.device, space)
-                works.append((share, work))
-                kinds = {(method, id(getattr(term.map, "program", None))) for term in terms}
-                if not kinds <= self._prepared:  # functions are made, and serve all devices
-                    finish(*works.pop())
-                    self._prepared |= kinds
-            for share, work in works:
-                finish(share, work)
-            todo = {}
+            todo = {share: indices for share, indices in todo.items() if indices}
+            work = self._start_joint(todo, method, v, space) if joint else None
+            sites = [] if work is None else work.sites
+            alone = {share: i for share, i in todo.items() if share.site not in sites}
+            self._multiply_alone(alone, method, v, space, products, counted)
+            todo = {share: i for share, i in todo.items() if share.site in sites}
+            product = None if work is None else work.result()
+            for share in todo:
+                if share.site.device.lost:
+                    _warn_of(share.site.device, share.site.device.lost)
+            if product is not None:
+                products.append(product)
+                counted |= _union(set(indices) for indices in todo.values())
+                todo = {}
+            joint = False  # should it fail, each device tells by itself what is wrong
             self._replace_into(todo, counted)
         return products, counted
+
+    def _start_joint(
+        self, todo: dict[Share, list[int]], method: str, v: tf.Tensor, space: Space
+    ) -> JointWork | None:
+        """Start to multiply on all workers that can do it together, if any."""
+        parts = [Part(share.site, self._weighted(share, i)) for share, i in todo.items()]
+        joint = [part for part in parts if part.is_joint and self._is_prepared(method, part.terms)]
+        return self._joint.start(joint, v, space, self._seconds)
+
+    def _multiply_alone(
+        self,
+        todo: dict[Share, list[int]],
+        method: str,
+        v: tf.Tensor,
+        space: Space,
+        products: list[tf.Tensor],
+        counted: set[int],
+    ) -> None:
+        """Multiply on each device by itself; add the products, and whose they are, to the last."""
+        works: list[tuple[Share, Work]] = []
+        sent = self._sent(v, list(todo))
+
+        def finish(share: Share, work: Work) -> None:
+            result = self._result(share, work)
+            if result is not None:
+                products.append(result[0])
+                counted.update(todo[share])
+
+        for share, indices in todo.items():
+            terms = self._weighted(share, indices)
+            there = sent.get(share, v)
+            works.append((share, self._product(share, terms, method, there, v.device, space)))
+            if not self._is_prepared(method, terms):  # functions are made, and serve all devices
+                finish(*works.pop())
+                self._prepared |= _kinds(method, terms)
+        for share, work in works:
+            finish(share, work)
+
+    def _is_prepared(self, method: str, terms: Terms) -> bool:
+        return _kinds(method, terms) <= self._prepared
+
+    def _weighted(self, share: Share, indices: Iterable[int]) -> Terms:
+        held = [(index, share.terms[index]) for index in indices]
+        return [(self.weight_of(index, term.weight), term.map) for index, term in held]
 
     def _sent(self, v: tf.Tensor, shares: Sequence[Share]) -> dict[Share, tf.Tensor]:
         """Move a large vector to remote devices, before any of them computes.
@@ -305,21 +347,13 @@ class Deal:
         return {share: result[0] for share, result in results if result is not None}
 
     def _product(
-        self,
-        share: Share,
-        indices: list[int],
-        terms: list[Term],
-        method: str,
-        v: tf.Tensor,
-        home: str,
-        space: Space,
+        self, share: Share, terms: Terms, method: str, v: tf.Tensor, home: str, space: Space
     ) -> Work:
-        weights = [self.weight_of(i, term.weight) for i, term in zip(indices, terms)]
+        weights, maps = [weight for weight, _ in terms], [term for _, term in terms]
         # A remote operation takes as long as a hundred here: what all terms share comes last.
         common = weights[0] if len(set(weights)) == 1 else 1.0
         weights = [1.0 if weight == common else weight for weight in weights]
-        weighted = Sum(list(zip(weights, (term.map for term in terms))), space, space)
-        site = share.site
+        weighted, site = Sum(list(zip(weights, maps)), space, space), share.site
 
         def product() -> tf.Tensor:
             there = getattr(weighted, method)(site.take(v, uses=len(terms)))
@@ -417,12 +451,7 @@ class Deal:
         try:
             return (work.result(self._seconds),)
         except LostDeviceError as error:
-            warnings.warn(
-                f"the device {share.site.device.name} is lost ({error}); the other devices take "
-                "over what it held",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            _warn_of(share.site.device, str(error))
             return None
 
 
@@ -435,6 +464,19 @@ def no_device_left(devices: Iterable[Device]) -> DeviceError:
         "start a worker at the same address and call refresh(), or build the operator with other "
         "devices",
     )
+
+
+def _warn_of(device: Device, reason: str) -> None:
+    warnings.warn(
+        f"the device {device.name} is lost ({reason}); the other devices take over what it held",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+
+
+def _kinds(method: str, terms: Terms) -> set[Any]:
+    """Return which functions a product calls."""
+    return {(method, id(getattr(term, "program", None))) for _, term in terms}
 
 
 def _union(sets: Iterable[set[int]]) -> set[int]:

@@ -20,6 +20,7 @@ from hvp._data.batches import Batches
 from hvp._data.deal import REGULARIZATION, Deal, Item, Share, Term, no_device_left
 from hvp._data.dealt_sum import DealtSum
 from hvp._data.elements import NO_DATA, Elements
+from hvp._data.joint import JointProducts
 from hvp._data.partial_sum import Adding, PartialSum
 from hvp._data.weighted_mean import WeightedMean
 from hvp._devices.device import Device
@@ -127,6 +128,7 @@ class DealtPlan(BatchedPlan):
         self._moment = Moment()
         self._deal: Deal | None = None
         self._prepared: set[Any] = set()
+        self._joint = JointProducts()
         with tf.device(None):  # what is traced serves all devices
             super().__init__(rule, nest, batches, settings, added=added, total=total)
             if batches.examples is not None:
@@ -178,6 +180,7 @@ class DealtPlan(BatchedPlan):
             self._items,
             self._evaluate_again,
             self._prepared,
+            self._joint,
         )
         with contextlib.ExitStack() as on_error:
             on_error.callback(leave_lost)

@@ -21,7 +21,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvp._devices.names import device_names, task_of
-from hvp._devices.reach import takes_connections
+from hvp._devices.reach import answers, takes_connections
 from hvp._devices.versions import own_version, version_of
 from hvp._errors import HvpError, line_of
 from hvp._graphs.private import addresses_of_workers, send_operations_one_by_one
@@ -81,7 +81,7 @@ class Device:
         self.is_remote = self.task is not None
         self.lost, self.lives = "", 0
         self._version_is_known = not self.is_remote
-        self._runner = _Runner()
+        self._runner = Runner()
         self.address = addresses_of_workers().get(self.task) if self.task else None
 
     def __repr__(self) -> str:
@@ -89,9 +89,7 @@ class Device:
 
     def start(self, function: Callable[[], Any]) -> Job:
         """Run a function in the device's thread; it may wait for this device and for no other."""
-        job = Job(function)
-        self._runner.submit(job)
-        return job
+        return self._runner.start(function)
 
     def explain(self, error: Exception) -> str:
         """Return why the device is lost, judging by an error; empty if it is not.
@@ -143,7 +141,7 @@ class Device:
 
     def come_back(self) -> None:
         """Use the device again; what it held before is gone."""
-        self._runner = _Runner()  # the one before may wait for ever
+        self._runner = Runner()  # the one before may wait for ever
         self.lost = ""
         self.lives += 1
         self._version_is_known = False
@@ -152,6 +150,10 @@ class Device:
     def takes_connections(self) -> bool:
         """Whether somebody listens at the address of the worker."""
         return takes_connections(self.address)
+
+    def answers(self) -> bool:
+        """Whether the worker does anything; one that is stopped takes connections."""
+        return answers(self.address)
 
     def _fails_probe(self) -> bool:
         def probe() -> None:
@@ -231,7 +233,7 @@ def _shortest(pause: float, end: float | None) -> float | None:
     return None if min(pause, left) == float("inf") else min(pause, left)
 
 
-class _Runner:
+class Runner:
     """A thread that runs jobs, one after the other, and ends when there has been none for a while.
 
     Nobody could end a thread that waits for a worker which does not answer. Such a thread must not
@@ -243,8 +245,13 @@ class _Runner:
         self._lock = threading.Lock()
         self._runs = False
 
-    def submit(self, job: Job) -> None:
-        """Run a job after those before it."""
+    def start(self, function: Callable[[], Any]) -> Job:
+        """Run a function after those before it."""
+        job = Job(function)
+        self._submit(job)
+        return job
+
+    def _submit(self, job: Job) -> None:
         with self._lock:
             self._jobs.put(job)
             if not self._runs:
@@ -269,9 +276,7 @@ class _Runner:
 
 def in_new_thread(function: Callable[[], Any]) -> Job:
     """Run a function in a thread of its own, which does not keep the process."""
-    job = Job(function)
-    _Runner().submit(job)
-    return job
+    return Runner().start(function)
 
 
 _known: dict[str, Device] = {}

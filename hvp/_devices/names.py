@@ -55,6 +55,21 @@ def task_of(name: str) -> tuple[str, int] | None:
     return str(spec.job), int(spec.task or 0)
 
 
+def own_device_like(name: str) -> str:
+    """Return the full name of the device of this process with the type and index of another one.
+
+    In Python that a graph calls, tensors name a device that TensorFlow does not know if the process
+    is a task of a cluster.
+    """
+    spec = tf.DeviceSpec.from_string(name)
+    asked = (spec.device_type, spec.device_index)
+    for device in tf.config.list_logical_devices():
+        other = tf.DeviceSpec.from_string(device.name)
+        if (other.device_type, other.device_index) == asked and task_of(device.name) is None:
+            return str(device.name)
+    return name
+
+
 def _full_name(name: str, existing: Sequence[str]) -> str:
     try:
         spec = tf.DeviceSpec.from_string(name if "/" in name else f"/device:{name}")

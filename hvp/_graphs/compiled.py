@@ -95,13 +95,13 @@ class Compiled:
         *tensors : tf.Tensor
             Its arguments.
         place : Place, optional
-            Where to run, outside of graphs.
+            Where to run.
         """
         if self._eager:
             return self._function(*tensors)
-        if not tf.executing_eagerly():
+        if not tf.executing_eagerly() and place is HERE:
             return self._chosen(*tensors)
-        if self.uses_xla is None:
+        if self.uses_xla is None and tf.executing_eagerly():
             self.choose(*tensors, place=place)
         return self._run(self._chosen, tensors, place)
 
@@ -171,7 +171,9 @@ class Compiled:
 
     def _within(self, concrete: Any) -> Any:
         """Return a function that calls another one, if that is compiled by XLA."""
-        if not concrete.function_def.attr["_XlaMustCompile"].b:
+        attributes = concrete.function_def.attr
+        # Asking for an attribute that is not there would add it, and TensorFlow refuse to call it.
+        if "_XlaMustCompile" not in attributes or not attributes["_XlaMustCompile"].b:
             return concrete
         if self._calling is None:
             self._calling = tf.function(lambda *tensors: concrete(*tensors), autograph=False)
