@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import hvp
-from hvp._data import budget
+from hvp._data import budget, joint
 from hvp._devices import device, site, work
 from hvp._devices.device import LostDeviceError
 from hvp._engines import graph_map, graph_program, single_plan, trace
@@ -210,6 +210,21 @@ def lose_devices(monkeypatch: Any, lost: Callable[[str], bool]) -> None:
         return value
 
     monkeypatch.setattr(work.Work, "result", result)
+
+
+def count_joint_products(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Let one call multiply on all devices, local ones too; return what will hold the products."""
+    products: list[Any] = []
+    original = joint.JointWork.result
+
+    def result(self: Any) -> Any:
+        product = original(self)
+        products.append(product)
+        return product
+
+    monkeypatch.setattr(joint, "_pays_at", lambda site: True)
+    monkeypatch.setattr(joint.JointWork, "result", result)
+    return products
 
 
 def find_lost_devices(operator: Any) -> None:

@@ -52,11 +52,11 @@ class Part:
         """Whether one function can multiply here and on other devices."""
         maps = _graph_maps(self.terms)
         known = all(one.product is one.program.product and one.product.has_flat for _, one in maps)
-        return known and 0 < len(maps) == len(self.terms) and self.site.device.is_remote
+        return known and 0 < len(maps) == len(self.terms) and _pays_at(self.site)
 
     @property
     def kind(self) -> Any:
-        """What a function is made for; residuals are its arguments."""
+        """What a function is made for: the device, and pairs of weights and programs."""
         return self.site, *((weight, term.program) for weight, term in _graph_maps(self.terms))
 
 
@@ -88,11 +88,12 @@ class JointProducts:
         home = own_device_like(v.device)
         maps = [term for part in parts for _, term in _graph_maps(part.terms)]
         width = min(term.rows_at_once for term in maps) if len(v.shape) == 2 else 1
-        key = (width > 1, home, *(part.kind for part in parts))
+        kinds = tuple(part.kind for part in parts)
+        key = width > 1, home, kinds
         if key not in self._functions:
             for oldest in list(self._functions)[: len(self._functions) - _FUNCTIONS + 1]:
                 del self._functions[oldest]
-            self._functions[key] = _traced(parts, space, home, in_rows=width > 1)
+            self._functions[key] = _traced(kinds, space, home, in_rows=width > 1)
         function = self._functions[key]
         if function is None:
             return None
@@ -160,7 +161,7 @@ class JointWork:
 
         Those that do not answer count as lost from then on.
         """
-        devices = [site.device for site in self.sites]
+        devices = [site.device for site in self.sites if site.device.is_remote]
         try:
             product = self._job.wait(
                 self._seconds, lambda: all(device.takes_connections() for device in devices)
@@ -180,23 +181,23 @@ class JointWork:
         return product
 
 
-def _traced(parts: Sequence[Part], space: Space, home: str, *, in_rows: bool) -> Any:
+def _traced(kinds: Sequence[Any], space: Space, home: str, *, in_rows: bool) -> Any:
     """Return a function that multiplies on all devices, and adds the products up at home."""
-    programs = [[term.program for _, term in _graph_maps(part.terms)] for part in parts]
-    specs = [spec for each in programs for program in each for spec in program.residual_specs]
+    pairs = [pair for _, *weighted in kinds for pair in weighted]
+    specs = [spec for _, program in pairs for spec in program.residual_specs]
     v_spec = tf.TensorSpec([None, space.size], space.dtype) if in_rows else space.flat_spec
+    form = _RowsAtOnce if in_rows else GraphMap
 
     def multiply(v: tf.Tensor, *residuals: tf.Tensor) -> tf.Tensor:
         rest, products = iter(residuals), []
-        for part, each in zip(parts, programs):
+        for site, *weighted in kinds:
             terms: list[tuple[float, LinearMap]] = []
-            for program, (weight, _) in zip(each, part.terms):
+            for weight, program in weighted:
                 own = [next(rest) for _ in program.residual_specs]
-                kind = _RowsAtOnce if in_rows else GraphMap
-                terms.append((weight, kind(program, own, space, space, part.site)))
-            weighted = Sum(terms, space, space)
-            with part.site.scope():
-                products.append(weighted.apply_rows(v) if in_rows else weighted.apply_flat(v))
+                terms.append((weight, form(program, own, space, space, site)))
+            total = Sum(terms, space, space)
+            with site.scope():
+                products.append(total.apply_rows(v) if in_rows else total.apply_flat(v))
         with tf.device(home):
             return tf.add_n(products) if len(products) > 1 else tf.identity(products[0])
 
@@ -210,6 +211,11 @@ class _RowsAtOnce(GraphMap):
 
     def apply_rows(self, rows: tf.Tensor) -> tf.Tensor:
         return self.run_rows(self.block_function(), rows)
+
+
+def _pays_at(site: Site) -> bool:
+    """Whether calls to a device take long enough that a single one is better."""
+    return site.device.is_remote
 
 
 def _graph_maps(terms: Terms) -> list[tuple[float, GraphMap]]:

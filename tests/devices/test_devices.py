@@ -181,6 +181,49 @@ def test_recompute_and_float16():
         np.testing.assert_allclose(H @ np.ones(2), [3, 48], rtol=1e-2)
 
 
+@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"batch_size": 5, "regularization": lambda: 0.0},
+        {"batch_size": 2, "memory_limit": 1600},
+        {"recompute": True},
+        {"jit_compile": True},
+        {"weight": lambda x, y: tf.reduce_sum(x**2), "batch_size": 5},
+    ],
+)
+@pytest.mark.few(3)
+def test_one_call_that_multiplies_on_all_devices(dense, options, narrow, monkeypatch):
+    network, options, want = Network(), dict(options), dense
+    loss = mean_square(network)
+    if "regularization" in options:
+        options["regularization"] = lambda: 0.5 * tf.reduce_sum(network.w**2)
+        want = dense + np.diag([0.0] * OUT + [1.0] * (IN * OUT))
+    if "weight" in options:
+        parts = [(X[start : start + 5], Y[start : start + 5]) for start in range(0, N, 5)]
+        weights = [(x**2).sum() for x, _ in parts]
+        each = [dense_hessian(Problem(loss, network, part)) for part in parts]
+        want = sum(w * matrix for w, matrix in zip(weights, each)) / sum(weights)
+    if options.pop("recompute", False):
+        predict = hvp.recompute(lambda x: tf.tanh(network(x) @ network.w[:OUT]))
+        loss = lambda x, y: tf.reduce_mean((predict(x) - y) ** 2)  # noqa: E731
+        want = dense_hessian(Problem(loss, network, (X, Y)))
+    if narrow:
+        inside.set_limit(monkeypatch, "bytes of rows times residuals", 1)
+    products = inside.count_joint_products(monkeypatch)
+    block = random(4, len(want), 5, dtype="float64")
+    with hvp.HessianOperator(loss, network, (X, Y), devices=CPUS, **options) as H:
+        for _ in range(2):
+            for _ in range(2):
+                assert relative_error(H @ block, want @ block) < 1e-12
+                assert relative_error(H @ block[:, 0], want @ block[:, 0]) < 1e-12
+            assert len(products) >= 2
+            assert all(product is not None for product in products)
+            products.clear()
+            H.refresh()
+
+
 def test_the_uses_of_an_operator(dense):
     network = Network()
     loss, n = mean_square(network), len(dense)
