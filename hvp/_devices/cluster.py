@@ -139,13 +139,7 @@ class Cluster:
     def close(self) -> None:
         """End all servers. Closing twice does nothing."""
         for device in self._devices:
-            if not device.lost:
-                device.give_up("its cluster was closed")
-        self._end()
-        leave_lost()
-        self._devices = []
-
-    def _end(self) -> None:
+            device.lost = device.lost or "its cluster was closed"
         for process in self._processes:
             if process is not None:
                 process.kill()
@@ -153,8 +147,10 @@ class Cluster:
                 _close_pipes(process)
         for log in self._logs.values():
             log.close()
-        self._processes, self._logs = [], {}
+        self._processes, self._logs, self._devices = [], {}, []
         _open.discard(self)
+        if not _at_exit:
+            leave_lost()
 
     def __enter__(self) -> Cluster:
         """Return the cluster."""
@@ -251,9 +247,13 @@ def _close_pipes(process: Any) -> None:
 
 
 _open: weakref.WeakSet[Cluster] = weakref.WeakSet()
+# Whether this process ends: then there is nobody left to wait for workers.
+_at_exit = False
 
 
 @atexit.register
 def _close_all() -> None:
+    global _at_exit
+    _at_exit = True
     for cluster in list(_open):
-        cluster._end()
+        cluster.close()

@@ -13,8 +13,8 @@ from tests.cases import long
 @pytest.mark.parametrize(
     "names",
     [
-        ("only_this_machine", "agreement", "refusals", "fetching"),
-        long(("further_agreement", "loss_of_one", "losses", "draws", "threads")),
+        ("only_this_machine", "agreement", "refusals"),
+        long(("further_agreement", "loss_of_one", "losses", "draws", "threads", "fetching")),
         long(("kills",)),
         long(("fetching_kills",)),
     ],
