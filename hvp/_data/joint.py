@@ -50,9 +50,11 @@ class Part:
     @property
     def is_joint(self) -> bool:
         """Whether one function can multiply here and on other devices."""
+        if not _pays_at(self.site):
+            return False
         maps = _graph_maps(self.terms)
         known = all(one.product is one.program.product and one.product.has_flat for _, one in maps)
-        return known and 0 < len(maps) == len(self.terms) and _pays_at(self.site)
+        return known and 0 < len(maps) == len(self.terms)
 
     @property
     def kind(self) -> Any:
