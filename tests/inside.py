@@ -212,8 +212,8 @@ def lose_devices(monkeypatch: Any, lost: Callable[[str], bool]) -> None:
     monkeypatch.setattr(work.Work, "result", result)
 
 
-def count_joint_products(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Let one call multiply on all devices, local ones too; return what will hold the products."""
+def count_joint_products(monkeypatch: pytest.MonkeyPatch, *, local: bool) -> list[Any]:
+    """Return what will hold the products of one call for all workers, or for local devices too."""
     products: list[Any] = []
     original = joint.JointWork.result
 
@@ -222,7 +222,8 @@ def count_joint_products(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         products.append(product)
         return product
 
-    monkeypatch.setattr(joint, "_pays_at", lambda site: True)
+    if local:
+        monkeypatch.setattr(joint, "_pays_at", lambda site: True)
     monkeypatch.setattr(joint.JointWork, "result", result)
     return products
 

@@ -16,9 +16,9 @@ _TRIES = 4
 class Work:
     """A function that runs on a device, in the device's thread.
 
-    It must leave nothing half-changed where it fails: it may be called again. TensorFlow
-    hands most operations to a remote worker without waiting, and waits for the worker in others,
-    without end if it does not answer. So none may run in the thread of whoever wants the result.
+    It must leave nothing half-changed where it fails: it may be called again. Operations on a
+    remote worker wait for it, without end if it does not answer. So none may run in the thread of
+    whoever wants the result.
 
     Parameters
     ----------

@@ -99,9 +99,10 @@ class Compiled:
         """
         if self._eager:
             return self._function(*tensors)
-        if not tf.executing_eagerly() and place is HERE:
+        eager = tf.executing_eagerly()
+        if not eager and place is HERE:
             return self._chosen(*tensors)
-        if self.uses_xla is None and tf.executing_eagerly():
+        if eager and self.uses_xla is None:
             self.choose(*tensors, place=place)
         return self._run(self._chosen, tensors, place)
 

@@ -13,7 +13,7 @@ from tests.cases import long
 @pytest.mark.parametrize(
     "names",
     [
-        ("only_this_machine", "agreement", "refusals"),
+        ("only_this_machine", "agreement", "one_call", "refusals"),
         long(("further_agreement", "loss_of_one", "losses", "draws", "threads", "fetching")),
         long(("kills",)),
         long(("fetching_kills",)),

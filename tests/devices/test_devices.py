@@ -211,7 +211,7 @@ def test_one_call_that_multiplies_on_all_devices(dense, options, narrow, monkeyp
         want = dense_hessian(Problem(loss, network, (X, Y)))
     if narrow:
         inside.set_limit(monkeypatch, "bytes of rows times residuals", 1)
-    products = inside.count_joint_products(monkeypatch)
+    products = inside.count_joint_products(monkeypatch, local=True)
     block = random(4, len(want), 5, dtype="float64")
     with hvp.HessianOperator(loss, network, (X, Y), devices=CPUS, **options) as H:
         for _ in range(2):

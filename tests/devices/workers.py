@@ -87,6 +87,17 @@ def agree(cluster, cases):
             assert ("memory_limit" in options) == (H.stats.batches_kept < H.stats.batches)
 
 
+def one_call(cluster):
+    """After the first product and the first block, one call serves all workers."""
+    with pytest.MonkeyPatch.context() as patch:
+        products = inside.count_joint_products(patch, local=False)
+        with operator(cluster, batch_size=5) as H:
+            right(H)
+            assert not products
+            right(H)
+        assert [product.shape[-1] for product in products] == [len(DENSE)] * 2
+
+
 def refusals(cluster):
     """What only this process has is named before anything runs elsewhere."""
     worker = cluster.devices[:1]
