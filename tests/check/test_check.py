@@ -41,7 +41,7 @@ MUCH_LIKE_OTHERS = [*LONG_CASES, "mlp", "tf.function", "cond"]
 @pytest.mark.parametrize(
     "case", [long(name) if name in MUCH_LIKE_OTHERS else name for name in CASES]
 )
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 def test_correct_operators_pass(case):
     problem = CASES[case]("float64")
     with hvp.HessianOperator(problem.loss, problem.variables, problem.data, damping=0.3) as H:

@@ -86,7 +86,7 @@ def bytes_kept(size, engine="graph"):
 @pytest.mark.parametrize(
     ("limit", "kind", "sizes", "engine"), pairwise(LIMITS, SOURCES, SIZES, ["graph", "tape"])
 )
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 def test_the_hessian_of_all_examples(dense, kind, sizes, limit, engine):
     network = Network()
     source, options = SOURCES[kind](SIZES[sizes])

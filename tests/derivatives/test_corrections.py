@@ -288,7 +288,7 @@ def groups():
 
 
 @pytest.mark.parametrize("names", list(groups()), ids=lambda names: f"{names[0]} to {names[-1]}")
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_they_are_right(names):
     check(names, "graph")
     # Blocks convert the same operations by either engine: these are tested below.

@@ -79,7 +79,7 @@ def dense_by_all_paths(power):
         *[long(name, "tape") for name in LOSSES if name != "sparse"],
     ],
 )
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_it_is_right(name, engine):
     want = dense_by_all_paths(1.0)
     ctc = problem(LOSSES[name])

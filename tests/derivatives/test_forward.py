@@ -74,7 +74,7 @@ CLOSED_FORMS = {
     ("function", "engine"),
     crossed([slope, forward_over_reverse, reverse_over_forward], ["graph", "tape"]),
 )
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_one_is_right(function, engine):
     w = tf.Variable(W)
     with hvp.HessianOperator(lambda: function(w), w, engine=engine) as H:

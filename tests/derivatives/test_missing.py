@@ -318,6 +318,7 @@ def asks(row, number):
 
 
 @pytest.mark.parametrize("kind", ROWS)
+@pytest.mark.few(20)
 def test_it_is_refused_when_built_because_of_its_row(kind, monkeypatch):
     row, missing = ROWS[kind], MISSING_DERIVATIVES[kind]
     for number in row.inputs:

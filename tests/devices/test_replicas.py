@@ -34,7 +34,7 @@ def loss(network):
 
 @pytest.mark.parametrize("engine", ALL)
 @pytest.mark.parametrize("options", ["whole", "batches", "streamed", "data set", "recompute"])
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 def test_all_replicas_take_part(strategy, network, loss, options, engine):
     if options == "recompute":
         again = hvp.recompute(network)
@@ -74,7 +74,7 @@ def test_a_loss_of_whole_arrays_is_not_divided_unless_asked_for(network):
 @pytest.mark.parametrize("engine", ALL)
 @pytest.mark.parametrize("options", [{}, {"batch_size": 5}])
 @pytest.mark.parametrize("replica", [0, 1])
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_a_change_of_any_copy_is_noticed(strategy, network, loss, engine, options, replica):
     H = hvp.HessianOperator(loss, network, (X, Y), engine=engine, **options)
     multiply = tf.function(H.product)

@@ -126,7 +126,7 @@ FIXED = {
 
 
 @pytest.mark.parametrize("name", FIXED)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_products_of_fixed_programs_are_differences_of_gradients(name):
     agreed = REPORT.outcomes["agree"]
     with REPORT.mismatch(FIXED[name]):

@@ -46,7 +46,7 @@ def flat(variables):
     ("dtype", "preconditioner"),
     crossed(["float32", "float64", "float64"], [None, "diagonal", "nystrom"]),
 )
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_finds_the_minimum(dtype, preconditioner):
     problem = ridge_logistic(dtype)
     gtol = 1e-5 if dtype == "float32" else 1e-11
@@ -429,7 +429,7 @@ def test_a_sample_of_all_examples_is_no_sample():
     ("engine", "jit_compile", "batch_size"),
     crossed(["graph", "tape", "graph"], [True, False, False], [None, None, 16]),
 )
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_engines_and_batches_find_the_minimum(engine, jit_compile, batch_size):
     problem = ridge_logistic()
     options = {"engine": engine, "jit_compile": jit_compile, "batch_size": batch_size}

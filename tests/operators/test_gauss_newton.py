@@ -123,7 +123,7 @@ ALWAYS = {
         for pair in itertools.product(MODELS, WAYS)
     ],
 )
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 def test_it_is_the_dense_matrix(name, way):
     model, x, y = make(name)
     want = dense_gauss_newton(model, x, softmax_curvature)
@@ -150,7 +150,7 @@ def test_it_is_the_dense_matrix(name, way):
     ("name", "engine", "dtype"),
     crossed(CASES, ["graph", "tape", "graph"], ["float64", "float64", "float32"]),
 )
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_of_a_single_prediction_it_is_an_outer_product(name, engine, dtype):
     """A loss as a model, its square as the loss: the matrix is `g g^T`, for every case."""
     problem, truth = CASES[name](dtype), CASES[name]("float64")

@@ -83,7 +83,7 @@ def test_products_are_those_of_a_closed_form_in_low_precision(precision):
 
 
 @pytest.mark.parametrize("name", [name if name in COMPARED else long(name) for name in CASES])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_products_are_near_those_of_the_dense_hessian(name):
     dense = dense_case(name)
     with operator(CASES[name]("float32"), precision="bfloat16") as H:
@@ -107,7 +107,7 @@ def test_large_residuals_take_half_the_memory(monkeypatch):
     ids=["one batch", "batches", "few kept", "XLA"],
 )
 @pytest.mark.parametrize("wrap", [lambda f: f, hvp.recompute], ids=["plain", "recomputed"])
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_batches_blocks_and_recomputed_parts(options, wrap):
     problem, wide = network(wrap=wrap), network("float64")
     want, V = dense_hessian(wide), random(5, 192, 4)

@@ -136,7 +136,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("case", "mode"), crossed(CASES, [*MODES, "from outside"]))
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_three_derivatives(case, mode):
     f, arguments, others = CASES[case]()
     # XLA has no lists of values for what a loop computed to be differentiated in this way.
@@ -179,7 +179,7 @@ def hessian_times(f, sources, tangents, mode):
     ("case", "mode"),
     crossed(["dense", "nests", "custom_gradients", "recomputed_inside"], ["eager", "graph"]),
 )
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_forward_mode_over_and_under_reverse_mode(case, mode):
     f, arguments, others = CASES[case]()
     sources = arguments + others

@@ -25,7 +25,7 @@ unconverged = pytest.mark.filterwarnings("ignore::hvp.ConvergenceWarning")
 @pytest.mark.parametrize("k", [long(1), 7])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("spectrum", SPECTRA)
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 def test_dense_solutions(spectrum, method, k):
     if spectrum == "indefinite" and method in ("cg", "block_cg"):
         pytest.skip("test_negative_curvature_is_reported")
