@@ -4,8 +4,9 @@ Both run in turns, in one process, with the same two TensorFlow servers on this 
 operator has the first of them, once both. Beside them runs plain TensorFlow, matrix products whose
 data never leave the workers: what two cores of this machine gain at best. Then the cost of the
 transport: a product that computes next to nothing, against the number of its entries, beside the
-time to copy so many numbers twice; through two workers, and between two processes that a strategy
-connects. Writes `devices.json` beside this file, and with `--figure` draws what follows from it.
+time to copy so many numbers twice, and a function of plain TensorFlow that sends and fetches as
+many; through two workers, and between two processes that a strategy connects. Writes
+`devices.json` beside this file, and with `--figure` draws what follows from it.
 
     python docs/benchmarks/devices.py [--rounds 15] [--figure] [--only-figure]
 """
@@ -235,15 +236,29 @@ def transport(cluster: hvp.Cluster, n: int, rounds: int) -> dict[str, float]:
     """Time a product through two workers that computes next to nothing."""
     loss, w, data = nearly_free(n)
     v = np.ones(n, "float32")
+
+    @tf.function(autograph=False, input_signature=[tf.TensorSpec([n])])
+    def doubled(x: Any) -> Any:
+        products = []
+        for device in cluster.devices:
+            with tf.device(device):
+                products.append(2 * x)
+        return tf.add_n(products)
+
     with hvp.HessianOperator(loss, w, data, devices=cluster.devices) as H:
 
         def copy() -> None:
             v.copy()
             v.copy()
 
-        taken = in_turns({"product": lambda: H @ v, "copy": copy}, rounds)
-    product, copies = (1e3 * statistics.median(taken[name]) for name in ("product", "copy"))
-    found = {"product_ms": product, "copies_ms": copies, "bound_ms": 3 + 2.5 * copies}
+        functions: dict[str, Callable[[], Any]] = {
+            "product": lambda: H @ v,
+            "copy": copy,
+            "plain": lambda: doubled(tf.constant(v)).numpy(),
+        }
+        taken = in_turns(functions, rounds)
+    product, copies, plain = (1e3 * statistics.median(taken[name]) for name in functions)
+    found = {"product_ms": product, "copies_ms": copies, "plain_ms": plain}
     print(f"n = {n:9d}", {name: round(x, 3) for name, x in found.items()}, flush=True)
     return found
 
