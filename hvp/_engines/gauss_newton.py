@@ -1,7 +1,8 @@
-"""The rule of the Gauss-Newton matrix."""
+"""Rules of matrices `J^T B J`, where `J` is the Jacobian of a model's predictions."""
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +14,8 @@ from hvp._engines.taped import TapedFunction, TapedGradient
 
 
 @dataclass(frozen=True)
-class GaussNewtonRule(Rule):
-    """`J^T B J`: `J` the Jacobian of a model, `B` the Hessian of a loss in the predictions.
+class PredictionRule(Rule):
+    """`J^T B J`: `J` the Jacobian of a model, `B` a matrix in the space of its predictions.
 
     Attributes
     ----------
@@ -27,6 +28,24 @@ class GaussNewtonRule(Rule):
 
     model: Callable[..., Any]
     output_loss: Callable[..., Any]
+
+    @abc.abstractmethod
+    def prepare(self, output: TapedGradient, predictions: Parts, batch: Arguments) -> Any:
+        """Evaluate what `curve` needs besides the vector.
+
+        Parameters
+        ----------
+        output : TapedGradient
+            The output loss and its gradient in the predictions.
+        predictions : sequence of tf.Tensor
+            The predictions.
+        batch : Arguments
+            The batch they are of.
+        """
+
+    @abc.abstractmethod
+    def curve(self, prepared: Any, tangents: Parts) -> Parts:
+        """Multiply tangents of the predictions by `B`."""
 
     def evaluate(self, variables: Sequence[tf.Variable], batch: Arguments) -> Evaluated:
         predictions: Any = None
@@ -43,9 +62,27 @@ class GaussNewtonRule(Rule):
             return self.output_loss(packed, *elements[1:])
 
         model = TapedFunction(lambda: batch.call(predict), variables)
-        output = TapedGradient(lambda: batch.call(loss), model.outputs, once=True)
-        return Evaluated(output.value, model.vjp(output.outputs), (model, output))
+        output = TapedGradient(lambda: batch.call(loss), model.outputs, once=self.once)
+        prepared = self.prepare(output, model.outputs, batch)
+        return Evaluated(output.value, model.vjp(output.outputs), (model, prepared))
 
-    def multiply(self, state: tuple[TapedFunction, TapedGradient], vector: Parts) -> Parts:
-        model, output = state
-        return model.vjp(output.vjp(model.jvp(vector)))
+    def multiply(self, state: tuple[TapedFunction, Any], vector: Parts) -> Parts:
+        model, prepared = state
+        return model.vjp(self.curve(prepared, model.jvp(vector)))
+
+    @property
+    def once(self) -> bool:
+        """Whether the Hessian of the output loss is multiplied by a single vector."""
+        return True
+
+
+@dataclass(frozen=True)
+class GaussNewtonRule(PredictionRule):
+    """The generalized Gauss-Newton matrix: `B` is the Hessian of the output loss."""
+
+    def prepare(self, output: TapedGradient, predictions: Parts, batch: Arguments) -> TapedGradient:
+        del predictions, batch
+        return output
+
+    def curve(self, prepared: TapedGradient, tangents: Parts) -> Parts:
+        return prepared.vjp(tangents)

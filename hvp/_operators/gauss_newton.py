@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import tensorflow as tf
-
-from hvp._data.elements import retraced
 from hvp._engines.gauss_newton import GaussNewtonRule
-from hvp._errors import InvalidDataError, InvalidLossError
 from hvp._operators.core import evaluated
 from hvp._operators.damping import check_damping
 from hvp._operators.operator import SymmetricOperator
+from hvp._operators.predictions import checked_model, checked_output_loss, refuse_dict
 from hvp._runtime.strategies import outside_strategies
 
 
@@ -89,52 +86,6 @@ class GaussNewtonOperator(SymmetricOperator):
         **options: Any,
     ) -> None:
         damping = check_damping(damping)
-        if isinstance(data, dict):
-            raise InvalidDataError(
-                "the data are a dict, which has no first element to call the model with",
-                "a tuple: the inputs first, then what the output loss takes",
-                "pass (inputs, targets); several inputs are a tuple, ((a, b), targets)",
-            )
-        rule = GaussNewtonRule(_checked_model(model), _checked_output_loss(output_loss))
+        refuse_dict(data)
+        rule = GaussNewtonRule(checked_model(model), checked_output_loss(output_loss))
         super().__init__(evaluated(rule, variables, data, **options), damping)
-
-
-def _checked_model(model: Any) -> Callable[..., Any]:
-    """Return a function of the model's inputs whose results are checked."""
-    if not callable(model):
-        raise InvalidLossError(
-            f"the model is {type(model).__name__}, which cannot be called",
-            "a Keras model, or a function that returns the predictions",
-        )
-    call = model if hasattr(model, "trainable_weights") else retraced(model)
-
-    def predict(*inputs: Any) -> Any:
-        return tf.nest.map_structure(_checked_prediction, call(*inputs))
-
-    return predict
-
-
-def _checked_prediction(part: Any) -> tf.Tensor:
-    is_tensor = isinstance(part, (tf.Tensor, tf.Variable))
-    if not (is_tensor and part.dtype.is_floating):
-        kind = part.dtype.name if is_tensor else type(part).__name__
-        raise InvalidLossError(
-            f"the model returned a {kind}", "floating-point tensors, the predictions"
-        )
-    return tf.convert_to_tensor(part)
-
-
-def _checked_output_loss(output_loss: Any) -> Callable[..., Any]:
-    """Refuse what cannot be a function of predictions and targets, in this order."""
-    expected = "a function of the predictions and the targets that returns a scalar"
-    if not callable(output_loss):
-        raise InvalidLossError(f"the output loss is {type(output_loss).__name__}", expected)
-    # By their attribute, since several versions of Keras may be around.
-    if hasattr(output_loss, "reduction") and hasattr(output_loss, "get_config"):
-        raise InvalidLossError(
-            f"the output loss is the Keras loss {type(output_loss).__name__}, which takes the "
-            "targets first",
-            expected,
-            "pass lambda predictions, y: keras_loss(y, predictions)",
-        )
-    return retraced(output_loss)
