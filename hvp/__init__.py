@@ -7,6 +7,8 @@ The public names:
 `GaussNewtonOperator`
     The Gauss-Newton matrix, which is positive semi-definite if the loss is convex in the
     predictions.
+`FisherOperator`
+    The Fisher information matrix, exact, by drawing targets, or with the targets of the data.
 `hessian_vector_product`
     A single product.
 `minimize`
@@ -65,6 +67,7 @@ from hvp._influence.influence import InfluenceFunctions, TopInfluences
 from hvp._minimize.minimize import minimize
 from hvp._minimize.newton_cg import NewtonCG, NewtonStep
 from hvp._minimize.objective import ScipyObjective
+from hvp._operators.fisher import FisherOperator
 from hvp._operators.gauss_newton import GaussNewtonOperator
 from hvp._operators.hessian import HessianOperator, hessian_vector_product
 from hvp._operators.linearization import Linearization, linearize
@@ -90,6 +93,7 @@ __all__ = [
     "ExactInverse",
     "FailedCheckError",
     "Finding",
+    "FisherOperator",
     "GaussNewtonOperator",
     "GraphModeError",
     "HessianOperator",

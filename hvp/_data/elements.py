@@ -73,6 +73,10 @@ class Elements(Arguments):
             return called(function, **named)
         return called(function, *self._elements.values())
 
+    def first(self) -> Elements:
+        """Return the first example alone."""
+        return self.part(0, 1)
+
     def part(self, start: int, end: int) -> Elements:
         """Return the examples from `start` up to `end`, exclusive."""
         elements = tf.nest.map_structure(lambda leaf: leaf[start:end], self._elements)

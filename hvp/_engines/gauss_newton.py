@@ -14,6 +14,28 @@ from hvp._engines.taped import TapedFunction, TapedGradient
 
 
 @dataclass(frozen=True)
+class Output:
+    """A loss of predictions, and its gradient in them.
+
+    Attributes
+    ----------
+    taped : TapedGradient
+        The loss and its gradient, whose Jacobian can be multiplied.
+    predictions : sequence of tf.Tensor
+        The predictions.
+    batch : Arguments
+        The batch that they are of.
+    loss : callable
+        Takes predictions, and the batch that they are of; returns the loss.
+    """
+
+    taped: TapedGradient
+    predictions: Parts
+    batch: Arguments
+    loss: Callable[[Parts, Arguments], Any]
+
+
+@dataclass(frozen=True)
 class PredictionRule(Rule):
     """`J^T B J`: `J` the Jacobian of a model, `B` a matrix in the space of its predictions.
 
@@ -30,18 +52,8 @@ class PredictionRule(Rule):
     output_loss: Callable[..., Any]
 
     @abc.abstractmethod
-    def prepare(self, output: TapedGradient, predictions: Parts, batch: Arguments) -> Any:
-        """Evaluate what `curve` needs besides the vector.
-
-        Parameters
-        ----------
-        output : TapedGradient
-            The output loss and its gradient in the predictions.
-        predictions : sequence of tf.Tensor
-            The predictions.
-        batch : Arguments
-            The batch they are of.
-        """
+    def prepare(self, output: Output) -> Any:
+        """Evaluate what `curve` needs besides the vector."""
 
     @abc.abstractmethod
     def curve(self, prepared: Any, tangents: Parts) -> Parts:
@@ -57,32 +69,26 @@ class PredictionRule(Rule):
             predictions = self.model(*(inputs[0] if tupled else inputs))
             return tf.nest.flatten(predictions)
 
-        def loss(*elements: Any) -> Any:
-            packed = tf.nest.pack_sequence_as(predictions, model.outputs)
-            return self.output_loss(packed, *elements[1:])
+        def loss(parts: Parts, of: Arguments) -> Any:
+            packed = tf.nest.pack_sequence_as(predictions, parts)
+            return of.call(lambda *elements: self.output_loss(packed, *elements[1:]))
 
         model = TapedFunction(lambda: batch.call(predict), variables)
-        output = TapedGradient(lambda: batch.call(loss), model.outputs, once=self.once)
-        prepared = self.prepare(output, model.outputs, batch)
+        output = TapedGradient(lambda: loss(model.outputs, batch), model.outputs, once=True)
+        prepared = self.prepare(Output(output, model.outputs, batch, loss))
         return Evaluated(output.value, model.vjp(output.outputs), (model, prepared))
 
     def multiply(self, state: tuple[TapedFunction, Any], vector: Parts) -> Parts:
         model, prepared = state
         return model.vjp(self.curve(prepared, model.jvp(vector)))
 
-    @property
-    def once(self) -> bool:
-        """Whether the Hessian of the output loss is multiplied by a single vector."""
-        return True
-
 
 @dataclass(frozen=True)
 class GaussNewtonRule(PredictionRule):
     """The generalized Gauss-Newton matrix: `B` is the Hessian of the output loss."""
 
-    def prepare(self, output: TapedGradient, predictions: Parts, batch: Arguments) -> TapedGradient:
-        del predictions, batch
-        return output
+    def prepare(self, output: Output) -> TapedGradient:
+        return output.taped
 
     def curve(self, prepared: TapedGradient, tangents: Parts) -> Parts:
         return prepared.vjp(tangents)

@@ -22,6 +22,10 @@ class Arguments(abc.ABC):
     def call(self, function: Callable[..., Any]) -> Any:
         """Call a function with these arguments."""
 
+    @abc.abstractmethod
+    def first(self) -> Arguments:
+        """Return the first example alone."""
+
 
 class NoArguments(Arguments):
     """Nothing: functions are called without arguments."""
@@ -29,6 +33,10 @@ class NoArguments(Arguments):
     def call(self, function: Callable[..., Any]) -> Any:
         """Call a function without arguments."""
         return function()
+
+    def first(self) -> NoArguments:
+        """Return the same, as there are no examples."""
+        return self
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from hvp._errors import line_of
 from hvp._graphs.place import HERE, Place, scope_of_tracing
 from hvp._graphs.private import call_flat
 from hvp._graphs.python_calls import error_of_python
+from hvp._graphs.refusals import refusal_of
 from hvp._runtime.collector import no_collections
 from hvp._runtime.interrupts import Uninterrupted
 
@@ -110,7 +111,7 @@ class Compiled:
         try:
             return self._run_there(concrete, tensors, place)
         except tf.errors.OpError as error:
-            original = error_of_python(error)
+            original = error_of_python(error) or refusal_of(error)
             if original is None:
                 raise
             raise original from error

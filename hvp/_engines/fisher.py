@@ -1,0 +1,212 @@
+"""Rules of Fisher matrices.
+
+The loss is the mean of `loss_i` over examples, with the gradients `g_i` in the variables. The
+empirical Fisher matrix is the mean of `g_i g_i^T`. As `g_i = J_i^T r_i`, where `J_i` is the
+Jacobian of the predictions for one example and `r_i` the gradient of its loss in them, a product
+needs no gradient of a single example: it is the mean of `J_i^T r_i (r_i . J_i v)`.
+
+The Fisher matrix itself is the expectation of this over targets drawn from the model's own
+distribution. Where the loss is the negative log-likelihood of a distribution of `likelihoods`,
+times a constant `c`, it is `J^T (c F) J` with `F` in closed form, or by drawing targets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvp._derivatives.gradient import value_and_gradient
+from hvp._engines.gauss_newton import Output, PredictionRule
+from hvp._engines.likelihoods import LIKELIHOODS, Likelihood
+from hvp._engines.rule import Arguments, Parts
+from hvp._errors import HvpError, InvalidLossError
+from hvp._graphs.refusals import refuse_unless
+
+# How far two computations of the same vector may be apart, as a part of its Euclidean norm.
+_APART = {tf.float64: 1e-8, tf.float32: 1e-3}
+_APART_IN_HALF_PRECISION = 0.1
+# Rounding errors of a product, in units of the vector times the type's precision. Where predictions
+# are certain they are all that there is.
+_ROUNDING = 64
+# What the test vectors of `c` are drawn from.
+_PROBE_SEED = (17, 29)
+
+
+@dataclass(frozen=True)
+class _MeanRule(PredictionRule):
+    """A matrix of a loss that is a mean over examples, which is made sure of.
+
+    Attributes
+    ----------
+    weight : callable or None
+        Takes the elements of a batch; returns what the loss divides by, if not by their number.
+    """
+
+    weight: Callable[..., Any] | None
+
+    def count(self, output: Output) -> tf.Tensor:
+        """Return what the loss divides by, having made sure that it does.
+
+        The gradient in the first prediction must be that of the first example alone, divided by
+        the number of examples.
+        """
+        predictions, batch = output.predictions, output.batch
+        rows = _rows_of(predictions)
+        dtype = predictions[0].dtype
+        count = self._weight_of(batch, rows, dtype)
+        first = [part[:1] for part in predictions]
+        _, alone = value_and_gradient(lambda: output.loss(first, batch.first()), first)
+        within = [g if g is None else g[:1] for g in output.taped.outputs]
+        one = self._weight_of(batch.first(), 1, dtype)
+        pairs = [(a, b) for a, b in zip(within, alone) if a is not None and b is not None]
+        refuse_unless(
+            _is_close([count * a for a, _ in pairs], [one * b for _, b in pairs]),
+            InvalidLossError(
+                "the output loss is not a mean of a loss for each example",
+                "a mean over the first axis of the predictions, to which every example "
+                "contributes a loss that depends on no other example",
+                "use tf.reduce_mean; pass weight if the loss divides by something other than the "
+                "number of examples",
+            ),
+        )
+        return count
+
+    def _weight_of(self, batch: Arguments, rows: Any, dtype: tf.DType) -> tf.Tensor:
+        return tf.cast(rows if self.weight is None else batch.call(self.weight), dtype)
+
+
+@dataclass(frozen=True)
+class EmpiricalFisherRule(_MeanRule):
+    """The mean of `g_i g_i^T` over examples, where `g_i` are the gradients of their losses."""
+
+    def prepare(self, output: Output) -> tuple[Parts, tf.Tensor]:
+        return output.taped.outputs, self.count(output)
+
+    def curve(self, prepared: tuple[Parts, tf.Tensor], tangents: Parts) -> Parts:
+        gradients, count = prepared
+        along = [
+            tf.reduce_sum(g * t, axis=range(1, len(g.shape)))
+            for g, t in zip(gradients, tangents)
+            if not (g is None or t is None)
+        ]
+        if not along:
+            return [None] * len(gradients)
+        scale = count * tf.add_n(along)
+        return [g if g is None else _times_rows(scale, g) for g in gradients]
+
+
+@dataclass(frozen=True)
+class FisherRule(_MeanRule):
+    """The Fisher matrix of a loss that is a negative log-likelihood times a constant.
+
+    Attributes
+    ----------
+    likelihoods : sequence of str
+        The names of the distributions, one for each tensor of the predictions.
+    samples : int
+        How many targets to draw for each prediction; 0 for their expectation.
+    seed : int
+        What the draws depend on, besides the data.
+    """
+
+    likelihoods: Sequence[str]
+    samples: int = 0
+    seed: int = 0
+
+    def prepare(self, output: Output) -> list[tuple[Likelihood, Any, tf.Tensor]]:
+        self.count(output)
+        predictions = output.predictions
+        names = list(self.likelihoods) * (len(predictions) if len(self.likelihoods) == 1 else 1)
+        if len(names) != len(predictions):
+            raise HvpError(
+                f"{len(names)} likelihoods are named for {len(predictions)} predictions",
+                "one for each of them, or one for all",
+            )
+        families = [LIKELIHOODS[name] for name in names]
+        known = [family.prepare(part) for family, part in zip(families, predictions)]
+        constants = self._constants(output, families, known)
+        if not self.samples:
+            return list(zip(families, known, constants))
+        drawn = []
+        for index, (family, part) in enumerate(zip(families, predictions)):
+            shape = tf.concat([[self.samples], tf.shape(part)], axis=0)
+            seed = tf.stack([self.seed + 101 * index, output.batch.call(_checksum)])
+            drawn.append(family.scores(part, shape, seed))
+        return list(zip(families, drawn, constants))
+
+    def curve(self, prepared: list[tuple[Likelihood, Any, tf.Tensor]], tangents: Parts) -> Parts:
+        products = []
+        for (family, known, constant), tangent in zip(prepared, tangents):
+            multiply = family.outer if self.samples else family.multiply
+            products.append(tangent if tangent is None else constant * multiply(known, tangent))
+        return products
+
+    def _constants(
+        self, output: Output, families: Sequence[Likelihood], known: Sequence[Any]
+    ) -> list[tf.Tensor]:
+        """Find `c` for each tensor of the predictions, by multiplying one vector."""
+        vectors = [
+            tf.random.stateless_normal(tf.shape(part), _PROBE_SEED, dtype=part.dtype)
+            for part in output.predictions
+        ]
+        products = output.taped.vjp(vectors)
+        constants = []
+        for family, prepared, v, product, name in zip(
+            families, known, vectors, products, self.likelihoods
+        ):
+            fisher = family.multiply(prepared, v)
+            if product is None:
+                product = tf.zeros_like(fisher)
+            c = tf.math.divide_no_nan(tf.reduce_sum(v * product), tf.reduce_sum(v * fisher))
+            slack = _ROUNDING * np.finfo(v.dtype.as_numpy_dtype).eps * c * tf.norm(v)
+            refuse_unless(_is_close([product], [c * fisher], slack), _another_loss(name))
+            constants.append(c)
+        return constants
+
+
+def _another_loss(likelihood: str) -> HvpError:
+    return InvalidLossError(
+        "the Hessian of the output loss in the predictions is no multiple of the Fisher matrix of "
+        f"a {likelihood} distribution",
+        "the mean of its negative log-likelihood, with the same weight for all examples",
+        "pass another likelihood, or use hvp.GaussNewtonOperator, which takes any output loss",
+    )
+
+
+def _rows_of(predictions: Sequence[tf.Tensor]) -> tf.Tensor:
+    if any(part.shape.rank == 0 for part in predictions):
+        raise InvalidLossError(
+            "the model returned a scalar", "predictions whose first axis counts the examples"
+        )
+    return tf.shape(predictions[0])[0]
+
+
+def _times_rows(scale: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
+    return tf.reshape(scale, [-1, *[1] * (len(rows.shape) - 1)]) * rows
+
+
+def _is_close(one: Sequence[tf.Tensor], other: Sequence[tf.Tensor], slack: Any = 0) -> tf.Tensor:
+    """Whether vectors are the same up to rounding; what is not finite is left to others."""
+    if not one:
+        return tf.constant(True)
+    dtype = one[0].dtype
+    apart = tf.linalg.global_norm([a - b for a, b in zip(one, other)])
+    norm = tf.linalg.global_norm([*one, *other])
+    allowed = _APART.get(dtype, _APART_IN_HALF_PRECISION) * norm + tf.cast(slack, dtype)
+    return tf.logical_not(apart > allowed)
+
+
+def _checksum(*elements: Any) -> tf.Tensor:
+    """Return an integer that is another one for other data."""
+    total = tf.constant(0, tf.int32)
+    for tensor in tf.nest.flatten(elements, expand_composites=True):
+        if tensor.dtype == tf.string:
+            tensor = tf.strings.to_hash_bucket_fast(tensor, 2**31 - 1)
+        elif tensor.dtype.is_floating:
+            tensor = tf.bitcast(tf.cast(tensor, tf.float32), tf.int32)
+        total += tf.reduce_sum(tf.cast(tensor, tf.int32))
+    return total

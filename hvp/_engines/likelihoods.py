@@ -1,0 +1,117 @@
+"""Distributions of targets, given predictions: what Fisher matrices are expectations over.
+
+Each is an exponential family whose natural parameters are the predictions, so that its Fisher
+matrix is the Hessian of the negative log-likelihood, whatever the targets.
+"""
+
+from __future__ import annotations
+
+import abc
+from typing import Any
+
+import tensorflow as tf
+
+
+class Likelihood(abc.ABC):
+    """A distribution of the targets of one prediction."""
+
+    @abc.abstractmethod
+    def prepare(self, predictions: tf.Tensor) -> Any:
+        """Compute what `multiply` needs of the predictions."""
+
+    @abc.abstractmethod
+    def multiply(self, prepared: Any, tangents: tf.Tensor) -> tf.Tensor:
+        """Multiply by the Fisher matrix in the predictions."""
+
+    @abc.abstractmethod
+    def scores(self, predictions: tf.Tensor, shape: Any, seed: tf.Tensor) -> tf.Tensor:
+        """Draw targets, and return the gradients of their log-likelihoods.
+
+        Parameters
+        ----------
+        predictions : tf.Tensor
+            The predictions.
+        shape : tf.Tensor
+            The shape of the predictions, preceded by the number of draws.
+        seed : tf.Tensor
+            Two integers.
+        """
+
+    def outer(self, scores: tf.Tensor, tangents: tf.Tensor) -> tf.Tensor:
+        """Multiply by the mean, over draws, of the outer products of scores.
+
+        The entries of a prediction are independent of each other unless the distribution says
+        otherwise: products of different entries are zero on average, and are left out.
+        """
+        return tf.reduce_mean(scores**2, axis=0) * tangents
+
+
+class Categorical(Likelihood):
+    """Classes; the last axis of the predictions are their logits."""
+
+    def prepare(self, predictions: tf.Tensor) -> tf.Tensor:
+        return tf.nn.softmax(predictions)
+
+    def multiply(self, prepared: tf.Tensor, tangents: tf.Tensor) -> tf.Tensor:
+        mean = tf.reduce_sum(prepared * tangents, axis=-1, keepdims=True)
+        return prepared * (tangents - mean)
+
+    def scores(self, predictions: tf.Tensor, shape: Any, seed: tf.Tensor) -> tf.Tensor:
+        # The largest of logits with Gumbel noise is a draw.
+        tiny = predictions.dtype.as_numpy_dtype(1e-30)
+        uniform = tf.random.stateless_uniform(shape, seed, tiny, 1, predictions.dtype)
+        classes = tf.argmax(predictions - tf.math.log(-tf.math.log(uniform)), axis=-1)
+        drawn = tf.one_hot(classes, tf.shape(predictions)[-1], dtype=predictions.dtype)
+        return drawn - tf.nn.softmax(predictions)
+
+    def outer(self, scores: tf.Tensor, tangents: tf.Tensor) -> tf.Tensor:
+        along = tf.reduce_sum(scores * tangents, axis=-1, keepdims=True)
+        return tf.reduce_mean(scores * along, axis=0)
+
+
+class _Elementwise(Likelihood):
+    """A distribution of independent entries, given by its variance as a function of predictions."""
+
+    def multiply(self, prepared: tf.Tensor, tangents: tf.Tensor) -> tf.Tensor:
+        return prepared * tangents
+
+
+class Bernoulli(_Elementwise):
+    """Zeros and ones; the predictions are the logits of ones."""
+
+    def prepare(self, predictions: tf.Tensor) -> tf.Tensor:
+        return tf.sigmoid(predictions) * tf.sigmoid(-predictions)
+
+    def scores(self, predictions: tf.Tensor, shape: Any, seed: tf.Tensor) -> tf.Tensor:
+        uniform = tf.random.stateless_uniform(shape, seed, 0, 1, predictions.dtype)
+        probability = tf.sigmoid(predictions)
+        return tf.cast(uniform < probability, predictions.dtype) - probability
+
+
+class Gaussian(_Elementwise):
+    """Numbers with normal errors, all of one variance; the predictions are their means."""
+
+    def prepare(self, predictions: tf.Tensor) -> tf.Tensor:
+        return tf.ones_like(predictions)
+
+    def scores(self, predictions: tf.Tensor, shape: Any, seed: tf.Tensor) -> tf.Tensor:
+        return tf.random.stateless_normal(shape, seed, dtype=predictions.dtype)
+
+
+class Poisson(_Elementwise):
+    """Counts; the predictions are the logarithms of their means."""
+
+    def prepare(self, predictions: tf.Tensor) -> tf.Tensor:
+        return tf.exp(predictions)
+
+    def scores(self, predictions: tf.Tensor, shape: Any, seed: tf.Tensor) -> tf.Tensor:
+        mean = tf.exp(predictions)
+        return tf.random.stateless_poisson(shape, seed, mean, predictions.dtype) - mean
+
+
+LIKELIHOODS: dict[str, Likelihood] = {
+    "bernoulli": Bernoulli(),
+    "categorical": Categorical(),
+    "gaussian": Gaussian(),
+    "poisson": Poisson(),
+}

@@ -1,0 +1,196 @@
+"""The Fisher matrices of a model and a loss."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import tensorflow as tf
+
+from hvp._engines.fisher import EmpiricalFisherRule, FisherRule
+from hvp._engines.gauss_newton import PredictionRule
+from hvp._engines.likelihoods import LIKELIHOODS
+from hvp._errors import HvpError, InvalidDataError
+from hvp._operators.core import evaluated
+from hvp._operators.damping import check_damping
+from hvp._operators.operator import SymmetricOperator
+from hvp._operators.predictions import checked_model, checked_output_loss, refuse_dict
+from hvp._runtime.strategies import outside_strategies
+
+Kind = Literal["type-2", "monte-carlo", "empirical"]
+
+
+class FisherOperator(SymmetricOperator):
+    """The Fisher information matrix of a model and a loss, as a scipy `LinearOperator`.
+
+    If the loss of an example is the negative logarithm of a probability that the model assigns to
+    its targets, the Fisher matrix is the mean, over the examples, of `E[g g^T]`. Here `g` is the
+    gradient of the loss of one example in the variables. The three kinds differ in the targets:
+
+    ``"type-2"``
+        The expectation over targets drawn from the model's own distribution. It equals the
+        Gauss-Newton matrix (Martens 2020 [Mar]_).
+    ``"monte-carlo"``
+        An unbiased estimate of it from `samples` such targets for each prediction.
+    ``"empirical"``
+        The targets of the data. This needs no `likelihood`, but is another matrix, which approaches
+        the Fisher matrix only where the model fits the data (Kunstner et al. 2019 [Kun]_).
+
+    All are positive semi-definite.
+
+    Parameters
+    ----------
+    model : callable
+        Returns the predictions, as for `GaussNewtonOperator`. Their first axis counts the examples.
+    output_loss : callable
+        Takes the predictions and the other elements of `data`; returns the mean of a loss for each
+        example. It is called with the first example alone, too, to make sure that it is a mean.
+    variables : nest
+        What the gradients are with respect to, as for `HessianOperator`.
+    data : tuple of arrays, or iterable of such
+        The examples, such as ``(x, y)``, as for `HessianOperator`.
+    kind : {"type-2", "monte-carlo", "empirical"}, optional
+        Which targets to take.
+    likelihood : {"categorical", "bernoulli", "gaussian", "poisson"}, or nest of these, optional
+        The distribution of the targets, given the predictions; required unless `kind` is
+        ``"empirical"``. The predictions are the logits of classes (along the last axis), the logits
+        of ones, means, or logarithms of means. If there are several predictions, this may be a nest
+        like them. The output loss must be the negative log-likelihood times a constant, such as the
+        softmax cross-entropy or a mean square error; another one is refused.
+    samples : int, optional
+        How many targets to draw for each prediction, if `kind` is ``"monte-carlo"``. They take as
+        much memory as `samples` times the predictions. The error falls as one over its square root.
+    seed : int, optional
+        What the draws depend on, besides the data. They are the same in all products, also after
+        `refresh`.
+    weight : callable, optional
+        Set this if the loss averages over something other than examples, as for `HessianOperator`.
+    damping : float, optional
+        Adds `damping * v` to every product.
+    **options
+        As for `HessianOperator`. A `regularization` adds its Hessian.
+
+    Raises
+    ------
+    InvalidLossError
+        If the output loss is not a mean over examples, or not the negative log-likelihood of
+        `likelihood`; otherwise as `GaussNewtonOperator`.
+    InvalidDataError
+        If there are no data; otherwise as `GaussNewtonOperator`.
+    HvpError
+        If `kind`, `likelihood`, `samples` or `seed` is not what it should be; otherwise as
+        `HessianOperator`.
+
+    Notes
+    -----
+    With predictions `p` and their Jacobian `J_i` for example `i`, the gradient of an example is
+    `g_i = J_i^T r_i`, where `r_i` is the gradient of its loss in `p`. A product with the empirical
+    matrix is the mean of `J_i^T r_i (r_i . J_i v)`: it takes one product with the Jacobian of all
+    predictions and one with its transpose. No gradient of a single example is computed or stored.
+
+    If an example has several predictions, as a sequence of tokens has, its gradient is the one of
+    its whole loss in the empirical matrix. In the others each prediction is drawn by itself.
+
+    References
+    ----------
+    .. [Mar] J. Martens, "New insights and perspectives on the natural gradient method", Journal of
+       Machine Learning Research 21(146), 2020. https://jmlr.org/papers/v21/17-678.html
+    .. [Kun] F. Kunstner, P. Hennig, L. Balles, "Limitations of the empirical Fisher approximation
+       for natural gradient descent", NeurIPS 2019. https://arxiv.org/abs/1905.12558
+
+    Examples
+    --------
+    One coin, with the logit `w` of heads: the Fisher matrix is `p (1 - p)`, and the empirical one
+    the mean of `(p - y)^2`.
+
+    >>> import numpy as np
+    >>> import tensorflow as tf
+    >>> import hvp
+    >>> w = tf.Variable([0.0])
+    >>> coin = lambda x: x * w
+    >>> def loss(logits, y):
+    ...     return tf.reduce_mean(tf.nn.sigmoid_cross_entropy_with_logits(y, logits))
+    >>> data = np.ones((4, 1), "float32"), np.array([[1], [1], [1], [0]], "float32")
+    >>> hvp.FisherOperator(coin, loss, w, data, likelihood="bernoulli") @ np.ones(1)
+    array([0.25], dtype=float32)
+    >>> w.assign([np.log(3.0)])  # doctest: +ELLIPSIS
+    <tf.Variable...
+    >>> F = hvp.FisherOperator(coin, loss, w, data, kind="empirical")
+    >>> (F @ np.ones(1)).round(4)
+    array([0.1875], dtype=float32)
+    """
+
+    @outside_strategies
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        output_loss: Callable[..., Any],
+        variables: Any,
+        data: Any,
+        *,
+        kind: Kind = "type-2",
+        likelihood: Any = None,
+        samples: int = 1,
+        seed: int = 0,
+        weight: Callable[..., Any] | None = None,
+        damping: float = 0.0,
+        **options: Any,
+    ) -> None:
+        damping = check_damping(damping)
+        refuse_dict(data)
+        if data is None:
+            raise InvalidDataError(
+                "there are no data", "examples, over which the matrix is a mean", "pass data=(x, y)"
+            )
+        functions = checked_model(model), checked_output_loss(output_loss)
+        rule: PredictionRule
+        if _checked_kind(kind) == "empirical":
+            if likelihood is not None:
+                raise HvpError(
+                    "a likelihood is passed for the empirical Fisher matrix",
+                    "None: it takes the targets of the data",
+                    "pass kind='type-2' or kind='monte-carlo'",
+                )
+            rule = EmpiricalFisherRule(*functions, weight)
+        else:
+            draws = _positive("samples", samples) if kind == "monte-carlo" else 0
+            names = _checked_likelihoods(likelihood)
+            rule = FisherRule(*functions, weight, names, draws, _checked_seed(seed))
+        super().__init__(evaluated(rule, variables, data, weight=weight, **options), damping)
+
+
+def _checked_kind(kind: Any) -> Any:
+    if kind not in get_args(Kind):
+        names = ", ".join(map(repr, get_args(Kind)))
+        raise HvpError(f"the argument kind is {kind!r}", f"one of {names}")
+    return kind
+
+
+def _checked_likelihoods(likelihood: Any) -> tuple[str, ...]:
+    known = ", ".join(map(repr, LIKELIHOODS))
+    names = tuple(tf.nest.flatten(likelihood))
+    if not names or not all(isinstance(name, str) and name in LIKELIHOODS for name in names):
+        raise HvpError(
+            f"the argument likelihood is {likelihood!r}",
+            f"one of {known}, or a nest of these like the predictions",
+            "name the distribution of the targets; kind='empirical' needs none, and "
+            "hvp.GaussNewtonOperator takes any output loss",
+        )
+    return names
+
+
+def _positive(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
+        raise HvpError(f"the argument {name} is {value!r}", "a positive integer")
+    return int(value)
+
+
+def _checked_seed(seed: Any) -> int:
+    if (
+        isinstance(seed, bool)
+        or not isinstance(seed, numbers.Integral)
+        or not 0 <= int(seed) < 2**31
+    ):
+        raise HvpError(f"the argument seed is {seed!r}", "an integer from 0 to 2**31 - 1")
+    return int(seed)
