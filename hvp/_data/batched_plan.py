@@ -113,8 +113,39 @@ class BatchedPlan(Plan):
     @outside_strategies
     def at_point(self) -> tuple[Results, LinearMap]:
         """Evaluate all batches at the current values of the variables; hold the maps that fit."""
-        self._batches.forget()
         mean = WeightedMean(self.space)
+        with self._evaluated(mean.add) as (held, used):
+            scale = 1.0 if self._total else mean.divide()
+            terms = [(weight * scale, term) for weight, term in held]
+            if self._added is not None:
+                results, term = self._added.at_point()
+                if results.gradient is not None and all(g is None for g in results.gradient):
+                    raise InvalidLossError(
+                        "the regularization depends on none of the variables",
+                        "a function of the variables",
+                    )
+                mean.add(1.0, results)
+                terms.append((1.0, term))
+        stream = None
+        if not self._all_held:
+            first = len(held)
+
+            def stream() -> Iterator[tuple[float, LinearMap]]:
+                return self._stream(first, scale)
+
+        total = BatchSum(terms, self.space, stream, used, len(held))
+        return mean.results, total
+
+    @contextlib.contextmanager
+    def _evaluated(
+        self, take: Callable[[float, Results], None]
+    ) -> Iterator[tuple[list[tuple[float, LinearMap]], int]]:
+        """Evaluate all batches; give their weights and results away, and hold the maps that fit.
+
+        Yields the maps, with their weights, and the bytes that they take. If an error leaves the
+        context, they are closed.
+        """
+        self._batches.forget()
         held: list[tuple[float, LinearMap]] = []
         used, self._all_held = 0, True
         with contextlib.ExitStack() as on_error:
@@ -122,7 +153,7 @@ class BatchedPlan(Plan):
             for batch in self._with_progress(self._batches):
                 for elements, weight in self._pieces(batch):
                     results, term, nbytes = self._evaluate(elements, batch.index)
-                    mean.add(weight, results)
+                    take(weight, results)
                     self._budget.record(nbytes)
                     undivided = elements is batch.elements
                     fits = undivided and self._budget.can_hold(used + nbytes)
@@ -136,27 +167,8 @@ class BatchedPlan(Plan):
                         term.close()
                 if not self._all_held:
                     self._refuse_draws()
-            scale = 1.0 if self._total else mean.divide()
-            terms = [(weight * scale, term) for weight, term in held]
-            if self._added is not None:
-                results, term = self._added.at_point()
-                if results.gradient is not None and all(g is None for g in results.gradient):
-                    raise InvalidLossError(
-                        "the regularization depends on none of the variables",
-                        "a function of the variables",
-                    )
-                mean.add(1.0, results)
-                terms.append((1.0, term))
+            yield held, used
             on_error.pop_all()
-        stream = None
-        if not self._all_held:
-            first = len(held)
-
-            def stream() -> Iterator[tuple[float, LinearMap]]:
-                return self._stream(first, scale)
-
-        total = BatchSum(terms, self.space, stream, used, len(held))
-        return mean.results, total
 
     def fingerprint(self) -> dict[str, str]:
         """Return digests of the weights, of all batches and of the loss."""
@@ -272,11 +284,14 @@ class BatchedPlan(Plan):
         self.evaluations += 1
         with contextlib.ExitStack() as on_error:
             on_error.enter_context(contextlib.closing(term))
-            check_finite(results, self.nest.names, batch=index)
+            self._check(results, index)
             on_error.pop_all()
         nbytes = (term.nbytes or 0) + elements.nbytes
         self._learn(elements, nbytes)
         return results, term, nbytes
+
+    def _check(self, results: Results, index: int) -> None:
+        check_finite(results, self.nest.names, batch=index)
 
     def _learn(self, elements: Elements, nbytes: int) -> None:
         """Learn how many bytes a batch needs."""
