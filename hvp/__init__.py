@@ -9,6 +9,8 @@ The public names:
     predictions.
 `FisherOperator`
     The Fisher information matrix, exact, by drawing targets, or with the targets of the data.
+`JacobianOperator`
+    The Jacobian of any function, such as the predictions of a model, and its transpose.
 `hessian_vector_product`
     A single product.
 `minimize`
@@ -70,6 +72,7 @@ from hvp._minimize.objective import ScipyObjective
 from hvp._operators.fisher import FisherOperator
 from hvp._operators.gauss_newton import GaussNewtonOperator
 from hvp._operators.hessian import HessianOperator, hessian_vector_product
+from hvp._operators.jacobian import JacobianOperator
 from hvp._operators.linearization import Linearization, linearize
 from hvp._recompute.keras_segments import recompute_model
 from hvp._recompute.recompute import recompute
@@ -103,6 +106,7 @@ __all__ = [
     "InvalidLossError",
     "InvalidVariablesError",
     "InvalidVectorError",
+    "JacobianOperator",
     "Linearization",
     "NeumannInverse",
     "NewtonCG",

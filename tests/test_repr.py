@@ -34,7 +34,7 @@ def test_operators():
 def test_the_others():
     w, loss = quartic()
     linear = hvp.linearize(lambda: {"cubes": w**3, "sum": tf.reduce_sum(w)}, w)
-    assert repr(linear) == "Linearization(4 values of 3 variables, engine 'graph')"
+    assert repr(linear) == "Linearization(4 x 3, float32, engine 'graph')"
     linear.close()
     assert repr(linear).endswith(", closed)")
     operator = hvp.HessianOperator(loss, w).as_tf_operator(is_positive_definite=True, name="mine")

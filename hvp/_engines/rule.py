@@ -68,7 +68,14 @@ class Rule(abc.ABC):
 
     A rule is written as if it ran anew for each product. Tracing it finds out which operations do
     not depend on the vector; these run once for each point, also if they are part of `multiply`.
+
+    Attributes
+    ----------
+    stacks : bool
+        Whether the values of batches are stacked, one after the other, instead of averaged.
     """
+
+    stacks = False
 
     @abc.abstractmethod
     def evaluate(self, variables: Sequence[tf.Variable], batch: Arguments) -> Evaluated:
@@ -110,6 +117,7 @@ class PullbackRule(Rule):
     """
 
     function: Callable[..., Any]
+    stacks = True
 
     def evaluate(self, variables: Sequence[tf.Variable], batch: Arguments) -> Evaluated:
         value: Any = None

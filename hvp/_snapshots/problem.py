@@ -20,6 +20,7 @@ from hvp._data.elements import (
     convert_batch,
     explain_mixed_precision,
 )
+from hvp._data.stacked_plan import StackedPlan
 from hvp._engines.plan import Plan
 from hvp._engines.rule import Arguments, Evaluated, HessianRule, Parts, Rule, WeightedSum
 from hvp._engines.settings import Settings
@@ -147,6 +148,11 @@ class Problem:
         nest, rule, added = collect_variables(self.variables), self.rule, self.regularization
         if settings.recompute is not False:
             rule = _InSegments(rule, segments_of(self.variables, settings.recompute))
+        if self.rule.stacks:
+            single = self.source
+            if isinstance(single, Batches):
+                return StackedPlan(rule, nest, single, settings, added=None, total=False)
+            return SinglePlan(rule, nest, settings, lambda: single, inputs)
         source, settings = self._spread(nest, settings)
         if settings.devices is not None:
             batches = source if isinstance(source, Batches) else OneBatch(source)

@@ -1,0 +1,502 @@
+"""The Jacobian of a function, and its transpose."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Literal
+
+import numpy as np
+import scipy.sparse
+import tensorflow as tf
+from scipy.sparse.linalg import LinearOperator
+
+from hvp._data.elements import retraced
+from hvp._engines.linear_map import LinearMap
+from hvp._engines.rule import PullbackRule
+from hvp._engines.settings import Engine, OnStale, Precision
+from hvp._errors import InvalidLossError, InvalidVectorError, TooLargeError
+from hvp._graphs.compiled import JitCompile
+from hvp._operators.arithmetic import DtypePreserving
+from hvp._runtime.guard import OneProcess
+from hvp._runtime.interrupts import Uninterrupted, deliver_interrupt
+from hvp._runtime.strategies import outside_strategies
+from hvp._snapshots.problem import problem_of
+from hvp._snapshots.statistics import Statistics
+from hvp._vectors.arrays import check_array, check_product
+from hvp._vectors.space import Space, as_tensor, check_numeric, outline
+
+# Columns or rows in one block when a dense matrix is assembled.
+_DENSE_BLOCK = 64
+
+
+class JacobianOperator(OneProcess, DtypePreserving):
+    """The Jacobian of a function in the variables, as a rectangular scipy `LinearOperator`.
+
+    The function is evaluated once, at the values the variables have now. What its derivative needs
+    is kept as *residuals*, which all products reuse: `J @ v`, `J.T @ u`, and those of blocks.
+
+    Parameters
+    ----------
+    function : callable
+        Returns a nest of floating-point tensors, such as the predictions of a model. Without `data`
+        it takes no arguments. With `data` it takes the elements of a batch, and the first axes of
+        what it returns count the examples.
+    variables : nest
+        What the derivatives are with respect to, as for `HessianOperator`.
+    data : tuple or dict of arrays, or iterable of such, optional
+        The examples, as for `HessianOperator`. The values of batches are stacked in their order.
+    batch_size : int, optional
+        Divide a tuple or dict of arrays into batches of this many examples.
+    memory_limit : int or str, optional
+        Upper bound on memory for residuals plus the batch being processed, as for
+        `HessianOperator`.
+    progress : bool or "always", optional
+        Show a progress bar over the batches.
+    on_stale : {"raise", "refresh", "ignore"}, optional
+        What to do when the operator is used after a variable changed that the function reads.
+    engine : {"graph", "tape"}, optional
+        How to compute products, as for `HessianOperator`.
+    jit_compile : bool or "auto", optional
+        Whether XLA compiles products, as for `HessianOperator`.
+    recompute : bool, int or sequence of layers, optional
+        Whether to recompute a Keras model in segments, as for `HessianOperator`.
+    precision : {"bfloat16", "float16"}, optional
+        A lower precision for matrix products, convolutions and residuals, as for `HessianOperator`.
+
+    Attributes
+    ----------
+    shape : tuple of int
+        `(m, n)`: the number of entries of all values, and of all variables.
+    dtype : numpy.dtype
+        The widest type among values and variables, at least float32.
+
+    Raises
+    ------
+    InvalidLossError
+        If the function does not return floating-point tensors, or returns a scalar for a batch.
+    InvalidVariablesError
+        If `variables` contains anything but variables.
+    InvalidDataError
+        If `data` is empty, the first axes of its elements differ, or the function takes other
+        arguments.
+    SecondDerivativeError
+        If TensorFlow lacks the derivative of an operation in the function.
+    HvpError
+        If another argument is invalid.
+
+    Notes
+    -----
+    The function is traced once for each shape of batches, and its graph runs once for each batch.
+    State that it updates (moving averages, seeds) is restored. A product with `J` costs as much as
+    one with its transpose, a backward pass over the residuals: `J^T u` is linear in `u`, and its
+    derivative in the direction `v` is `J v`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import tensorflow as tf
+    >>> import hvp
+    >>> w = tf.Variable([1.0, 2.0], dtype=tf.float64)
+    >>> line = lambda x: w[0] + w[1] * x
+    >>> J = hvp.JacobianOperator(line, w, (np.array([0.0, 1.0, 2.0]),))
+    >>> J @ np.ones(2)
+    array([1., 2., 3.])
+    >>> J.T @ np.ones(3)
+    array([3., 3.])
+
+    It can be the `jac` of `scipy.optimize.least_squares`, evaluated again at each new point. The
+    solver may multiply by it after it has tried a further one, hence ``on_stale="ignore"``:
+
+    >>> from scipy.optimize import least_squares
+    >>> x = np.linspace(0, 1, 20)
+    >>> J = hvp.JacobianOperator(line, w, (x,), on_stale="ignore")
+    >>> def errors(at):
+    ...     w.assign(at)
+    ...     return line(x).numpy() - (3 - 2 * x)
+    >>> def jacobian(at):
+    ...     w.assign(at)
+    ...     J.refresh()
+    ...     return J
+    >>> fit = least_squares(errors, [0.0, 0.0], jacobian, tr_solver="lsmr", x_scale=1.0)
+    >>> fit.x.round(3)
+    array([ 3., -2.])
+    """
+
+    __signature__: inspect.Signature
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Show the signature of `__init__`; scipy's `__new__` would show `(*args, **kwargs)`."""
+        super().__init_subclass__(**options)
+        cls.__signature__ = _signature_of(cls)
+
+    @outside_strategies
+    @Uninterrupted()
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        variables: Any,
+        data: Any = None,
+        *,
+        batch_size: int | None = None,
+        memory_limit: int | str | None = None,
+        progress: bool | Literal["always"] = False,
+        on_stale: OnStale = "raise",
+        engine: Engine = "graph",
+        jit_compile: JitCompile = False,
+        recompute: bool | int | Sequence[Any] = False,
+        precision: Precision | None = None,
+    ) -> None:
+        problem, settings = problem_of(
+            PullbackRule(_checked(function)),
+            variables,
+            data,
+            batch_size=batch_size,
+            memory_limit=memory_limit,
+            progress=progress,
+            on_stale=on_stale,
+            engine=engine,
+            jit_compile=jit_compile,
+            recompute=recompute,
+            precision=precision,
+        )
+        self.snapshot = problem.snapshot(settings)
+        self._value = self.snapshot.value()
+        pullback = self.snapshot.map()
+        rows, columns = pullback.domain, pullback.codomain
+        dtype = np.result_type(rows.dtype.as_numpy_dtype, columns.dtype.as_numpy_dtype)
+        super().__init__(dtype, (rows.size, columns.size))
+
+    def __repr__(self) -> str:
+        rows, columns = self.shape
+        stats, standing = self.stats, self.snapshot.standing
+        properties = [f"{rows} x {columns}", self.dtype.name, f"engine {stats.engine!r}"]
+        if stats.batches_kept is not None:
+            properties.append(f"{stats.batches} batches")
+        properties += filter(None, [standing])
+        return f"{type(self).__name__}({', '.join(properties)})"
+
+    @property
+    def value(self) -> Any:
+        """The values of the function, a nest of tensors; those of batches are stacked."""
+        if self.snapshot.held is not None:
+            self._value = self.snapshot.value()
+        return self._value
+
+    @property
+    def stats(self) -> Statistics:
+        """Counts of the work done so far."""
+        return self.snapshot.statistics
+
+    @property
+    def engine(self) -> str:
+        """The engine that computes products: ``"graph"`` or ``"tape"``."""
+        return self.stats.engine
+
+    @property
+    def nbytes(self) -> int | None:
+        """An upper bound on the size of the residuals in bytes; None if it is not known."""
+        return self.stats.residual_bytes
+
+    @tf.autograph.experimental.do_not_convert
+    @Uninterrupted()
+    def jvp(self, v: Any) -> Any:
+        """Return the directional derivative `J v`, without copying anything to the host.
+
+        Parameters
+        ----------
+        v : nest of tensors or arrays, or array
+            A tangent shaped like the variables, or one flat vector of shape `(n,)`. It is cast to
+            their dtypes.
+
+        Returns
+        -------
+        nest of tf.Tensor
+            The product, shaped like `value`.
+
+        Raises
+        ------
+        InvalidVectorError
+            If `v` does not fit the variables.
+        StaleOperatorError
+            If a variable that the function reads has changed, depending on `on_stale`.
+        ClosedOperatorError
+            If the operator is closed.
+        """
+        pushforward = self._pushforward()
+        tangents = _parts(pushforward.domain, v)
+        return tf.nest.pack_sequence_as(self._value, pushforward.apply(tangents))
+
+    @tf.autograph.experimental.do_not_convert
+    @Uninterrupted()
+    def vjp(self, u: Any) -> Any:
+        """Return `J^T u`, without copying anything to the host.
+
+        Parameters
+        ----------
+        u : nest of tensors or arrays, or array
+            A cotangent shaped like `value`, or one flat vector of shape `(m,)`. It is cast to its
+            dtypes.
+
+        Returns
+        -------
+        nest of tf.Tensor
+            The product, shaped like the variables.
+
+        Raises
+        ------
+        InvalidVectorError
+            If `u` does not fit the value.
+        StaleOperatorError, ClosedOperatorError
+            As `jvp`.
+        """
+        if tf.executing_eagerly():
+            self.snapshot.make_sure()
+        pullback = self.snapshot.map()
+        domain, codomain = pullback.domain, pullback.codomain
+        shape = getattr(u, "shape", None)
+        if shape is not None and tuple(shape) == (domain.size,) != domain.shapes[0]:
+            check_numeric(u, "u")
+            parts = domain.split(as_tensor(u, domain.dtype))
+        else:
+            parts = self._parts_of_value(u, domain)
+        cotangents = [as_tensor(part, dtype) for part, dtype in zip(parts, domain.dtypes)]
+        return codomain.nest_of_parts(pullback.apply(cotangents))
+
+    def _parts_of_value(self, u: Any, domain: Space) -> list[Any]:
+        try:
+            tf.nest.assert_same_structure(self._value, u)
+        except (TypeError, ValueError) as error:
+            raise InvalidVectorError(
+                f"u has the structure {outline(u)}", f"that of the value, {outline(self._value)}"
+            ) from error
+        parts = tf.nest.flatten(u)
+        for part in parts:
+            check_numeric(part, "u")
+        if [tuple(part.shape) for part in parts] != domain.shapes:
+            raise InvalidVectorError(
+                f"u has parts of shapes {[tuple(part.shape) for part in parts]}",
+                f"the shapes of the value, {domain.shapes}",
+            )
+        return parts
+
+    def matvec(self, x: Any) -> np.ndarray:
+        """Multiply by one vector.
+
+        Parameters
+        ----------
+        x : array_like
+            A real and finite vector of shape `(n,)` or `(n, 1)`.
+
+        Returns
+        -------
+        ndarray
+            `J x`, of shape `(m,)` or `(m, 1)`.
+
+        Raises
+        ------
+        InvalidVectorError
+            If `x` has another shape or kind, or entries that are not finite.
+        NonFiniteError
+            If the product is not finite.
+        StaleOperatorError, ClosedOperatorError
+            As `jvp`.
+        """
+        return _column(check_array(x, self.shape[1], self.dtype, ndims=(1, 2)), self._matvec)
+
+    def rmatvec(self, x: Any) -> np.ndarray:
+        """Multiply the transpose by one vector, of shape `(m,)` or `(m, 1)`; see `matvec`."""
+        return _column(check_array(x, self.shape[0], self.dtype, ndims=(1, 2)), self._rmatvec)
+
+    def matmat(self, X: Any) -> np.ndarray:
+        """Multiply by a block of columns, of shape `(n, k)`; see `matvec`."""
+        return self._matmat(_block(X, self.shape[1], self.dtype))
+
+    def rmatmat(self, X: Any) -> np.ndarray:
+        """Multiply the transpose by a block of columns, of shape `(m, k)`; see `matvec`."""
+        return self._rmatmat(_block(X, self.shape[0], self.dtype))
+
+    @Uninterrupted()
+    def to_dense(self, *, max_size: int = 4096) -> np.ndarray:
+        """Return the whole matrix, which takes as many products as its shorter side is long.
+
+        Parameters
+        ----------
+        max_size : int, optional
+            The largest `m` and `n` to accept.
+
+        Returns
+        -------
+        ndarray
+            The matrix of shape `(m, n)`.
+
+        Raises
+        ------
+        TooLargeError
+            If `m` or `n` is larger than `max_size`.
+        """
+        if max(self.shape) > max_size:
+            rows, columns = self.shape
+            raise TooLargeError(
+                f"a dense matrix of {rows} x {columns} numbers was asked for",
+                f"at most {max_size} x {max_size}",
+                f"pass max_size={max(self.shape)} if "
+                f"{rows * columns * self.dtype.itemsize / 2**30:.2g} GiB are what you want",
+            )
+        dense = np.empty(self.shape, self.dtype)
+        by_rows = self.shape[0] < self.shape[1]
+        count = min(self.shape)
+        for start in range(0, count, _DENSE_BLOCK):
+            taken = np.arange(start, min(start + _DENSE_BLOCK, count))
+            block = np.zeros((count, len(taken)), self.dtype)
+            block[taken, taken - start] = 1
+            if by_rows:
+                dense[taken] = self._rmatmat(block).T
+            else:
+                dense[:, taken] = self._matmat(block)
+            deliver_interrupt()
+        return dense
+
+    def refresh(self) -> None:
+        """Evaluate again, at the values the variables have now."""
+        self.snapshot.refresh()
+        self._value = self.snapshot.value()
+
+    def close(self) -> None:
+        """Release the residuals, but not `value`. Closing twice does nothing."""
+        self.snapshot.close()
+
+    def __enter__(self) -> JacobianOperator:
+        """Return the operator."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        """Release the residuals."""
+        self.close()
+
+    def _pushforward(self) -> LinearMap:
+        return self.snapshot.map().transpose()
+
+    @Uninterrupted()
+    def _matvec(self, x: np.ndarray) -> np.ndarray:
+        return self._flat(self._pushforward(), x)
+
+    @Uninterrupted()
+    def _rmatvec(self, x: np.ndarray) -> np.ndarray:
+        return self._flat(self.snapshot.map(), x)
+
+    @Uninterrupted()
+    def _matmat(self, X: np.ndarray) -> np.ndarray:
+        return self._rows(self._pushforward(), X)
+
+    @Uninterrupted()
+    def _rmatmat(self, X: np.ndarray) -> np.ndarray:
+        return self._rows(self.snapshot.map(), X)
+
+    def _flat(self, held: LinearMap, x: np.ndarray) -> np.ndarray:
+        product = held.apply_flat(as_tensor(x.reshape(-1), held.domain.dtype)).numpy()
+        return check_product(product.astype(self.dtype, copy=False))
+
+    def _rows(self, held: LinearMap, X: np.ndarray) -> np.ndarray:
+        if X.shape[1] == 0:
+            return np.zeros((held.codomain.size, 0), self.dtype)
+        rows = held.apply_rows(tf.transpose(as_tensor(X, held.domain.dtype)))
+        return check_product(tf.transpose(rows).numpy().astype(self.dtype, copy=False))
+
+    def _adjoint(self) -> LinearOperator:
+        return _Transposed(self)
+
+    def _transpose(self) -> LinearOperator:
+        return _Transposed(self)
+
+
+class _Transposed(DtypePreserving):
+    """The transpose of a Jacobian, which runs it."""
+
+    def __init__(self, plain: JacobianOperator) -> None:
+        self._plain = plain
+        rows, columns = plain.shape
+        super().__init__(plain.dtype, (columns, rows))
+
+    def __repr__(self) -> str:
+        return f"{self._plain!r}.T"
+
+    def matvec(self, x: Any) -> np.ndarray:
+        return self._plain.rmatvec(x)
+
+    def rmatvec(self, x: Any) -> np.ndarray:
+        return self._plain.matvec(x)
+
+    def matmat(self, X: Any) -> np.ndarray:
+        return self._plain.rmatmat(X)
+
+    def rmatmat(self, X: Any) -> np.ndarray:
+        return self._plain.matmat(X)
+
+    def _matvec(self, x: np.ndarray) -> np.ndarray:
+        return self.matvec(x)
+
+    def _adjoint(self) -> LinearOperator:
+        return self._plain
+
+    def _transpose(self) -> LinearOperator:
+        return self._plain
+
+
+def _signature_of(cls: type) -> inspect.Signature:
+    signature = inspect.signature(cls.__init__)  # type: ignore[misc]
+    return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
+JacobianOperator.__signature__ = _signature_of(JacobianOperator)
+
+
+def _parts(space: Space, v: Any) -> list[tf.Tensor]:
+    flat = space.is_flat(v)
+    parts = space.split(as_tensor(v, space.dtype)) if flat else space.parts_of_nest(v)
+    return [as_tensor(part, dtype) for part, dtype in zip(parts, space.dtypes)]
+
+
+def _column(x: np.ndarray, multiply: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    product = multiply(x)
+    return product if x.ndim == 1 else product[:, np.newaxis]
+
+
+def _block(X: Any, rows: int, dtype: np.dtype) -> np.ndarray:
+    if scipy.sparse.issparse(X):
+        X = X.toarray()
+    return check_array(X, rows, dtype, ndims=(2,))
+
+
+def _checked(function: Any) -> Callable[..., Any]:
+    """Return a function whose results are checked."""
+    if not callable(function):
+        raise InvalidLossError(
+            f"the function to linearize is {type(function).__name__}, which cannot be called",
+            "a function of no arguments, or of the elements of the data",
+            "pass lambda: ...",
+        )
+    call = function if hasattr(function, "trainable_weights") else retraced(function)
+
+    @functools.wraps(call, updated=())
+    def values(*elements: Any, **named: Any) -> Any:
+        return tf.nest.map_structure(_checked_output, call(*elements, **named))
+
+    return values
+
+
+def _checked_output(leaf: Any) -> tf.Tensor:
+    is_tensor = isinstance(leaf, (tf.Tensor, tf.Variable))
+    if not is_tensor or not leaf.dtype.is_floating:
+        kind = leaf.dtype.name if is_tensor else type(leaf).__name__
+        raise InvalidLossError(
+            f"the function to linearize returned a {kind}", "floating-point tensors"
+        )
+    return tf.convert_to_tensor(leaf)

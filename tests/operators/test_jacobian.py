@@ -1,0 +1,220 @@
+"""Jacobians over batches that are stacked, against TensorFlow's, row by row, and closed forms."""
+
+import keras
+import numpy as np
+import pytest
+import scipy.sparse
+import tensorflow as tf
+from scipy.optimize import least_squares
+from scipy.sparse.linalg import LinearOperator, lsmr, svds
+
+import hvp
+from tests.cases import crossed, random, relative_error
+from tests.operators.test_gauss_newton import MODELS, WAYS, make, softmax_loss
+
+
+def dense_jacobian(model, x):
+    """Rows of all examples in their order, one gradient for each, without batches."""
+    rows = []
+    for i in range(len(x)):
+        with tf.GradientTape(persistent=True) as tape:
+            values = tf.unstack(tf.reshape(model(x[i : i + 1]), [-1]))
+        for value in values:
+            parts = tape.gradient(value, model.trainable_variables)
+            rows.append(np.concatenate([part.numpy().ravel() for part in parts]))
+    return np.array(rows)
+
+
+def build(model, x, way):
+    options = dict(WAYS[way])
+    if "memory_limit" in options:
+        with hvp.JacobianOperator(model, model, (x,), batch_size=2) as J:
+            options["memory_limit"] = int(4.6 * J.stats.residual_bytes / 4)
+    return hvp.JacobianOperator(model, model, (x,), **options)
+
+
+@pytest.mark.parametrize(("name", "way"), crossed([*MODELS, "dense"], WAYS))
+@pytest.mark.few(5)
+def test_it_is_the_dense_matrix(name, way):
+    model, x, _ = make(name)
+    want = dense_jacobian(model, x)
+    m, n = want.shape
+    u, v = random(1, m, 3, dtype="float64"), random(2, n, 3, dtype="float64")
+    with build(model, x, way) as J:
+        assert J.shape == (m, n)
+        assert J.stats.engine == WAYS[way].get("engine", "graph")
+        if "memory_limit" in WAYS[way]:
+            assert J.stats.batches_kept < J.stats.batches
+        for _ in range(2):
+            assert relative_error(J @ v[:, 0], want @ v[:, 0]) < 1e-12
+            assert relative_error(J.T @ u[:, 0], want.T @ u[:, 0]) < 1e-12
+            assert relative_error(J @ v, want @ v) < 1e-12
+            assert relative_error(J.T @ u, want.T @ u) < 1e-12
+            assert relative_error(J.value, model(x)) < 1e-12
+            J.refresh()
+        assert relative_error(J.to_dense(), want) < 1e-12
+        assert relative_error(J.T.T @ (J.T @ u), want @ (want.T @ u)) < 1e-12
+        tangent = tf.nest.pack_sequence_as(
+            model.trainable_variables,
+            [random(3, *w.shape, dtype="float64") for w in model.trainable_variables],
+        )
+        flat = np.concatenate([np.ravel(part) for part in tangent])
+        assert relative_error(np.ravel(J.jvp(tangent)), want @ flat) < 1e-12
+        cotangent = u[:, 0].reshape(J.value.shape)
+        for given in (cotangent, u[:, 0]):
+            found = np.concatenate([np.ravel(part) for part in J.vjp(given)])
+            assert relative_error(found, want.T @ u[:, 0]) < 1e-12
+        products = tf.function(lambda u, v: (J.vjp(u), J.jvp(v)))(tf.constant(cotangent), tangent)
+        assert relative_error(np.ravel(products[1]), want @ flat) < 1e-12
+        found = np.concatenate([np.ravel(part) for part in products[0]])
+        assert relative_error(found, want.T @ u[:, 0]) < 1e-12
+
+
+def test_the_longer_side_is_that_of_the_rows():
+    model, x, _ = make("dense", examples=40)
+    want = dense_jacobian(model, x)
+    assert want.shape[0] > want.shape[1]
+    with hvp.JacobianOperator(model, model, (x,), batch_size=7) as J:
+        assert relative_error(J.to_dense(), want) < 1e-12
+        assert np.allclose(svds(J, k=2)[1], np.linalg.svd(want)[1][:2][::-1], rtol=1e-8)
+        b = random(4, 120, dtype="float64")
+        solution = np.linalg.lstsq(want, b, rcond=1e-8)[0]
+        found = lsmr(J, b, atol=1e-13, btol=1e-13, conlim=1e8, maxiter=2000)[0]
+        assert relative_error(want @ found, want @ solution) < 1e-6
+        grams = (J.T @ J) @ np.eye(want.shape[1])
+        assert relative_error(grams, want.T @ want) < 1e-12
+        assert isinstance(2 * J, LinearOperator)
+        assert relative_error((2 * J - J) @ np.ones(len(grams)), want.sum(axis=1)) < 1e-12
+        assert relative_error(J @ scipy.sparse.eye_array(len(grams)), want) < 1e-12
+
+
+def test_nests_of_values_over_batches():
+    """Values of two shapes: all of the first, then all of the second, each in the data's order."""
+    w = tf.Variable(random(0, 3, dtype="float64"))
+    x, scale = random(1, 8, 3, dtype="float64"), random(2, 8, dtype="float64")
+
+    def f(x, scale):
+        line = tf.linalg.matvec(x, w)
+        return {"a": tf.sin(line) * scale, "b": x * w**2}
+
+    first = (np.cos(x @ w.numpy()) * scale)[:, None] * x
+    second = np.einsum("ij,jk->ijk", x, np.diag(2 * w.numpy())).reshape(24, 3)
+    want = np.vstack([first, second])
+    for options in ({}, {"batch_size": 3}, {"batch_size": 3, "engine": "tape"}):
+        with hvp.linearize(f, w, (x, scale), **options) as J:
+            assert relative_error(J.to_dense(), want) < 1e-12
+            assert relative_error(J.value["b"], x * w.numpy() ** 2) < 1e-12
+            u = random(3, 32, dtype="float64")
+            assert relative_error(J.vjp({"a": u[:8], "b": u[8:].reshape(8, 3)}), want.T @ u) < 1e-12
+            assert relative_error(J.vjp(u), want.T @ u) < 1e-12
+            assert J.jvp(np.ones(3))["b"].shape == (8, 3)
+
+
+def test_data_of_many_shapes():
+    w = tf.Variable(random(0, 2, dtype="float64"))
+    batches = [(random(i, rows, 2, dtype="float64"),) for i, rows in enumerate([3, 1, 4, 2, 5, 6])]
+    want = np.vstack([2 * w.numpy() * x for (x,) in batches])
+    with hvp.JacobianOperator(lambda x: tf.linalg.matvec(x, w**2), w, batches) as J:
+        assert J.shape == (21, 2)
+        assert relative_error(J.to_dense(), want) < 1e-12
+        u = random(9, 21, 2, dtype="float64")
+        assert relative_error(J.T @ u, want.T @ u) < 1e-12
+        assert relative_error(J @ np.ones(2), want.sum(axis=1)) < 1e-12
+
+
+def test_types():
+    x = random(0, 5, 2)
+    half = tf.Variable(np.ones(2, "float16"))
+    with hvp.JacobianOperator(lambda x: tf.cast(x, tf.float16) * half, half, (x,)) as J:
+        assert J.dtype == np.float32
+        assert (J @ np.ones(2)).dtype == np.float32
+        np.testing.assert_allclose(J @ np.ones(2), x.ravel(), rtol=1e-3)
+    single = tf.Variable(np.ones(2, "float32"))
+    with hvp.JacobianOperator(lambda x: tf.cast(x * single, tf.float64), single, (x,)) as J:
+        assert J.dtype == np.float64
+        np.testing.assert_allclose(J.T @ np.ones(10), x.sum(axis=0), rtol=1e-6)
+    assert (J.T @ J).dtype == np.float64
+
+
+@pytest.mark.parametrize("on_stale", ["raise", "refresh", "ignore"])
+def test_changes_of_variables(on_stale):
+    w = tf.Variable([1.0, 2.0])
+    J = hvp.JacobianOperator(lambda: w**3, w, on_stale=on_stale)
+    w.assign([2.0, 3.0])
+    if on_stale == "raise":
+        for use in (lambda: J @ np.ones(2), lambda: J.T @ np.ones(2), lambda: J.vjp(np.ones(2))):
+            with pytest.raises(hvp.StaleOperatorError):
+                use()
+        J.refresh()
+    want = [3, 12] if on_stale == "ignore" else [12, 27]
+    np.testing.assert_allclose(J @ np.ones(2), want)
+    np.testing.assert_allclose(J.T @ np.ones(2), want)
+    np.testing.assert_allclose(J.value, [1, 8] if on_stale == "ignore" else [8, 27])
+    J.close()
+    assert repr(J) == "JacobianOperator(2 x 2, float32, engine 'graph', closed)"
+    with pytest.raises(hvp.ClosedOperatorError):
+        J @ np.ones(2)
+
+
+def test_least_squares_of_a_keras_model():
+    """The `jac` of scipy's solver: the same fit as with its own differences."""
+    keras.utils.set_random_seed(0)
+    layers = [keras.Input((1,), dtype="float64")]
+    layers += [keras.layers.Dense(3, "tanh", dtype="float64")]
+    layers += [keras.layers.Dense(1, dtype="float64")]
+    model = keras.Sequential(layers)
+    x = np.linspace(-1, 1, 30)[:, None]
+    y = np.sin(2 * x)
+    J = hvp.JacobianOperator(model, model, (x,), batch_size=8, on_stale="ignore")
+    H = hvp.HessianOperator(lambda x: tf.reduce_mean(model(x)), model, (x,))
+
+    def assign(at):
+        for variable, part in zip(model.trainable_variables, H.unflatten(at)):
+            variable.assign(part)
+
+    def errors(at):
+        assign(at)
+        return (model(x).numpy() - y).ravel()
+
+    def jacobian(at):
+        assign(at)
+        J.refresh()
+        return J
+
+    start = np.concatenate([np.ravel(w) for w in model.trainable_variables])
+    limits = {"xtol": None, "gtol": 1e-8, "ftol": None, "max_nfev": 400}
+    fit = least_squares(errors, start, jacobian, tr_solver="lsmr", x_scale=1.0, **limits)
+    by_differences = least_squares(errors, start, **limits)
+    found = fit.optimality, np.abs(jacobian(fit.x).T @ errors(fit.x)).max()
+    assert found[0] == pytest.approx(found[1], rel=1e-10)
+    assert fit.cost <= 1.5 * by_differences.cost + 1e-6
+
+
+def test_what_is_refused():
+    model, x, y = make("dense")
+    with pytest.raises(hvp.InvalidLossError, match="scalar for a batch"):
+        hvp.JacobianOperator(lambda x, y: softmax_loss(model(x), y), model, (x, y), batch_size=2)
+    with pytest.raises(hvp.InvalidLossError, match="returned a int64"):
+        hvp.JacobianOperator(lambda x: tf.argmax(model(x), -1), model, (x,))
+    with pytest.raises(hvp.InvalidLossError, match="is str"):
+        hvp.JacobianOperator("model", model, (x,))
+    with pytest.raises(hvp.InvalidDataError, match="is called with data of 2 elements"):
+        hvp.JacobianOperator(lambda x: model(x), model, (x, y))
+    with pytest.raises(hvp.InvalidDataError, match="without data"):
+        hvp.JacobianOperator(lambda: model(x), model, batch_size=3)
+    with pytest.raises(TypeError, match="regularization"):
+        hvp.JacobianOperator(model, model, (x,), regularization=lambda: 0.0)
+    with hvp.JacobianOperator(model, model, (x,)) as J:
+        m, n = J.shape
+        for wrong in (np.ones(n + 1), np.ones((n, 2, 2)), np.full(n, np.nan), np.ones(n) * 1j):
+            with pytest.raises(hvp.InvalidVectorError):
+                J @ wrong if wrong.ndim < 3 else J.matvec(wrong)
+        with pytest.raises(hvp.InvalidVectorError):
+            J.T @ np.ones(n)
+        with pytest.raises(hvp.InvalidVectorError):
+            J.T.matmat(np.ones((n, 2)))
+        with pytest.raises(hvp.InvalidVectorError, match="structure"):
+            J.vjp([np.ones(m), np.ones(m)])
+        with pytest.raises(hvp.TooLargeError, match="max_size=43"):
+            J.to_dense(max_size=10)
+        assert (J @ np.ones((n, 0))).shape == (m, 0)
