@@ -73,9 +73,12 @@ class Rule(abc.ABC):
     ----------
     stacks : bool
         Whether the values of batches are stacked, one after the other, instead of averaged.
+    evaluates : str
+        What is evaluated once, for messages.
     """
 
     stacks = False
+    evaluates = "the gradient"
 
     @abc.abstractmethod
     def evaluate(self, variables: Sequence[tf.Variable], batch: Arguments) -> Evaluated:
@@ -118,6 +121,7 @@ class PullbackRule(Rule):
 
     function: Callable[..., Any]
     stacks = True
+    evaluates = "the function"
 
     def evaluate(self, variables: Sequence[tf.Variable], batch: Arguments) -> Evaluated:
         value: Any = None

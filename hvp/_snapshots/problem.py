@@ -129,7 +129,7 @@ class Problem:
             return self._plan(settings, inputs)
 
         try:
-            snapshot = Snapshot(make_plan, settings.on_stale)
+            snapshot = Snapshot(make_plan, settings.on_stale, evaluates=self.rule.evaluates)
         except (tf.errors.InvalidArgumentError, TypeError, ValueError) as error:
             explain_mixed_precision(
                 error, self.data, lambda: collect_variables(self.variables).dtypes

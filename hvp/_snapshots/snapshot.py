@@ -54,12 +54,8 @@ class Snapshot(OneProcess):
         Takes nothing; returns the plan.
     on_stale : {"raise", "refresh", "ignore"}
         What to do when something is asked for after a variable that was read has changed.
-    what : str, optional
-        What to call it in messages.
-    remedy : str, optional
-        How to get another one after it was closed.
-    out_of_memory : callable, optional
-        Returns the error to raise where TensorFlow cannot get memory, from TensorFlow's.
+    evaluates : str, optional
+        What is evaluated, for messages.
 
     Attributes
     ----------
@@ -74,21 +70,19 @@ class Snapshot(OneProcess):
         make_plan: Callable[[], Plan],
         on_stale: OnStale,
         *,
-        what: str = "operator",
-        remedy: str = "call refresh() or make a new one",
-        out_of_memory: Callable[[Exception], HvpError] | None = None,
+        evaluates: str = "the gradient",
     ) -> None:
         self.on_stale = on_stale
-        self._what, self._remedy = what, remedy
+        self._evaluates = evaluates
         # Without a cycle: what is dropped is to be freed at once.
-        self._guard = Guard(out_of_memory or functools.partial(_no_memory, weakref.ref(self)))
+        self._guard = Guard(functools.partial(_no_memory, weakref.ref(self)))
         self._doing = "tracing the loss"
         self._counts = Statistics()
         self._results: Results | None = None
         self._map: LinearMap | None = None
         self._store: Store | None = None
         self._gradient_is_released = False
-        self._absent = f"the {what} is closed"
+        self._absent = "the operator is closed"
         with self._guard, Uninterrupted(), no_collections():
             self.plan = make_plan()
         self._watch = _watch(self.plan.facts.reads)
@@ -178,7 +172,7 @@ class Snapshot(OneProcess):
     def close(self) -> None:
         """Release what is held."""
         with self._guard, self._guard.lock:
-            self._release(f"the {self._what} is closed")
+            self._release("the operator is closed")
 
     def exclusively(self) -> AbstractContextManager[Any]:
         """Let other threads wait, in a context."""
@@ -215,7 +209,7 @@ class Snapshot(OneProcess):
             if self._gradient_is_released:
                 raise HvpError(
                     "the gradient was released",
-                    f"{_article(self._what)} {self._what} that has its gradient",
+                    "an operator that has its gradient",
                     "call refresh(), which evaluates it again",
                 )
             return list(results.gradient or ())
@@ -285,7 +279,7 @@ class Snapshot(OneProcess):
     def make_sure_in_graph(self) -> None:
         """Do what `make_sure` does, for a graph that runs and waits for the answer."""
         if self.on_stale == "refresh":
-            check_can_wait_for_python("evaluating the gradient again")
+            check_can_wait_for_python(f"evaluating {self._evaluates} again")
         self.make_sure()
 
     def no_memory(self, error: Exception) -> HvpError:
@@ -296,7 +290,7 @@ class Snapshot(OneProcess):
 
     def _evaluate(self) -> None:
         self._release("the last refresh failed")
-        self._doing = "evaluating the gradient"
+        self._doing = f"evaluating {self._evaluates}"
         results, held = self.plan.at_point()
         facts = self.facts
         # Which puts them back; and of batches only now all are known.
@@ -317,7 +311,7 @@ class Snapshot(OneProcess):
     def _refuse_graphs(self, what: str) -> None:
         if not tf.executing_eagerly():
             raise GraphModeError(
-                f"the {self._what}'s {what} is asked for while TensorFlow traces a graph",
+                f"the operator's {what} is asked for while TensorFlow traces a graph",
                 "eager execution",
                 "ask outside of the tf.function: inside, an operator has products only",
             )
@@ -337,7 +331,7 @@ class Snapshot(OneProcess):
                 raise self._stale(changed)
         if self._map is None or self._results is None:
             raise ClosedOperatorError(
-                self._absent, f"{_article(self._what)} {self._what} that is open", self._remedy
+                self._absent, "an operator that is open", "call refresh() or make a new one"
             )
         return self._results, self._map
 
@@ -423,10 +417,6 @@ def _watch(resources: Sequence[Resource]) -> Watch:
                 name = f"{resource.name} on replica {index}"
                 copies.append((number, Resource.of(variable, name)))
     return Watch(resources, copies)
-
-
-def _article(noun: str) -> str:
-    return "an" if noun[0] in "aeiou" else "a"
 
 
 def _map_of(reference: Callable[[], Snapshot | None]) -> LinearMap:

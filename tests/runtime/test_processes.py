@@ -446,7 +446,7 @@ def test_too_little_memory_is_an_error_in_words(monkeypatch):
     def raises(*_):  # TensorFlow itself would try for ten seconds
         raise tf.errors.ResourceExhaustedError(None, None, "OOM when allocating tensor")
 
-    with pytest.raises(hvp.OutOfMemoryError, match=r"linearization .*OOM when allocating"):
+    with pytest.raises(hvp.OutOfMemoryError, match=r"evaluating the function.*OOM when allocating"):
         hvp.linearize(raises, w)
     # A block that is too wide for the machine does not close the operator.
     with hvp.HessianOperator(loss, w, (np.ones((3, 4), "float32"),)) as H:
