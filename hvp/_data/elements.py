@@ -51,6 +51,11 @@ class Elements(Arguments):
         return tf.nest.flatten(self._elements, expand_composites=True)
 
     @property
+    def has_examples(self) -> bool:  # type: ignore[override]
+        """Whether there are elements."""
+        return bool(self._elements)
+
+    @property
     def examples(self) -> int:
         """The number of examples, which is the length of the first axes; one without data."""
         leaves = tf.nest.flatten(self._elements)

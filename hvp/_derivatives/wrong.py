@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvp._derivatives.registry import TENSORFLOWS, gradient_of
+from hvp._derivatives.registry import gradient_of
 
 raw = tf.raw_ops
 
@@ -72,8 +72,40 @@ def _softmax_cross_entropy(
 ) -> Sequence[Any]:
     # The second result is the gradient by the logits, softmax(logits) - labels. TensorFlow leaves
     # out its derivative by the labels, which is -1.
-    tensorflows = TENSORFLOWS["SoftmaxCrossEntropyWithLogits"]
-    by_logits, by_labels = tensorflows(operation, upstream, upstream_of_gradient)
+    logits = operation.inputs[0]
+    by_labels = -upstream[:, tf.newaxis] * tf.nn.log_softmax(logits)
     if upstream_of_gradient is not None:
         by_labels -= upstream_of_gradient
-    return by_logits, by_labels
+    return _by_logits(operation, upstream, upstream_of_gradient), by_labels
+
+
+@gradient_of("SparseSoftmaxCrossEntropyWithLogits")
+def _sparse_softmax_cross_entropy(
+    operation: Any, upstream: tf.Tensor, upstream_of_gradient: Any
+) -> Sequence[Any]:
+    return _by_logits(operation, upstream, upstream_of_gradient), None
+
+
+def _is_zero(tensor: tf.Tensor) -> bool:
+    """Whether a tensor of a graph is known to be zero."""
+    if not tf.is_symbolic_tensor(tensor):
+        return False
+    if tensor.op.type == "Fill":
+        tensor = tensor.op.inputs[1]
+    value = tf.get_static_value(tensor) if tensor.op.type == "Const" else None
+    return tensor.op.type == "ZerosLike" or (value is not None and not value.any())
+
+
+def _by_logits(operation: Any, upstream: tf.Tensor, upstream_of_gradient: Any) -> tf.Tensor:
+    """Return the derivative of a cross-entropy by its logits.
+
+    Where the loss itself does not count, as in a derivative of its gradient, TensorFlow multiplies
+    the gradient by zeros: this would keep one tensor of the size of the logits for nothing.
+    """
+    by_loss = None if _is_zero(upstream) else upstream[:, tf.newaxis] * operation.outputs[1]
+    if upstream_of_gradient is None or _is_zero(upstream_of_gradient):
+        return tf.zeros_like(operation.inputs[0]) if by_loss is None else by_loss
+    p = tf.nn.softmax(operation.inputs[0])
+    mean = tf.reduce_sum(upstream_of_gradient * p, axis=1, keepdims=True)
+    by_gradient = (upstream_of_gradient - mean) * p
+    return by_gradient if by_loss is None else by_loss + by_gradient

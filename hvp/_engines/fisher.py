@@ -12,23 +12,19 @@ times a constant `c`, it is `J^T (c F) J` with `F` in closed form, or by drawing
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from hvp._derivatives.gradient import value_and_gradient
-from hvp._engines.gauss_newton import Output, PredictionRule
 from hvp._engines.likelihoods import LIKELIHOODS, Likelihood
-from hvp._engines.rule import Arguments, Parts
+from hvp._engines.prediction_rule import Output, PredictionRule, is_close
+from hvp._engines.rule import Parts
 from hvp._errors import HvpError, InvalidLossError
 from hvp._graphs.refusals import refuse_unless
 
-# How far two computations of the same vector may be apart, as a part of its Euclidean norm.
-_APART = {tf.float64: 1e-8, tf.float32: 1e-3}
-_APART_IN_HALF_PRECISION = 0.1
 # Rounding errors of a product, in units of the vector times the type's precision. Where predictions
 # are certain they are all that there is.
 _ROUNDING = 64
@@ -37,50 +33,7 @@ _PROBE_SEED = (17, 29)
 
 
 @dataclass(frozen=True)
-class _MeanRule(PredictionRule):
-    """A matrix of a loss that is a mean over examples, which is made sure of.
-
-    Attributes
-    ----------
-    weight : callable or None
-        Takes the elements of a batch; returns what the loss divides by, if not by their number.
-    """
-
-    weight: Callable[..., Any] | None
-
-    def count(self, output: Output) -> tf.Tensor:
-        """Return what the loss divides by, having made sure that it does.
-
-        The gradient in the first prediction must be that of the first example alone, divided by
-        the number of examples.
-        """
-        predictions, batch = output.predictions, output.batch
-        rows = _rows_of(predictions)
-        dtype = predictions[0].dtype
-        count = self._weight_of(batch, rows, dtype)
-        first = [part[:1] for part in predictions]
-        _, alone = value_and_gradient(lambda: output.loss(first, batch.first()), first)
-        within = [g if g is None else g[:1] for g in output.taped.outputs]
-        one = self._weight_of(batch.first(), 1, dtype)
-        pairs = [(a, b) for a, b in zip(within, alone) if a is not None and b is not None]
-        refuse_unless(
-            _is_close([count * a for a, _ in pairs], [one * b for _, b in pairs]),
-            InvalidLossError(
-                "the output loss is not a mean of a loss for each example",
-                "a mean over the first axis of the predictions, to which every example "
-                "contributes a loss that depends on no other example",
-                "use tf.reduce_mean; pass weight if the loss divides by something other than the "
-                "number of examples",
-            ),
-        )
-        return count
-
-    def _weight_of(self, batch: Arguments, rows: Any, dtype: tf.DType) -> tf.Tensor:
-        return tf.cast(rows if self.weight is None else batch.call(self.weight), dtype)
-
-
-@dataclass(frozen=True)
-class EmpiricalFisherRule(_MeanRule):
+class EmpiricalFisherRule(PredictionRule):
     """The mean of `g_i g_i^T` over examples, where `g_i` are the gradients of their losses."""
 
     def prepare(self, output: Output) -> tuple[Parts, tf.Tensor]:
@@ -100,7 +53,7 @@ class EmpiricalFisherRule(_MeanRule):
 
 
 @dataclass(frozen=True)
-class FisherRule(_MeanRule):
+class FisherRule(PredictionRule):
     """The Fisher matrix of a loss that is a negative log-likelihood times a constant.
 
     Attributes
@@ -163,7 +116,7 @@ class FisherRule(_MeanRule):
                 product = tf.zeros_like(fisher)
             c = tf.math.divide_no_nan(tf.reduce_sum(v * product), tf.reduce_sum(v * fisher))
             slack = _ROUNDING * np.finfo(v.dtype.as_numpy_dtype).eps * c * tf.norm(v)
-            refuse_unless(_is_close([product], [c * fisher], slack), _another_loss(name))
+            refuse_unless(is_close([product], [c * fisher], slack), _another_loss(name))
             constants.append(c)
         return constants
 
@@ -177,27 +130,8 @@ def _another_loss(likelihood: str) -> HvpError:
     )
 
 
-def _rows_of(predictions: Sequence[tf.Tensor]) -> tf.Tensor:
-    if any(part.shape.rank == 0 for part in predictions):
-        raise InvalidLossError(
-            "the model returned a scalar", "predictions whose first axis counts the examples"
-        )
-    return tf.shape(predictions[0])[0]
-
-
 def _times_rows(scale: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
     return tf.reshape(scale, [-1, *[1] * (len(rows.shape) - 1)]) * rows
-
-
-def _is_close(one: Sequence[tf.Tensor], other: Sequence[tf.Tensor], slack: Any = 0) -> tf.Tensor:
-    """Whether vectors are the same up to rounding; what is not finite is left to others."""
-    if not one:
-        return tf.constant(True)
-    dtype = one[0].dtype
-    apart = tf.linalg.global_norm([a - b for a, b in zip(one, other)])
-    norm = tf.linalg.global_norm([*one, *other])
-    allowed = _APART.get(dtype, _APART_IN_HALF_PRECISION) * norm + tf.cast(slack, dtype)
-    return tf.logical_not(apart > allowed)
 
 
 def _checksum(*elements: Any) -> tf.Tensor:

@@ -16,7 +16,15 @@ Parts = Sequence[Any]
 
 
 class Arguments(abc.ABC):
-    """What the functions of a rule are called with: a batch of data, usually."""
+    """What the functions of a rule are called with: a batch of data, usually.
+
+    Attributes
+    ----------
+    has_examples : bool
+        Whether there is anything that they are called with.
+    """
+
+    has_examples = True
 
     @abc.abstractmethod
     def call(self, function: Callable[..., Any]) -> Any:
@@ -29,6 +37,8 @@ class Arguments(abc.ABC):
 
 class NoArguments(Arguments):
     """Nothing: functions are called without arguments."""
+
+    has_examples = False
 
     def call(self, function: Callable[..., Any]) -> Any:
         """Call a function without arguments."""

@@ -30,7 +30,8 @@ def refuse_unless(condition: tf.Tensor, error: HvpError) -> None:
 
 def refusal_of(error: tf.errors.OpError) -> HvpError | None:
     """Return the error that `refuse_unless` was given, if TensorFlow tells of one."""
+    message = error.message.replace("\\'", "'").replace('\\"', '"')  # TensorFlow escapes quotes
     for text, refusal in _errors.items():
-        if text in error.message:
+        if text in message:
             return type(refusal)(refusal.problem, refusal.expected, refusal.remedy)
     return None

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 
 from hvp._errors import HvpError, InvalidDataError, InvalidLossError
-from hvp._keras.private import mask_of
+from hvp._keras.private import layers_of, losses_of, mask_of
 
 
 def compiled_problem(
@@ -35,11 +37,7 @@ def compiled_problem(
         If an option is an argument of `model.fit`, and in the cases of `loss_of_model`.
     """
     check_options_of_fit(options)
-    split = ("batch_size", "memory_limit", "hessian_batch_size", "devices")
-    whole = isinstance(data, (tuple, dict)) and all(options.get(s) is None for s in split)
-    # Other processes have other examples.
-    whole = whole and not _has_other_processes(model)
-    by_examples = not whole and options.get("weight") is None
+    by_examples = _counts_examples(model, data, options)
     loss = loss_of_model(model, training=training, by_examples=by_examples)
     if options.get("reduction") == "sum" and model.losses:
         raise InvalidLossError(
@@ -48,6 +46,100 @@ def compiled_problem(
             "pass a loss without the regularizers to HessianOperator, and them as regularization=",
         )
     return loss, model if variables is None else variables
+
+
+@dataclass(frozen=True)
+class CompiledParts:
+    """A compiled model in two parts, with what its loss adds once.
+
+    Attributes
+    ----------
+    model : callable
+        Takes `x`, returns the outputs.
+    output_loss : callable
+        Takes the outputs, `y` and optionally `sample_weight`; returns their mean loss.
+    regularization : callable or None
+        Returns the sum of the regularizers of the weights.
+    """
+
+    model: Callable[..., Any]
+    output_loss: Callable[..., Any]
+    regularization: Callable[[], Any] | None
+
+
+def compiled_parts(
+    model: Any, data: Any, training: bool | None, options: Mapping[str, Any]
+) -> CompiledParts:
+    """Return the model and the compiled loss by themselves.
+
+    Parameters
+    ----------
+    model, data, training, options
+        As for `compiled_problem`.
+
+    Raises
+    ------
+    HvpError
+        As `compiled_problem`.
+    InvalidLossError
+        When the loss is evaluated, if a layer adds a loss that depends on the data.
+    """
+    check_options_of_fit(options)
+    by_examples = _counts_examples(model, data, options)
+    of_outputs = loss_of_outputs(model, by_examples=by_examples, regularized=False)
+
+    def output_loss(outputs: Any, y: Any, sample_weight: Any = None) -> Any:
+        for layer in layers_of(model):
+            if losses_of(layer):
+                raise InvalidLossError(
+                    f"the layer {layer.name!r} adds a loss that depends on the data, which is no "
+                    "function of the model's outputs",
+                    "a loss of the outputs, and regularizers of weights",
+                    "remove its activity regularizer or add_loss, or use hvp.HessianOperator",
+                )
+        return of_outputs(outputs, y, sample_weight)
+
+    regularized = [v for v in model.trainable_variables if getattr(v, "regularizer", None)]
+    added = options.get("regularization")
+
+    def regularization() -> Any:
+        terms = [variable.regularizer(variable) for variable in regularized]
+        return sum(terms) if added is None else sum(terms) + added()
+
+    return CompiledParts(
+        functools.partial(model, training=training),
+        output_loss,
+        regularization if regularized else added,
+    )
+
+
+def likelihoods_of(model: Any) -> list[str] | None:
+    """Return the distributions that the compiled losses are likelihoods of; None if not known."""
+    names: list[str] = []
+    for loss in tf.nest.flatten(model.loss):
+        name = loss if isinstance(loss, str) else getattr(loss, "name", None) or loss.__name__
+        if name not in _LIKELIHOODS:
+            return None
+        names.append(_LIKELIHOODS[name])
+    return names
+
+
+_LIKELIHOODS = {
+    "sparse_categorical_crossentropy": "categorical",
+    "categorical_crossentropy": "categorical",
+    "binary_crossentropy": "bernoulli",
+    "mean_squared_error": "gaussian",
+    "mse": "gaussian",
+}
+
+
+def _counts_examples(model: Any, data: Any, options: Mapping[str, Any]) -> bool:
+    """Whether batches of these data are weighted by their numbers of examples."""
+    split = ("batch_size", "memory_limit", "hessian_batch_size", "devices")
+    whole = isinstance(data, (tuple, dict)) and all(options.get(s) is None for s in split)
+    # Other processes have other examples.
+    whole = whole and not _has_other_processes(model)
+    return not whole and options.get("weight") is None
 
 
 def _has_other_processes(model: Any) -> bool:
@@ -119,22 +211,33 @@ def loss_of_model(
     InvalidLossError
         If the model is not compiled, or if its loss is a sum over the batch instead of a mean.
     """
-    if not getattr(model, "compiled", False):
-        raise InvalidLossError(
-            f"the model is {type(model).__name__}, and has no compiled loss",
-            "a Keras model that was compiled with a loss",
-            "call model.compile(loss=...), or pass a loss yourself",
-        )
-    for part in tf.nest.flatten(model.loss):
-        if getattr(part, "reduction", None) in ("sum", "none"):
-            raise InvalidLossError(
-                f"the compiled loss {part.name!r} has reduction {part.reduction!r}",
-                "a mean over examples",
-                "compile with the default reduction, and pass reduction='sum' here for a sum",
-            )
+    _check_compiled(model)
+    of_outputs = loss_of_outputs(model, by_examples=by_examples, regularized=regularized)
 
     def loss(x: Any, y: Any, sample_weight: Any = None) -> Any:
-        outputs = model(x, training=training)
+        return of_outputs(model(x, training=training), y, sample_weight, x=x)
+
+    return loss
+
+
+def loss_of_outputs(
+    model: Any, *, by_examples: bool, regularized: bool = True
+) -> Callable[..., Any]:
+    """Return the compiled loss as a function of the model's outputs.
+
+    Parameters
+    ----------
+    model, by_examples, regularized
+        As for `loss_of_model`, and so are the errors.
+
+    Returns
+    -------
+    callable
+        Takes the outputs, `y` and optionally `sample_weight`, returns the mean loss.
+    """
+    _check_compiled(model)
+
+    def loss(outputs: Any, y: Any, sample_weight: Any = None, *, x: Any = None) -> Any:
         _check_labels(model, outputs, y)
         if by_examples and any(mask_of(output) is not None for output in tf.nest.flatten(outputs)):
             raise InvalidLossError(
@@ -149,3 +252,19 @@ def loss_of_model(
         return value
 
     return loss
+
+
+def _check_compiled(model: Any) -> None:
+    if not getattr(model, "compiled", False):
+        raise InvalidLossError(
+            f"the model is {type(model).__name__}, and has no compiled loss",
+            "a Keras model that was compiled with a loss",
+            "call model.compile(loss=...), or pass a loss yourself",
+        )
+    for part in tf.nest.flatten(model.loss):
+        if getattr(part, "reduction", None) in ("sum", "none"):
+            raise InvalidLossError(
+                f"the compiled loss {part.name!r} has reduction {part.reduction!r}",
+                "a mean over examples",
+                "compile with the default reduction, and pass reduction='sum' here for a sum",
+            )

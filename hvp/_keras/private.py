@@ -57,6 +57,20 @@ def set_mask(value: Any, mask: Any) -> None:
     value._keras_mask = mask
 
 
+def logits_of(value: Any) -> Any:
+    """Return what a softmax or sigmoid was applied to, given its result; None for others.
+
+    Keras attaches it to the result as an attribute, and its cross-entropies compute with it in
+    place of the result.
+    """
+    return getattr(value, "_keras_logits", None)
+
+
+def set_logits(value: Any, logits: Any) -> None:
+    """Attach to a tensor what a softmax or sigmoid was applied to."""
+    value._keras_logits = logits
+
+
 def maker_of(tensor: Any) -> tuple[Any, Any]:
     """Return the operation that made a symbolic tensor of a functional model, and its call.
 

@@ -9,9 +9,10 @@ from typing import Any, Literal, get_args
 import tensorflow as tf
 
 from hvp._engines.fisher import EmpiricalFisherRule, FisherRule
-from hvp._engines.gauss_newton import PredictionRule
 from hvp._engines.likelihoods import LIKELIHOODS
+from hvp._engines.prediction_rule import PredictionRule
 from hvp._errors import HvpError, InvalidDataError
+from hvp._keras.compiled_loss import compiled_parts, likelihoods_of
 from hvp._operators.core import evaluated
 from hvp._operators.damping import check_damping
 from hvp._operators.operator import SymmetricOperator
@@ -158,6 +159,76 @@ class FisherOperator(SymmetricOperator):
             names = _checked_likelihoods(likelihood)
             rule = FisherRule(*functions, weight, names, draws, _checked_seed(seed))
         super().__init__(evaluated(rule, variables, data, weight=weight, **options), damping)
+
+    @classmethod
+    def from_keras(
+        cls,
+        model: Any,
+        data: Any,
+        *,
+        kind: Kind = "type-2",
+        likelihood: Any = None,
+        variables: Any = None,
+        training: bool = False,
+        **options: Any,
+    ) -> FisherOperator:
+        """Return the Fisher matrix of the loss that a Keras model was compiled with.
+
+        Parameters
+        ----------
+        model : keras.Model
+            A compiled model. Regularizers of weights add their Hessian.
+        data : tuple of arrays, or iterable of such
+            `(x, y)`, as for `model.fit`, or batches of these.
+        kind : {"type-2", "monte-carlo", "empirical"}, optional
+            Which targets to take.
+        likelihood : str or nest of str, optional
+            The distribution of the targets. By default it follows from the name of the compiled
+            loss: a categorical or binary cross-entropy, or the mean square error.
+        variables : nest, optional
+            What the gradients are with respect to; by default the model's trainable variables.
+        training : bool, optional
+            Whether layers behave as in training (dropout, batch normalization).
+        **options
+            Further arguments of `FisherOperator`.
+
+        Returns
+        -------
+        FisherOperator
+
+        Raises
+        ------
+        InvalidLossError
+            If a layer adds a loss that depends on the data, and as `FisherOperator` and
+            `HessianOperator.from_keras`.
+        HvpError
+            If the likelihood of the compiled loss is not known.
+
+        Examples
+        --------
+        >>> import keras
+        >>> import numpy as np
+        >>> import hvp
+        >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, use_bias=False)])
+        >>> model.compile(loss="mse")
+        >>> F = hvp.FisherOperator.from_keras(model, (np.eye(3), np.ones((3, 1))))
+        >>> F @ np.ones(3)
+        array([0.6666667, 0.6666667, 0.6666667], dtype=float32)
+        """
+        parts = compiled_parts(model, data, training, options)
+        if likelihood is None and kind != "empirical":
+            likelihood = likelihoods_of(model)
+        options["regularization"] = parts.regularization
+        variables = model if variables is None else variables
+        return cls(
+            parts.model,
+            parts.output_loss,
+            variables,
+            data,
+            kind=kind,
+            likelihood=likelihood,
+            **options,
+        )
 
 
 def _checked_kind(kind: Any) -> Any:

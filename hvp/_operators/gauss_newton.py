@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from hvp._engines.gauss_newton import GaussNewtonRule
+from hvp._errors import HvpError
+from hvp._keras.compiled_loss import compiled_parts
 from hvp._operators.core import evaluated
 from hvp._operators.damping import check_damping
 from hvp._operators.operator import SymmetricOperator
@@ -36,6 +40,11 @@ class GaussNewtonOperator(SymmetricOperator):
         The examples, such as ``(x, y)``, as for `HessianOperator`.
     damping : float, optional
         Adds `damping * v` to every product.
+    convex : bool, optional
+        Whether to make sure, at every evaluation, that the output loss is convex in the
+        predictions, so that the matrix is positive semi-definite. It takes up to 12 products with
+        `B`, which find all of its eigenvalues for up to 12 predictions of an example; for more they
+        find the outermost ones.
     **options
         As for `HessianOperator`. A `regularization` adds its Hessian.
 
@@ -43,7 +52,9 @@ class GaussNewtonOperator(SymmetricOperator):
     ------
     InvalidLossError
         If `model` or `output_loss` is not a function, if the predictions are not floating-point
-        tensors, or if the loss is not a real scalar.
+        tensors, or if the loss is not a real scalar; if it is a sum over examples, or depends on
+        several of them at once where the data are divided; if it is not convex, and `convex` is
+        True.
     InvalidDataError
         If `data` is a dict, or anything that `HessianOperator` refuses.
     HvpError
@@ -83,9 +94,84 @@ class GaussNewtonOperator(SymmetricOperator):
         data: Any = None,
         *,
         damping: float = 0.0,
+        convex: bool = False,
         **options: Any,
     ) -> None:
         damping = check_damping(damping)
         refuse_dict(data)
-        rule = GaussNewtonRule(checked_model(model), checked_output_loss(output_loss))
+        divided = not isinstance(data, tuple) or any(
+            options.get(name) is not None for name in ("batch_size", "memory_limit", "devices")
+        )
+        rule = GaussNewtonRule(
+            checked_model(model),
+            checked_output_loss(output_loss),
+            options.get("weight"),
+            divided=divided,
+            convex=_checked_flag("convex", convex),
+        )
         super().__init__(evaluated(rule, variables, data, **options), damping)
+
+    @classmethod
+    def from_keras(
+        cls,
+        model: Any,
+        data: Any,
+        *,
+        variables: Any = None,
+        training: bool = False,
+        **options: Any,
+    ) -> GaussNewtonOperator:
+        """Return the Gauss-Newton matrix of the loss that a Keras model was compiled with.
+
+        Parameters
+        ----------
+        model : keras.Model
+            A compiled model. Loss weights and several outputs count as in `model.evaluate`.
+            Regularizers of weights add their Hessian.
+        data : tuple of arrays, or iterable of such
+            `(x, y)` or `(x, y, sample_weight)`, as for `model.fit`, or batches of these.
+        variables : nest, optional
+            What `J` is with respect to; by default the model's trainable variables.
+        training : bool, optional
+            Whether layers behave as in training (dropout, batch normalization).
+        **options
+            Further arguments of `GaussNewtonOperator`.
+
+        Returns
+        -------
+        GaussNewtonOperator
+
+        Raises
+        ------
+        InvalidLossError
+            If a layer adds a loss that depends on the data, and as `HessianOperator.from_keras`.
+
+        Notes
+        -----
+        If the model ends with a softmax or sigmoid, Keras computes cross-entropies from what goes
+        into that, the logits. The predictions are then the logits, in which these losses are
+        convex.
+
+        Examples
+        --------
+        A linear model has the same Gauss-Newton matrix and Hessian:
+
+        >>> import keras
+        >>> import numpy as np
+        >>> import hvp
+        >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, use_bias=False)])
+        >>> model.compile(loss="mse")
+        >>> G = hvp.GaussNewtonOperator.from_keras(model, (np.eye(3), np.ones(3)))
+        >>> G @ np.ones(3)
+        array([0.6666667, 0.6666667, 0.6666667], dtype=float32)
+        """
+        parts = compiled_parts(model, data, training, options)
+        options["regularization"] = parts.regularization
+        variables = model if variables is None else variables
+        return cls(parts.model, parts.output_loss, variables, data, **options)
+
+
+def _checked_flag(name: str, value: Any) -> bool:
+    if not isinstance(value, (bool, np.bool_)):
+        raise HvpError(f"the argument {name} is {value!r}", "True or False")
+    return bool(value)

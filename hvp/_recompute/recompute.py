@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from hvp._errors import RecomputeError
 from hvp._keras.losses import layers_with_new_losses, preserved_losses
-from hvp._keras.private import mask_of, set_mask
+from hvp._keras.private import logits_of, mask_of, set_logits, set_mask
 from hvp._keras.scope import KerasScope
 from hvp._recompute.segment import Segment
 from hvp._runtime.guard import refuse_forks
@@ -203,19 +203,20 @@ class _Leaf:
         The type of a tensor, ragged tensor or sparse tensor; None for any other object.
     fixed : object
         Any other object itself.
-    mask : tf.TensorSpec or None
-        The type of the mask that Keras has attached to a tensor.
+    mask, logits : tf.TensorSpec or None
+        The types of the mask, and of the logits of a softmax, that Keras has attached to a tensor.
     """
 
     spec: Any
     fixed: Any = None
     mask: Any = None
+    logits: Any = None
 
     @property
     def key(self) -> Any:
         """Equal for arguments that can share a trace."""
         if self.spec is not None:
-            return self.spec, self.mask
+            return self.spec, self.mask, self.logits
         # 0.0 and -0.0 are equal, but their reciprocals are not.
         return type(self.fixed), self.fixed, repr(self.fixed) if self.fixed == 0 else None
 
@@ -227,6 +228,8 @@ class _Leaf:
         value = tf.nest.pack_sequence_as(self.spec, parts, expand_composites=True)
         if self.mask is not None:
             set_mask(value, next(tensors))
+        if self.logits is not None:
+            set_logits(value, next(tensors))
         return value
 
 
@@ -248,13 +251,13 @@ def _leaf_of(value: Any) -> tuple[_Leaf, list[tf.Tensor]]:
                 "pass tensors, or a tuple",
             )
         return _Leaf(None, value), []
-    # Keras passes masks from layer to layer as an attribute of the tensor.
-    mask = mask_of(value)
     spec = tf.type_spec_from_value(value)
     tensors = tf.nest.flatten(value, expand_composites=True)
-    if mask is None:
-        return _Leaf(spec), tensors
-    return _Leaf(spec, mask=tf.TensorSpec(mask.shape, mask.dtype)), [*tensors, mask]
+    # Keras passes these from layer to layer, and to losses, as attributes of the tensor.
+    attached = {"mask": mask_of(value), "logits": logits_of(value)}
+    attached = {name: tensor for name, tensor in attached.items() if tensor is not None}
+    specs = {name: tf.TensorSpec(t.shape, t.dtype) for name, t in attached.items()}
+    return _Leaf(spec, **specs), [*tensors, *attached.values()]
 
 
 def _is_keras_variable(value: Any) -> bool:

@@ -149,6 +149,9 @@ OTHERS = {
     "cross entropy by both": lambda x: tf.nn.softmax_cross_entropy_with_logits(
         tf.nn.softmax(tf.sin(rows(x))), rows(x)
     ),
+    "sparse cross entropy": lambda x: tf.nn.sparse_softmax_cross_entropy_with_logits(
+        tf.range(tf.shape(rows(x))[0]) % 3, tf.sin(rows(x))
+    ),
     "sparse softmax": lambda x: tf.sparse.softmax(sparse(x)).values,
 }
 # Other sizes, options or callers of operations that other cases call.
@@ -159,6 +162,7 @@ ALIKE = {
     "embedding of sparse ids",
     "tanh of an unsorted sum",
     "tanh of a scattered addition",
+    "sparse cross entropy",
 }
 # Which rows a case is about, where its operation has another name.
 CASE_OF = {
@@ -200,6 +204,7 @@ ELSEWHERE = {  # tests of their own, here, in test_exact.py and test_batched_pro
     "FakeQuantWithMinMaxVars",
     "FakeQuantWithMinMaxVarsPerChannel",
     "LRNGrad",
+    "SparseSoftmaxCrossEntropyWithLogits",  # right in TensorFlow, in more memory
     "Xdivy",
     "Xlog1py",
     "Xlogy",

@@ -1,6 +1,8 @@
 """Private names of Keras: when one moves, this fails first."""
 
 import keras
+import numpy as np
+import pytest
 import tensorflow as tf
 from keras.src.backend.common import global_state
 
@@ -54,6 +56,23 @@ def test_the_layers_and_losses_of_a_model():
     assert any(
         private.losses_of(regularized) == held for held in private.lists_of_losses(regularized)
     )
+
+
+@pytest.mark.parametrize("name", ["softmax", "sigmoid"])
+def test_logits(name):
+    x = tf.constant([[1.0, 200.0]])
+    y = keras.layers.Dense(2, name, kernel_initializer="identity")(x)
+    assert private.logits_of(x) is None
+    np.testing.assert_array_equal(private.logits_of(y), x)
+    # Keras computes with what is attached.
+    private.set_logits(y, tf.constant([[3.0, 1.0]]))
+    loss = {
+        "softmax": keras.losses.categorical_crossentropy,
+        "sigmoid": keras.losses.binary_crossentropy,
+    }[name]
+    t = tf.constant([[1.0, 0.0]])
+    expected = loss(t, tf.constant([[3.0, 1.0]]), from_logits=True)
+    np.testing.assert_allclose(loss(t, y), expected, rtol=1e-6)
 
 
 def test_masks():

@@ -1,0 +1,207 @@
+"""What rules of matrices `J^T B J` share, where `J` is the Jacobian of a model's predictions."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from hvp._derivatives.gradient import value_and_gradient
+from hvp._engines.predictions import Predictions
+from hvp._engines.rule import Arguments, Evaluated, Parts, Rule
+from hvp._engines.taped import TapedFunction, TapedGradient
+from hvp._errors import InvalidLossError
+from hvp._graphs.refusals import refuse_unless
+
+# How far two computations of the same vector may be apart, as a part of its Euclidean norm.
+_APART = {tf.float64: 1e-8, tf.float32: 1e-3}
+_APART_IN_HALF_PRECISION = 0.1
+
+
+@dataclass(frozen=True)
+class Output:
+    """A loss of predictions, and its gradient in them.
+
+    Attributes
+    ----------
+    taped : TapedGradient
+        The loss and its gradient, whose Jacobian can be multiplied.
+    predictions : sequence of tf.Tensor
+        The predictions.
+    batch : Arguments
+        The batch that they are of.
+    loss : callable
+        Takes predictions, and the batch that they are of; returns the loss.
+    """
+
+    taped: TapedGradient
+    predictions: Parts
+    batch: Arguments
+    loss: Callable[[Parts, Arguments], Any]
+
+
+@dataclass(frozen=True)
+class PredictionRule(Rule):
+    """`J^T B J`: `J` the Jacobian of a model, `B` a matrix in the space of its predictions.
+
+    Attributes
+    ----------
+    model : callable
+        Takes the first element of a batch, as several arguments if it is a tuple; returns a nest
+        of floating-point tensors, the predictions.
+    output_loss : callable
+        Takes the predictions and the other elements; returns a real scalar.
+    weight : callable or None
+        Takes the elements of a batch; returns what the loss divides by, if not by their number.
+    """
+
+    model: Callable[..., Any]
+    output_loss: Callable[..., Any]
+    weight: Callable[..., Any] | None
+
+    @property
+    def multiplies_once(self) -> bool:
+        """Whether `prepare` and `curve` multiply by the loss's Hessian once, together."""
+        return True
+
+    @abc.abstractmethod
+    def prepare(self, output: Output) -> Any:
+        """Evaluate what `curve` needs besides the vector."""
+
+    @abc.abstractmethod
+    def curve(self, prepared: Any, tangents: Parts) -> Parts:
+        """Multiply tangents of the predictions by `B`."""
+
+    def evaluate(self, variables: Sequence[tf.Variable], batch: Arguments) -> Evaluated:
+        made: Any = None
+
+        def predict(*elements: Any) -> list[tf.Tensor]:
+            nonlocal made
+            inputs = elements[:1]
+            tupled = inputs and isinstance(inputs[0], tuple)
+            made = Predictions(self.model(*(inputs[0] if tupled else inputs)))
+            return made.tensors
+
+        def loss(parts: Parts, of: Arguments) -> Any:
+            return predictions.loss(self.output_loss, parts, of)
+
+        model = TapedFunction(lambda: batch.call(predict), variables)
+        predictions: Predictions = made
+        read = predictions.choose(self.output_loss, batch)
+        chosen = [model.outputs[i] for i in read]
+        output = TapedGradient(lambda: loss(chosen, batch), chosen, once=self.multiplies_once)
+        prepared = self.prepare(Output(output, chosen, batch, loss))
+        state = _Chosen(model, read), prepared
+        return Evaluated(output.value, state[0].vjp(output.outputs), state)
+
+    def count(self, output: Output) -> tf.Tensor:
+        """Return what the loss divides by, having made sure that it does.
+
+        The gradient in the first prediction must be that of the first example alone, divided by
+        the number of examples.
+        """
+        within, alone = self._gradients_of_first(output)
+        count, one = self._weights(output)
+        refuse_unless(
+            is_close([count * part for part in within], [one * part for part in alone]),
+            InvalidLossError(
+                "the output loss is not a mean of a loss for each example",
+                "a mean over the first axis of the predictions, to which every example "
+                "contributes a loss that depends on no other example",
+                "use tf.reduce_mean; pass weight if the loss divides by something other than the "
+                "number of examples",
+            ),
+        )
+        return count
+
+    def refuse_sum(self, output: Output) -> None:
+        """Refuse a loss that is a sum over examples, as far as its first example tells."""
+        try:
+            within, alone = self._gradients_of_first(output)
+        except (TypeError, ValueError, tf.errors.InvalidArgumentError):
+            return  # A loss may be defined for all examples only, and is then no sum of theirs.
+        if not within:
+            return
+        count, one = self._weights(output)
+        is_mean = is_close([count * part for part in within], [one * part for part in alone])
+        refuse_unless(
+            is_mean | tf.logical_not(is_close(within, alone)),
+            InvalidLossError(
+                "the output loss is a sum over examples",
+                "a mean over examples",
+                "use tf.reduce_mean, and pass reduction='sum' for the matrix of the sum",
+            ),
+        )
+
+    def _gradients_of_first(self, output: Output) -> tuple[Parts, Parts]:
+        """Return the gradient in the first prediction: that of the mean, and its own."""
+        _rows_of(output.predictions)
+        first, batch = [part[:1] for part in output.predictions], output.batch.first()
+        _, alone = value_and_gradient(lambda: output.loss(first, batch), first)
+        pairs = [
+            (within[:1], own)
+            for within, own in zip(output.taped.outputs, alone)
+            if within is not None and own is not None
+        ]
+        return [within for within, _ in pairs], [own for _, own in pairs]
+
+    def _weights(self, output: Output) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return what the losses of the batch, and of its first example, divide by."""
+        dtype, rows = output.predictions[0].dtype, _rows_of(output.predictions)
+        if self.weight is None:
+            return tf.cast(rows, dtype), tf.ones([], dtype)
+        batches = output.batch, output.batch.first()
+        count, one = (tf.cast(batch.call(self.weight), dtype) for batch in batches)
+        return count, one
+
+    def multiply(self, state: tuple[_Chosen, Any], vector: Parts) -> Parts:
+        model, prepared = state
+        return model.vjp(self.curve(prepared, model.jvp(vector)))
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """The model as a function whose results are the predictions that the loss reads."""
+
+    model: TapedFunction
+    places: Sequence[int]
+
+    def vjp(self, cotangents: Parts) -> list[tf.Tensor | None]:
+        of_all: list[Any] = [None] * len(self.model.outputs)
+        for place, cotangent in zip(self.places, cotangents):
+            of_all[place] = cotangent
+        return self.model.vjp(of_all)
+
+    def jvp(self, tangents: Parts) -> Parts:
+        products = self.model.jvp(tangents)
+        return [products[place] for place in self.places]
+
+
+def is_close(one: Sequence[tf.Tensor], other: Sequence[tf.Tensor], slack: Any = 0) -> tf.Tensor:
+    """Whether vectors are the same up to rounding; if the first is not finite, others refuse it.
+
+    Parameters
+    ----------
+    one, other : sequence of tf.Tensor
+        The parts of two vectors.
+    slack : tf.Tensor, optional
+        By how much they may be apart besides.
+    """
+    if not one:
+        return tf.constant(True)
+    dtype = one[0].dtype
+    apart = tf.linalg.global_norm([a - b for a, b in zip(one, other)])
+    own, others = tf.linalg.global_norm(one), tf.linalg.global_norm(other)
+    allowed = _APART.get(dtype, _APART_IN_HALF_PRECISION) * (own + others) + tf.cast(slack, dtype)
+    return (apart <= allowed) | ~tf.math.is_finite(own)
+
+
+def _rows_of(predictions: Sequence[tf.Tensor]) -> tf.Tensor:
+    if any(part.shape.rank == 0 for part in predictions):
+        raise InvalidLossError(
+            "the model returned a scalar", "predictions whose first axis counts the examples"
+        )
+    return tf.shape(predictions[0])[0]
