@@ -23,7 +23,7 @@ The public names:
     A report on whether an operator is the Hessian you meant.
 `solve`
     Linear systems with a Hessian, for one or many right-hand sides.
-`NystromPreconditioner`, `DiagonalPreconditioner`
+`NystromPreconditioner`, `DiagonalPreconditioner`, `BlockDiagonalPreconditioner`
     Approximate inverses that make such systems easier; they also serve as scipy's `M`.
 `ExactInverse`, `NeumannInverse`, `ArnoldiInverse`
     Inverses as operators: by all eigenvalues, by a series, by the largest eigenvalues.
@@ -78,13 +78,18 @@ from hvp._recompute.keras_segments import recompute_model
 from hvp._recompute.recompute import recompute
 from hvp._snapshots.statistics import Statistics
 from hvp._solve.inverses import ArnoldiInverse, ExactInverse, NeumannInverse
-from hvp._solve.preconditioners import DiagonalPreconditioner, NystromPreconditioner
+from hvp._solve.preconditioners import (
+    BlockDiagonalPreconditioner,
+    DiagonalPreconditioner,
+    NystromPreconditioner,
+)
 from hvp._solve.solve import SolveResult, solve
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
     "ArnoldiInverse",
+    "BlockDiagonalPreconditioner",
     "CheckReport",
     "CheckpointError",
     "ClosedOperatorError",

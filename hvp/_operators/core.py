@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from hvp._engines.linear_map import LinearMap, damped
 from hvp._engines.plan import Remarks
+from hvp._engines.restricted import Restricted, Selection
 from hvp._engines.rule import Rule
 from hvp._engines.settings import ROUNDING
 from hvp._errors import HvpError, StaleOperatorError, quoted
@@ -148,11 +149,17 @@ class Core:
         """How many objects are stored."""
         return len(self._cache)
 
-    def gradients(self) -> Gradients | None:
-        """Return the gradient as a function of the point, traced anew; None if there is none."""
+    def gradients(self, places: Sequence[int] | None = None) -> Gradients | None:
+        """Return the gradient as a function of the point, traced anew; None if there is none.
+
+        Parameters
+        ----------
+        places : sequence of int, optional
+            Of some variables alone: which they are.
+        """
         if self._evaluate_gradient is None:
             return None
-        return Gradients(self._evaluate_gradient, self.snapshot)
+        return Gradients(self._evaluate_gradient, self.snapshot, places)
 
     def fingerprint(self) -> dict[str, str]:
         """Return digests of the weights, the data and the loss.
@@ -167,6 +174,11 @@ class Core:
         return self.snapshot.facts.remarks
 
     @property
+    def variables(self) -> list[tf.Variable]:
+        """The variables, in the order of the vectors."""
+        return list(self.snapshot.plan.nest.variables)
+
+    @property
     def variable_names(self) -> list[str]:
         """Names of the variables, in the order of the vectors."""
         return [name.partition(":")[0] for name in self.space.names]
@@ -179,6 +191,61 @@ class Core:
     def gradient(self) -> tf.Tensor:
         """Return the gradient as one vector, of shape `(n,)`."""
         return self.space.join(self.snapshot.gradient())
+
+
+class BlockCore(Core):
+    """The core of a diagonal block of an operator.
+
+    Parameters
+    ----------
+    whole : Core
+        That of the operator.
+    places : sequence of int
+        Which of its variables the block belongs to, in increasing order.
+
+    Attributes
+    ----------
+    selection : Selection
+        What the block is of the operator.
+    """
+
+    def __init__(self, whole: Core, places: Sequence[int]) -> None:
+        super().__init__(whole.snapshot)
+        self._whole, self.selection = whole, Selection(whole.space, places)
+        self.space = self.selection.space
+
+    @property
+    def variables(self) -> list[tf.Variable]:
+        """The variables, in the order of the vectors."""
+        return [self._whole.variables[place] for place in self.selection.places]
+
+    def map(self, damping: float = 0.0) -> LinearMap:
+        """Return the linear map to multiply with here, plus a multiple of the identity."""
+        return damped(Restricted(self._whole.map(), self.selection, self.selection), damping)
+
+    @contextlib.contextmanager
+    def in_full_precision(self) -> Iterator[Core]:
+        """Evaluate the same block in full precision, as `Core` does."""
+        with self._whole.in_full_precision() as whole:
+            yield self if whole is self._whole else BlockCore(whole, self.selection.places)
+
+    def gradients(self, places: Sequence[int] | None = None) -> Gradients | None:
+        """Return the gradient as a function of the point, in the variables of the block alone."""
+        own = self.selection.places
+        return self._whole.gradients(own if places is None else [own[place] for place in places])
+
+    def fingerprint(self) -> dict[str, str]:
+        """Return digests of the weights, the data and the loss, and the name of the block."""
+        return {**self._whole.fingerprint(), "block": ", ".join(self.space.names)}
+
+    def unconnected(self) -> list[str]:
+        """Return the names of the variables that the loss does not depend on."""
+        own = set(self.variable_names)
+        return [name for name in self._whole.unconnected() if name in own]
+
+    def gradient(self) -> tf.Tensor:
+        """Return the gradient as one vector, of the length of the block."""
+        return self.selection.taken_flat(self._whole.gradient())
 
 
 @Uninterrupted()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -12,14 +13,18 @@ import scipy.sparse
 import tensorflow as tf
 from scipy.sparse.linalg import LinearOperator
 
+from hvp._engines.linear_map import LinearMap
+from hvp._engines.restricted import Restricted, Selection
 from hvp._errors import TooLargeError
 from hvp._operators.arithmetic import DtypePreserving
-from hvp._operators.core import Core
+from hvp._operators.core import BlockCore, Core
 from hvp._operators.damping import check_damping
+from hvp._operators.rectangular import RectangularOperator
 from hvp._runtime.guard import OneProcess
 from hvp._runtime.interrupts import Uninterrupted, deliver_interrupt
 from hvp._snapshots.statistics import Statistics
 from hvp._vectors.arrays import check_array, check_product, make_array
+from hvp._vectors.selection import groups, select
 from hvp._vectors.space import as_tensor
 
 Self = TypeVar("Self", bound="SymmetricOperator")
@@ -272,6 +277,86 @@ class SymmetricOperator(OneProcess, DtypePreserving):
         return dense
 
     @Uninterrupted()
+    def block(self, rows: Any, columns: Any = None) -> BlockOperator | OffDiagonalBlock:
+        """Return a block of the matrix, of some of the variables.
+
+        Parameters
+        ----------
+        rows : str, variable, layer, module or list of these
+            The variables. A string is a pattern for one or several successive parts of a
+            variable's path: ``"dense_2"`` stands for all variables of the layer of this name,
+            ``"kernel"`` for all kernels, ``"encoder_*/attention"`` for the attention layers in
+            several others. The variables keep the order that they have in this operator.
+        columns : like `rows`, optional
+            The variables of the columns, for a block that is not on the diagonal.
+
+        Returns
+        -------
+        BlockOperator or OffDiagonalBlock
+            A symmetric operator like this one, with its damping; or, if `columns` is given, a
+            rectangular one. Both share the residuals, `stats`, `refresh` and `close` with this
+            operator: nothing is traced or evaluated again.
+
+        Raises
+        ------
+        InvalidVariablesError
+            If something is none of the operator's variables.
+
+        Notes
+        -----
+        A product takes as long as one with the whole matrix.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import tensorflow as tf
+        >>> import hvp
+        >>> a, b = tf.Variable([1.0, 2.0], name="a"), tf.Variable(3.0, name="b")
+        >>> H = hvp.HessianOperator(lambda: b * tf.reduce_sum(a**2), [a, b])
+        >>> H.block("a").to_dense()
+        array([[6., 0.],
+               [0., 6.]], dtype=float32)
+        >>> H.block(a, b).to_dense()
+        array([[2.],
+               [4.]], dtype=float32)
+        """
+        places = self._places(rows)
+        if columns is None:
+            return self._block(places)
+        return OffDiagonalBlock(self._core, places, self._places(columns))
+
+    @Uninterrupted()
+    def blocks(self) -> dict[str, BlockOperator]:
+        """Return the diagonal blocks of the layers, which together have all variables.
+
+        Returns
+        -------
+        dict of str to BlockOperator
+            The blocks by the paths of the layers, in the order of the variables. A variable that is
+            in no layer has a block of its own.
+
+        Examples
+        --------
+        >>> import tensorflow as tf
+        >>> import hvp
+        >>> a, b = tf.Variable([1.0, 2.0], name="a"), tf.Variable(3.0, name="b")
+        >>> H = hvp.HessianOperator(lambda: b * tf.reduce_sum(a**2), [a, b])
+        >>> {name: block.shape for name, block in H.blocks().items()}
+        {'a': (2, 2), 'b': (1, 1)}
+        """
+        by_layer = groups(self._core.variable_names)
+        return {layer: self._block(places) for layer, places in by_layer.items()}
+
+    def _places(self, chosen: Any) -> list[int]:
+        return select(chosen, self._core.variable_names, self._core.variables)
+
+    def _block(self, places: Sequence[int]) -> BlockOperator:
+        def make() -> BlockCore:
+            return BlockCore(self._core, places)
+
+        return BlockOperator(self._core.cached(("block", *places), make), self._damping)
+
+    @Uninterrupted()
     def flatten(self, nest: Any) -> Any:
         """Concatenate a nest shaped like the variables into one vector, in `tf.nest` order.
 
@@ -422,6 +507,48 @@ class SymmetricOperator(OneProcess, DtypePreserving):
         """Multiply a tensor of shape `(n, k)`."""
         rows = self._core.map(self._damping).apply_rows(tf.transpose(block))
         return tf.transpose(rows)
+
+
+class BlockOperator(SymmetricOperator):
+    """A diagonal block of a symmetric operator, which `block` and `blocks` return.
+
+    It has everything that the operator has: products, `damped`, `to_dense`, the part of the
+    `gradient`, and `hvp.solve` takes it.
+    """
+
+    def __repr__(self) -> str:
+        names = self._core.variable_names
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        return f"{super().__repr__()[:-1]}, of {shown})"
+
+
+class OffDiagonalBlock(RectangularOperator):
+    """A rectangular block of a symmetric operator: some of its rows and columns.
+
+    Parameters
+    ----------
+    core : Core
+        That of the operator.
+    rows, columns : sequence of int
+        Which variables the block belongs to.
+    """
+
+    def __init__(self, core: Core, rows: Sequence[int], columns: Sequence[int]) -> None:
+        self._core = core
+        self._rows_of, self._columns_of = (
+            Selection(core.space, places) for places in (rows, columns)
+        )
+        of = self._rows_of.space, self._columns_of.space
+        dtype = np.result_type(*(space.dtype.as_numpy_dtype for space in of))
+        super().__init__(dtype, (of[0].size, of[1].size))
+
+    def __repr__(self) -> str:
+        (rows, columns), standing = self.shape, self._core.snapshot.standing
+        properties = [f"{rows} x {columns}", self.dtype.name, *filter(None, [standing])]
+        return f"{type(self).__name__}({', '.join(properties)})"
+
+    def _map(self) -> LinearMap:
+        return Restricted(self._core.map(), self._rows_of, self._columns_of)
 
 
 def core_of(operator: SymmetricOperator) -> Core:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -21,6 +21,8 @@ class Gradients:
         Returns an evaluation of the gradient alone.
     other : Snapshot
         The operator's, of which the seeds are used.
+    places : sequence of int, optional
+        Of some variables alone: which they are.
 
     Attributes
     ----------
@@ -28,12 +30,20 @@ class Gradients:
         How many there were.
     """
 
-    def __init__(self, make: Callable[[], Snapshot], other: Snapshot) -> None:
+    def __init__(
+        self,
+        make: Callable[[], Snapshot],
+        other: Snapshot,
+        places: Sequence[int] | None = None,
+    ) -> None:
         with other.with_seeds():
             snapshot = make()
         self._snapshot, self._other = snapshot, other
-        self._space = other.plan.space
-        self._variables = other.plan.nest.variables
+        self._all = other.plan.nest.variables
+        self._places = range(len(self._all)) if places is None else places
+        whole = other.plan.space
+        self._space = whole if places is None else whole.subspace(places)
+        self._variables = [self._all[place] for place in self._places]
         self.evaluations = 1
 
     def again(self) -> tuple[float, np.ndarray]:
@@ -45,7 +55,8 @@ class Gradients:
 
     def last(self) -> tuple[float, np.ndarray]:
         """Return the loss and its gradient, of shape `(n,)`, from the last evaluation."""
-        gradient = self._space.join(self._snapshot.gradient()).numpy()
+        parts = self._snapshot.gradient()
+        gradient = self._space.join([parts[place] for place in self._places]).numpy()
         return float(self._snapshot.value()), gradient
 
     def in_float64(self) -> Callable[[np.ndarray], np.ndarray] | None:
@@ -58,15 +69,18 @@ class Gradients:
         if gradient is None:
             return None
         space, sizes = self._space, np.cumsum(self._space.sizes)[:-1]
-        at = [tf.cast(variable, tf.float64) for variable in self._variables]
+        at = [tf.cast(variable, tf.float64) for variable in self._all]
 
         def at_change(change: np.ndarray) -> np.ndarray:
             self.evaluations += 1
-            cut = zip(np.split(change, sizes), space.shapes)
-            parts = gradient([a + part.reshape(shape) for a, (part, shape) in zip(at, cut)])
+            moved = list(at)
+            for place, part, shape in zip(self._places, np.split(change, sizes), space.shapes):
+                moved[place] += part.reshape(shape)
+            parts = gradient(moved)
+            own = [parts[place] for place in self._places]
             zeros = (np.zeros(size) for size in space.sizes)
             return np.concatenate(
-                [zero if part is None else part.numpy().ravel() for part, zero in zip(parts, zeros)]
+                [zero if part is None else part.numpy().ravel() for part, zero in zip(own, zeros)]
             )
 
         return at_change

@@ -15,9 +15,10 @@ import numpy as np
 import tensorflow as tf
 from scipy.sparse.linalg import LinearOperator
 
-from hvp._errors import HvpError
+from hvp._errors import HvpError, TooLargeError
+from hvp._operators.core import BlockCore
 from hvp._operators.damping import check_damping
-from hvp._operators.operator import SymmetricOperator
+from hvp._operators.operator import SymmetricOperator, core_of
 from hvp._runtime.arguments import check_count
 from hvp._runtime.interrupts import Uninterrupted, deliver_interrupt
 from hvp._solve.nystrom import NystromSketch, nystrom_factors
@@ -28,6 +29,8 @@ from hvp._vectors.arrays import check_array
 # entries of the estimate, relative to their mean.
 _SAMPLES = 16
 _MIN_ENTRY = 1e-2
+# The lower bound on the eigenvalues of a block, relative to its largest.
+_MIN_EIGENVALUE = 1e-6
 # An adaptive rank begins at _FIRST_RANK and doubles until the smallest eigenvalue of the sketch is
 # at most _SMALL times the damping, or the rank reaches the part _MAX_PART of `n`.
 _FIRST_RANK, _SMALL, _MAX_PART = 16, 10.0, 0.5
@@ -123,11 +126,25 @@ def _solve_nystrom(rows: tf.Tensor, tensors: Tensors) -> tf.Tensor:
     return rows + tf.matmul((rows @ vectors) * factors, vectors, transpose_b=True)
 
 
+def _solve_diagonal(rows: tf.Tensor, tensors: Tensors) -> tf.Tensor:
+    return rows / tensors[0]
+
+
+def _solve_blocks(rows: tf.Tensor, tensors: Tensors) -> tf.Tensor:
+    *inverses, order, back = tensors
+    pieces = tf.split(tf.gather(rows, order, axis=-1), [i.shape[0] for i in inverses], axis=-1)
+    if rows.shape.rank == 1:
+        solved = [tf.linalg.matvec(inverse, piece) for inverse, piece in zip(inverses, pieces)]
+    else:
+        solved = [piece @ inverse for inverse, piece in zip(inverses, pieces)]
+    return tf.gather(tf.concat(solved, axis=-1), back, axis=-1)
+
+
 PRECONDITIONERS = {
     "diagonal": Kind(
         make=_make_diagonal,
         shapes=lambda size, rank: [[size]],
-        solve=lambda rows, tensors: rows / tensors[0],
+        solve=_solve_diagonal,
         products=lambda rank: _SAMPLES,
     ),
     "nystrom": Kind(
@@ -145,9 +162,11 @@ class Preconditioner(LinearOperator):
     Parameters
     ----------
     kind : str
-        A key of `PRECONDITIONERS`.
+        What `solve` does, for the keys of graphs.
+    solve : callable
+        Takes a vector or rows, and the tensors. Returns the inverse times the vector or rows.
     tensors : list of tf.Tensor
-        The tensors of that kind.
+        The tensors, of which the first has the type of the vectors.
     size : int
         Length of a vector.
 
@@ -161,8 +180,14 @@ class Preconditioner(LinearOperator):
 
     products = 0
 
-    def __init__(self, kind: str, tensors: list[tf.Tensor], size: int) -> None:
-        self._solve = PRECONDITIONERS[kind].solve
+    def __init__(
+        self,
+        kind: str,
+        solve: Callable[[tf.Tensor, Tensors], tf.Tensor],
+        tensors: list[tf.Tensor],
+        size: int,
+    ) -> None:
+        self._solve = solve
         key = (kind, *(tuple(tensor.shape) for tensor in tensors))
         self.precondition = Precondition(key, tensors, self._solve)
         super().__init__(np.dtype(tensors[0].dtype.as_numpy_dtype), (size, size))
@@ -263,7 +288,7 @@ class NystromPreconditioner(Preconditioner):
             tf.constant(vectors),
             tf.constant(nystrom_factors(self.eigenvalues, total), rows.dtype),
         ]
-        super().__init__("nystrom", tensors, rows.size)
+        super().__init__("nystrom", _solve_nystrom, tensors, rows.size)
 
 
 class DiagonalPreconditioner(Preconditioner):
@@ -322,4 +347,101 @@ class DiagonalPreconditioner(Preconditioner):
         self.products = samples
         self.diagonal = _diagonal(rows, samples, (seed, 0))
         self.diagonal += np.asarray(total, self.diagonal.dtype)
-        super().__init__("diagonal", [tf.constant(_bounded(np.abs(self.diagonal)))], rows.size)
+        bounded = tf.constant(_bounded(np.abs(self.diagonal)))
+        super().__init__("diagonal", _solve_diagonal, [bounded], rows.size)
+
+
+class BlockDiagonalPreconditioner(Preconditioner):
+    """The inverses of diagonal blocks: those of the layers, usually.
+
+    What couples different blocks is left out. Each block is computed as a dense matrix, and its
+    eigenvalues are replaced by their absolute values, so that the preconditioner is positive
+    definite; those below `1e-6` times the largest of the block are raised to that.
+
+    Parameters
+    ----------
+    H : HessianOperator or operator like it
+        The symmetric operator of the system.
+    blocks : list, optional
+        The blocks, each as `H.block` takes it. Together they must have each variable once. By
+        default they are those of `H.blocks()`.
+    damping : float, optional
+        Multiple of the identity that is added to the operator's own damping, as in `solve`.
+    max_size : int, optional
+        The largest block to accept. A block of size `m` takes `m` products, `m**2` numbers, and of
+        the order of `m**3` operations.
+
+    Attributes
+    ----------
+    products : int
+        Number of products that were computed, which is `n`.
+
+    Raises
+    ------
+    TooLargeError
+        If a block is larger than `max_size`.
+    HvpError
+        If a variable is in no block, or in several, or the damping is invalid.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import tensorflow as tf
+    >>> import hvp
+    >>> a, b = tf.Variable([1.0, 2.0], name="a"), tf.Variable(3.0, name="b")
+    >>> H = hvp.HessianOperator(lambda: tf.reduce_sum(a**4) + 5 * b**2, [a, b])
+    >>> M = hvp.BlockDiagonalPreconditioner(H)
+    >>> M @ (H @ np.ones(3))
+    array([1., 1., 1.], dtype=float32)
+    """
+
+    @Uninterrupted()
+    def __init__(
+        self, H: Any, blocks: Any = None, *, damping: float = 0.0, max_size: int = 2048
+    ) -> None:
+        if not isinstance(H, SymmetricOperator):
+            raise HvpError(
+                f"the operator is {type(H).__name__}",
+                "an operator of this package, which knows its variables",
+                "pass scipy a preconditioner of your own",
+            )
+        damping = check_damping(damping)
+        check_count(max_size, "max_size")
+        chosen = list(H.blocks().values()) if blocks is None else [H.block(b) for b in blocks]
+        parts = [np.concatenate([np.arange(*run) for run in _runs_of(part)]) for part in chosen]
+        order = np.concatenate(parts) if parts else np.zeros(0, int)
+        if not np.array_equal(np.sort(order), np.arange(H.shape[0])):
+            counts = np.bincount(order, minlength=H.shape[0])
+            problem = "in no block" if (counts == 0).any() else "in several blocks"
+            raise HvpError(f"a variable is {problem}", "blocks that have each variable once")
+        for part in chosen:
+            if part.shape[0] > max_size:
+                raise TooLargeError(
+                    f"a block is of size {part.shape[0]}: {part!r}",
+                    f"at most {max_size}",
+                    "pass smaller blocks, a larger max_size, or use hvp.DiagonalPreconditioner",
+                )
+        inverses = []
+        for part in chosen:
+            deliver_interrupt()
+            inverse = _positive_inverse(part.to_dense(max_size=max_size), damping)
+            inverses.append(tf.constant(inverse.astype(H.dtype)))
+        self.products = H.shape[0]
+        places = [tf.constant(order, tf.int32), tf.constant(np.argsort(order), tf.int32)]
+        super().__init__("blocks", _solve_blocks, [*inverses, *places], H.shape[0])
+
+
+def _runs_of(block: SymmetricOperator) -> list[tuple[int, int]]:
+    core = core_of(block)
+    assert isinstance(core, BlockCore)
+    return core.selection.runs
+
+
+def _positive_inverse(matrix: np.ndarray, damping: float) -> np.ndarray:
+    """Invert a symmetric matrix plus a multiple of the identity, without the signs."""
+    wide = matrix.astype(np.float64)
+    eigenvalues, vectors = np.linalg.eigh((wide + wide.T) / 2 + damping * np.eye(len(wide)))
+    sizes = np.abs(eigenvalues)
+    largest = sizes.max(initial=0.0)
+    sizes = np.maximum(sizes, _MIN_EIGENVALUE * largest) if largest else np.ones_like(sizes)
+    return (vectors / sizes) @ vectors.T

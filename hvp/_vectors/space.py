@@ -87,6 +87,13 @@ class Space:
         dimensions = [shape.as_list() for shape in shapes]
         return cls([0] * len(shapes), names, dimensions, [tensor.dtype for tensor in tensors])
 
+    def subspace(self, places: Sequence[int]) -> Space:
+        """Return the space of some of the parts; of one alone, a vector is a tensor."""
+        structure = 0 if len(places) == 1 else [0] * len(places)
+        of = [(self.names[i], self.shapes[i], self.dtypes[i]) for i in places]
+        names, shapes, dtypes = zip(*of)
+        return Space(structure, names, shapes, dtypes)
+
     @property
     def specs(self) -> list[tf.TensorSpec]:
         """The shapes and types of the parts."""

@@ -1,0 +1,111 @@
+"""A part of a linear map: some of its rows and columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from hvp._engines.linear_map import LinearMap
+from hvp._vectors.space import Space
+
+
+class Selection:
+    """Some of the parts of the vectors of a space.
+
+    Parameters
+    ----------
+    whole : Space
+        The space.
+    places : sequence of int
+        Which parts, in increasing order.
+
+    Attributes
+    ----------
+    places : list of int
+        The same.
+    space : Space
+        The space of the vectors of these parts alone.
+    runs : list of (int, int)
+        Where their entries are in a flat vector of the whole space: from the first of each pair up
+        to the second, exclusive, with gaps between.
+    """
+
+    def __init__(self, whole: Space, places: Sequence[int]) -> None:
+        self.places, self._whole = list(places), whole
+        self.space = whole.subspace(places)
+        self.runs = self._find_runs()
+
+    def widened(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Return a vector of the whole space, which is zero elsewhere, as its parts."""
+        given = dict(zip(self.places, parts))
+        return self._whole.with_zeros([given.get(i) for i in range(len(self._whole.shapes))])
+
+    def widened_flat(self, flat: tf.Tensor) -> tf.Tensor:
+        """Return a flat vector of the whole space, or rows, zero elsewhere."""
+        flat = tf.cast(flat, self._whole.dtype)
+        pieces = tf.split(flat, [end - start for start, end in self.runs], axis=-1)
+        padded, at = [], 0
+        for (start, end), piece in zip(self.runs, pieces):
+            padded += [self._zeros(flat, start - at), piece]
+            at = end
+        padded.append(self._zeros(flat, self._whole.size - at))
+        return tf.concat(padded, axis=-1)
+
+    def taken(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Return the chosen parts of a vector of the whole space."""
+        return [parts[place] for place in self.places]
+
+    def taken_flat(self, flat: tf.Tensor) -> tf.Tensor:
+        """Return the chosen entries of a flat vector of the whole space, or of rows."""
+        pieces = [flat[..., start:end] for start, end in self.runs]
+        joined = pieces[0] if len(pieces) == 1 else tf.concat(pieces, axis=-1)
+        return tf.cast(joined, self.space.dtype)
+
+    def _find_runs(self) -> list[tuple[int, int]]:
+        runs: list[tuple[int, int]] = []
+        for place in self.places:
+            start = sum(self._whole.sizes[:place])
+            end = start + self._whole.sizes[place]
+            if runs and runs[-1][1] == start:
+                start = runs.pop()[0]
+            runs.append((start, end))
+        return runs
+
+    def _zeros(self, flat: tf.Tensor, count: int) -> tf.Tensor:
+        shape = tf.concat([tf.shape(flat)[:-1], [count]], axis=0)
+        return tf.zeros(shape, flat.dtype)
+
+
+class Restricted(LinearMap):
+    """Some rows and columns of a linear map, whose products are products with the whole.
+
+    Parameters
+    ----------
+    whole : LinearMap
+        The map.
+    rows, columns : Selection
+        The parts of its results and of its arguments.
+    """
+
+    def __init__(self, whole: LinearMap, rows: Selection, columns: Selection) -> None:
+        self._whole, self._rows, self._columns = whole, rows, columns
+        self.domain, self.codomain = columns.space, rows.space
+        self.streams, self.batches_held = whole.streams, whole.batches_held
+        self.nbytes = whole.nbytes
+
+    def apply(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Multiply by a vector given as the parts of the domain."""
+        return self._rows.taken(self._whole.apply(self._columns.widened(parts)))
+
+    def apply_flat(self, flat: tf.Tensor) -> tf.Tensor:
+        """Multiply by a flat vector."""
+        return self._rows.taken_flat(self._whole.apply_flat(self._columns.widened_flat(flat)))
+
+    def apply_rows(self, rows: tf.Tensor) -> tf.Tensor:
+        """Multiply by each row of a block."""
+        return self._rows.taken_flat(self._whole.apply_rows(self._columns.widened_flat(rows)))
+
+    def transpose(self) -> LinearMap:
+        """Return the transposed part."""
+        return Restricted(self._whole.transpose(), self._columns, self._rows)

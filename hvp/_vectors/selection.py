@@ -1,0 +1,97 @@
+"""Choosing some of an operator's variables: by name, by pattern, by layer or themselves."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvp._errors import InvalidVariablesError
+from hvp._vectors.variables import collect_variables
+
+# How many names a message lists.
+_SHOWN = 12
+
+
+def select(chosen: Any, names: Sequence[str], variables: Sequence[tf.Variable]) -> list[int]:
+    """Return the places of the chosen variables, in increasing order.
+
+    Parameters
+    ----------
+    chosen : str, variable, layer, module or nest of these
+        A string names a variable, or what is around it: it is a pattern for one or several
+        successive parts of a path, such as ``"dense_2"``, ``"dense_*"`` or ``"dense/kernel"``.
+    names : sequence of str
+        The paths of all variables.
+    variables : sequence of tf.Variable
+        All variables.
+
+    Raises
+    ------
+    InvalidVariablesError
+        If something chosen is not among the variables.
+    """
+    places: set[int] = set()
+    items = tf.nest.flatten(chosen)
+    for item in items:
+        places |= _named(item, names) if isinstance(item, str) else _of(item, names, variables)
+    if not items:
+        raise InvalidVariablesError("no variable is chosen", "at least one", _listed(names))
+    return sorted(places)
+
+
+def groups(names: Sequence[str]) -> dict[str, list[int]]:
+    """Return the places of the variables of each layer, by the path of the layer.
+
+    A variable that is in no layer is a group of its own.
+    """
+    result: dict[str, list[int]] = {}
+    for place, name in enumerate(names):
+        layer = name.rpartition("/")[0] or name
+        if "/" not in name and layer in result:  # several may be called Variable
+            layer = f"{name}_{place}"
+        result.setdefault(layer, []).append(place)
+    return result
+
+
+def _named(pattern: str, names: Sequence[str]) -> set[int]:
+    found = {place for place, name in enumerate(names) if _fits(pattern, name)}
+    if not found:
+        raise InvalidVariablesError(
+            f"no variable has {pattern!r} in its path", "a name or pattern", _listed(names)
+        )
+    return found
+
+
+def _fits(pattern: str, name: str) -> bool:
+    parts = name.split("/")
+    ends = range(1, len(parts) + 1)
+    return any(
+        fnmatch.fnmatchcase("/".join(parts[start:end]), pattern)
+        for end in ends
+        for start in range(end)
+    )
+
+
+def _of(item: Any, names: Sequence[str], variables: Sequence[tf.Variable]) -> set[int]:
+    place_of = {id(variable.handle): place for place, variable in enumerate(variables)}
+    nest = collect_variables(item)
+    missing = [
+        name
+        for name, variable in zip(nest.names, nest.variables)
+        if id(variable.handle) not in place_of
+    ]
+    if missing:
+        raise InvalidVariablesError(
+            f"the variable {missing[0]!r} is none of the operator's",
+            "its variables",
+            _listed(names),
+        )
+    return {place_of[id(variable.handle)] for variable in nest.variables}
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"choose among {', '.join(names[:_SHOWN])}{more}"
