@@ -85,10 +85,13 @@ class Rule(abc.ABC):
         Whether the values of batches are stacked, one after the other, instead of averaged.
     evaluates : str
         What is evaluated once, for messages.
+    is_hessian : bool
+        Whether the matrix is the derivative of the gradient.
     """
 
     stacks = False
     evaluates = "the gradient"
+    is_hessian = False
 
     @abc.abstractmethod
     def evaluate(self, variables: Sequence[tf.Variable], batch: Arguments) -> Evaluated:
@@ -110,6 +113,7 @@ class HessianRule(Rule):
     """
 
     loss: Callable[..., Any]
+    is_hessian = True
 
     def evaluate(self, variables: Sequence[tf.Variable], batch: Arguments) -> Evaluated:
         gradient = TapedGradient(lambda: batch.call(self.loss), variables, once=True)

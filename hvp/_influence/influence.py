@@ -14,8 +14,10 @@ from hvp._influence.example_data import ExampleData
 from hvp._influence.example_gradients import ExampleGradients
 from hvp._influence.scoring import Scoring
 from hvp._keras.compiled_loss import loss_of_model
+from hvp._operators.curvature import Curvature, check_curvature, composed, rule_of
+from hvp._operators.gauss_newton import GaussNewtonOperator
 from hvp._operators.hessian import HessianOperator
-from hvp._operators.operator import core_of
+from hvp._operators.operator import SymmetricOperator, core_of
 from hvp._runtime.arguments import check_count
 from hvp._runtime.guard import OneProcess
 from hvp._runtime.interrupts import Uninterrupted
@@ -44,6 +46,14 @@ class TopInfluences(NamedTuple):
     harmful_scores: np.ndarray
 
 
+# What belongs to the matrix alone, and not to gradients of examples.
+_OF_MATRIX = frozenset(
+    """
+    batch_size regularization engine jit_compile recompute precision devices device_timeout
+    """.split()
+)
+
+
 class InfluenceFunctions(OneProcess):
     """Predicts the effect of leaving out training examples, without training again.
 
@@ -62,7 +72,7 @@ class InfluenceFunctions(OneProcess):
 
     Parameters
     ----------
-    loss : callable
+    loss : callable, or pair of callables
         Takes the elements of a batch, and returns the mean over its examples, each of them
         independent of the others. A penalty on the weights (weight decay) inside this loss counts
         as part of each example's loss; the prediction is then for training on the mean over the
@@ -71,6 +81,12 @@ class InfluenceFunctions(OneProcess):
         As for `HessianOperator`. The formulas hold for variables that are trained to a minimum.
     train_data : tuple or dict of arrays, or iterable of such
         As for `HessianOperator`.
+    curvature : {"hessian", "gauss-newton"} or operator, optional
+        The matrix whose inverse is applied. Gauss-Newton matrices of convex output losses are
+        positive semi-definite also where training did not end at a minimum. The `loss` is then a
+        pair `(model, output_loss)`, as for `GaussNewtonOperator`. An operator of the same
+        variables, such as a `FisherOperator`, is used as it is; options that say how to evaluate
+        the matrix are then its own.
     damping : float, optional
         Multiple of the identity that is added to the Hessian. It makes the Hessian positive
         definite if training did not end at a minimum, and shrinks influences along flat directions.
@@ -103,8 +119,8 @@ class InfluenceFunctions(OneProcess):
 
     Attributes
     ----------
-    operator : HessianOperator
-        The damped Hessian of the training loss.
+    operator : HessianOperator or GaussNewtonOperator
+        The damped matrix of the training loss.
     n_train : int
         Number of training examples.
 
@@ -157,6 +173,7 @@ class InfluenceFunctions(OneProcess):
         variables: Any,
         train_data: Any,
         *,
+        curvature: Curvature | SymmetricOperator = "hessian",
         damping: float = 0.0,
         solver: str | Callable[[HessianOperator], Any] = "auto",
         regularization: Callable[[], Any] | None = None,
@@ -191,15 +208,9 @@ class InfluenceFunctions(OneProcess):
         if memory_limit is not None:
             options["memory_limit"] = Share(memory_limit, 1 / 2)
             quarter = Share(memory_limit, 1 / 4).nbytes
-        self.operator = HessianOperator(
-            loss,
-            variables,
-            train_data,
-            damping=damping,
-            batch_size=batch_size,
-            regularization=regularization,
-            **options,
-        )
+        own = {"batch_size": batch_size, "regularization": regularization, **options}
+        self.operator = _operator(curvature, loss, variables, train_data, own, damping)
+        loss = composed(loss)
         snapshot = core_of(self.operator).snapshot
         if snapshot.facts.draws:
             raise HvpError(
@@ -223,6 +234,7 @@ class InfluenceFunctions(OneProcess):
         *,
         variables: Any = None,
         training: bool | None = False,
+        curvature: Curvature | SymmetricOperator = "hessian",
         **options: Any,
     ) -> InfluenceFunctions:
         """Return the influence functions of a Keras model's compiled loss.
@@ -238,6 +250,8 @@ class InfluenceFunctions(OneProcess):
             make a smaller problem.
         training : bool, optional
             Whether layers run in training mode.
+        curvature : {"hessian", "gauss-newton"} or operator, optional
+            As for `InfluenceFunctions`.
         **options
             Options of `InfluenceFunctions`.
 
@@ -256,7 +270,15 @@ class InfluenceFunctions(OneProcess):
             for regularized in (True, False)
         )
         options.setdefault("test_loss", test_loss)
-        return cls(loss, model if variables is None else variables, train_data, **options)
+        variables = model if variables is None else variables
+        if isinstance(curvature, str) and curvature == "gauss-newton":
+            of_matrix = {name: options.pop(name) for name in _OF_MATRIX & set(options)}
+            if options.get("memory_limit") is not None:
+                of_matrix["memory_limit"] = Share(options["memory_limit"], 1 / 2)
+            curvature = GaussNewtonOperator.from_keras(
+                model, train_data, variables=variables, training=bool(training), **of_matrix
+            )
+        return cls(loss, variables, train_data, curvature=curvature, **options)
 
     @outside_strategies
     def scores(self, test_data: Any, *, out: Any = None, checkpoint: Any = None) -> np.ndarray:
@@ -401,3 +423,37 @@ class InfluenceFunctions(OneProcess):
             f"InfluenceFunctions({self.n_train} training examples, {self.operator.shape[0]} "
             f"variables, damping {self.operator.damping:g}, solver {solver!r})"
         )
+
+
+def _operator(
+    curvature: Any,
+    loss: Any,
+    variables: Any,
+    data: Any,
+    options: dict[str, Any],
+    damping: float,
+) -> SymmetricOperator:
+    """Return the damped matrix of the training loss."""
+    if not isinstance(curvature, SymmetricOperator):
+        check_curvature(curvature)
+        rule_of(loss, curvature, data, options)  # which checks the loss
+        if curvature == "hessian":
+            return HessianOperator(loss, variables, data, damping=damping, **options)
+        model, output_loss = loss
+        return GaussNewtonOperator(model, output_loss, variables, data, damping=damping, **options)
+    given = sorted(name for name in _OF_MATRIX & set(options) if options[name] is not None)
+    if given:
+        raise HvpError(
+            f"the argument {given[0]} is given together with an operator",
+            "an operator that was made with it",
+            f"pass {given[0]} to the operator, and leave it out here",
+        )
+    own = core_of(curvature).variables
+    others = collect_variables(variables).variables
+    if [id(v.handle) for v in own] != [id(v.handle) for v in others]:
+        raise HvpError(
+            "the operator given as curvature has other variables",
+            "the variables of the loss, in the same order",
+            "pass the same nest of variables to both",
+        )
+    return curvature.damped(damping)

@@ -9,12 +9,14 @@ from typing import Any, Literal
 from scipy.optimize import OptimizeResult
 
 from hvp._errors import HvpError, TooLargeError
-from hvp._keras.compiled_loss import check_options_of_fit, compiled_problem
+from hvp._keras.compiled_loss import check_options_of_fit
+from hvp._minimize.curved_loss import check_operator, compiled_loss
 from hvp._minimize.objective import OPERATOR_OPTIONS
 from hvp._minimize.points import Points
 from hvp._minimize.position import variables_size
 from hvp._minimize.scipy_methods import METHODS
 from hvp._minimize.scipy_run import ScipyRun
+from hvp._operators.curvature import Curvature
 from hvp._runtime.guard import refuse_forks
 from hvp._runtime.progress import check_progress
 from hvp._runtime.strategies import outside_strategies
@@ -30,6 +32,7 @@ def minimize(
     data: Any = None,
     method: str = "trust-krylov",
     *,
+    curvature: Curvature = "hessian",
     x0: Any = None,
     bounds: Any = None,
     constraints: Any = (),
@@ -46,7 +49,7 @@ def minimize(
 
     Parameters
     ----------
-    loss : callable or HessianOperator
+    loss : callable, pair of callables, or HessianOperator
         As for `HessianOperator`. An operator, such as one from `HessianOperator.from_keras`, stands
         for its loss, variables and data. The operator itself is left unchanged, and is stale
         afterwards.
@@ -58,6 +61,9 @@ def minimize(
         ``"dogleg"`` use the Hessian as a matrix, for up to 4096 variables. ``"L-BFGS-B"``,
         ``"TNC"``, ``"BFGS"``, ``"CG"`` and ``"SLSQP"`` use the gradient only, and work for losses
         without second derivatives.
+    curvature : {"hessian", "gauss-newton"}, optional
+        The matrix that methods with second derivatives are given. With ``"gauss-newton"`` the loss
+        is a pair `(model, output_loss)`, as for `GaussNewtonOperator`.
     x0 : array_like, optional
         Starting point of shape `(n,)`, in the order of `HessianOperator.flatten`. The default is
         the current values of the variables.
@@ -125,6 +131,7 @@ def minimize(
     check_progress(progress)
     operator_options = {key: more.pop(key) for key in list(more) if key in OPERATOR_OPTIONS}
     method_options = _merged_options(options, more)
+    loss = check_operator(loss, variables, data, curvature, operator_options)
     if hessian == "dense":
         _check_size(loss, variables, name)
     points = Points.of(loss, variables, data, x0, products=hessian != "none", **operator_options)
@@ -152,6 +159,7 @@ def _minimize_keras(
     *,
     variables: Any = None,
     training: bool = False,
+    curvature: Curvature = "hessian",
     **options: Any,
 ) -> OptimizeResult:
     """Minimize the loss that a Keras model was compiled with: `hvp.minimize.from_keras`.
@@ -169,6 +177,8 @@ def _minimize_keras(
         The variables to minimize over. The default is the model's trainable variables.
     training : bool, optional
         Whether layers such as dropout and batch normalization run in training mode.
+    curvature : {"hessian", "gauss-newton"}, optional
+        As for `minimize`.
     **options
         Options of `minimize`.
 
@@ -194,8 +204,8 @@ def _minimize_keras(
     >>> model.layers[0].kernel.numpy().round(3).ravel()
     array([ 1. , -2. ,  0.5], dtype=float32)
     """
-    loss, variables = compiled_problem(model, data, variables, training, options)
-    return minimize(loss, variables, data, method, **options)
+    loss, variables = compiled_loss(model, data, variables, training, curvature, options)
+    return minimize(loss, variables, data, method, curvature=curvature, **options)
 
 
 minimize.from_keras = _minimize_keras  # type: ignore[attr-defined]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
+from hvp._engines.rule import Rule
 from hvp._errors import HvpError
 from hvp._minimize.points import Point, Points
 from hvp._minimize.samples import Samples
@@ -32,6 +32,11 @@ class WholeModel:
     def __init__(self, points: Points) -> None:
         self.points = points
         self._current: Point | None = points.at(points.position.read().numpy())
+
+    @property
+    def is_hessian(self) -> bool:
+        """Whether `hessian` is the derivative of the gradient, and not another matrix."""
+        return self.points.is_hessian
 
     def current_point(self, iteration: int, moved: bool) -> Point:
         """Return the loss at the current values of the variables.
@@ -82,7 +87,9 @@ class SampledModel(WholeModel):
 
     Parameters
     ----------
-    loss, variables, data
+    rule : Rule
+        The matrix of the loss.
+    variables, data
         As for `HessianOperator`; the data are arrays.
     hessian_batch_size : int
         Number of examples for the Hessian.
@@ -97,7 +104,7 @@ class SampledModel(WholeModel):
 
     def __init__(
         self,
-        loss: Callable[..., Any],
+        rule: Rule,
         variables: Any,
         data: Any,
         hessian_batch_size: int,
@@ -117,18 +124,18 @@ class SampledModel(WholeModel):
                 f"{hessian_batch_size}",
                 "a gradient over no fewer examples than the Hessian",
             )
-        self._samples = Samples(loss, data, hessian_batch_size, 2 * seed, "hessian_batch_size")
+        self._samples = Samples(rule, data, hessian_batch_size, 2 * seed, "hessian_batch_size")
         self._gradient_samples: Samples | None = None
         # A sample is evaluated in one piece.
         batching = ("batch_size", "memory_limit")
         sample_options = {key: value for key, value in options.items() if key not in batching}
         if gradient_batch_size is None:
-            points = Points.of(loss, variables, data, products=False, **options)
+            points = Points.of(rule, variables, data, products=False, **options)
         else:
-            samples = Samples(loss, data, gradient_batch_size, 2 * seed + 1, "gradient_batch_size")
+            samples = Samples(rule, data, gradient_batch_size, 2 * seed + 1, "gradient_batch_size")
             self._gradient_samples = samples
             points = Points.of(
-                samples.loss,
+                samples.rule,
                 variables,
                 products=False,
                 inputs=samples.variables,
@@ -137,7 +144,7 @@ class SampledModel(WholeModel):
         super().__init__(points)
         # `hessian` redraws the sample and refreshes this snapshot for each step.
         snapshot = evaluate_loss(
-            self._samples.loss,
+            self._samples.rule,
             variables,
             on_stale="ignore",
             inputs=self._samples.variables,

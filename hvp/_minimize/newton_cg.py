@@ -9,7 +9,7 @@ import tensorflow as tf
 from scipy.optimize import OptimizeResult
 
 from hvp._errors import HvpError
-from hvp._keras.compiled_loss import compiled_problem
+from hvp._minimize.curved_loss import check_operator, compiled_loss
 from hvp._minimize.models import SampledModel, WholeModel
 from hvp._minimize.newton_arguments import check_eager, check_method, check_stopping
 from hvp._minimize.newton_iteration import NewtonIteration
@@ -19,6 +19,7 @@ from hvp._minimize.newton_step import NewtonStep
 from hvp._minimize.objective import check_options
 from hvp._minimize.points import Points
 from hvp._minimize.subproblem import Subproblem
+from hvp._operators.curvature import Curvature
 from hvp._operators.operator import SymmetricOperator
 from hvp._runtime.guard import OneProcess, refuse_forks
 from hvp._runtime.interrupts import Uninterrupted
@@ -41,10 +42,15 @@ class NewtonCG(OneProcess, tf.Module):
 
     Parameters
     ----------
-    loss : callable or HessianOperator
-        As for `HessianOperator`. An operator stands for its loss, variables and data.
+    loss : callable, pair of callables, or HessianOperator
+        As for `HessianOperator`; the pair `(model, output_loss)`, as for `GaussNewtonOperator`, if
+        `curvature` is ``"gauss-newton"``. An operator stands for its loss, variables and data; a
+        `GaussNewtonOperator` or `FisherOperator` takes the place of the Hessian.
     variables, data
         As for `HessianOperator`.
+    curvature : {"hessian", "gauss-newton"}, optional
+        The matrix of the quadratic model. With ``"gauss-newton"`` and a `damping` that is not zero
+        this is the method of Levenberg and Marquardt, in a trust region [LM]_.
     hessian_batch_size : int, optional
         Number of examples for the Hessian. They are redrawn for each step, from `data`, which must
         be a tuple or dict of arrays. By default the Hessian is over all examples, and comes from
@@ -112,6 +118,8 @@ class NewtonCG(OneProcess, tf.Module):
        on Matrix Analysis and Applications 44(2), 718-752, 2023. https://doi.org/10.1137/21M1466244
     .. [TR] A. R. Conn, N. I. M. Gould, P. L. Toint, "Trust-Region Methods", SIAM, 2000, chapter 6.
        https://doi.org/10.1137/1.9780898719857
+    .. [LM] D. W. Marquardt, "An algorithm for least-squares estimation of nonlinear parameters",
+       Journal of SIAM 11(2), 431-441, 1963. https://doi.org/10.1137/0111030
     .. [HF] J. Martens, "Deep learning via Hessian-free optimization", ICML 2010.
 
     Examples
@@ -136,6 +144,7 @@ class NewtonCG(OneProcess, tf.Module):
         variables: Any = None,
         data: Any = None,
         *,
+        curvature: Curvature = "hessian",
         hessian_batch_size: int | None = None,
         gradient_batch_size: int | None = None,
         radius: float = 1.0,
@@ -165,6 +174,7 @@ class NewtonCG(OneProcess, tf.Module):
             rank=rank,
             seed=seed,
         )
+        loss = check_operator(loss, variables, data, curvature, options)
         if hessian_batch_size is None:
             if gradient_batch_size is not None:
                 raise HvpError(
@@ -197,6 +207,7 @@ class NewtonCG(OneProcess, tf.Module):
         *,
         variables: Any = None,
         training: bool = False,
+        curvature: Curvature = "hessian",
         **options: Any,
     ) -> NewtonCG:
         """Return the method for the loss that a Keras model was compiled with.
@@ -212,6 +223,8 @@ class NewtonCG(OneProcess, tf.Module):
             The variables to minimize over. The default is the model's trainable variables.
         training : bool, optional
             Whether layers such as dropout and batch normalization run in training mode.
+        curvature : {"hessian", "gauss-newton"}, optional
+            The matrix of the quadratic model, which `GaussNewtonOperator.from_keras` describes.
         **options
             Options of `NewtonCG`.
 
@@ -238,8 +251,8 @@ class NewtonCG(OneProcess, tf.Module):
         >>> model.layers[0].kernel.numpy().round(3).ravel()
         array([ 1. , -2. ,  0.5], dtype=float32)
         """
-        loss, variables = compiled_problem(model, data, variables, training, options)
-        return cls(loss, variables, data, **options)
+        loss, variables = compiled_loss(model, data, variables, training, curvature, options)
+        return cls(loss, variables, data, curvature=curvature, **options)
 
     def __repr__(self) -> str:
         return (
@@ -323,7 +336,8 @@ class NewtonCG(OneProcess, tf.Module):
             Maximum number of steps.
         leave_saddles : bool, optional
             Whether to search for negative curvature when the gradient is small, with up to 22
-            products, and to follow it if there is some.
+            products, and to follow it if there is some. Only the Hessian itself tells; with another
+            matrix there is no search.
         callback : callable, optional
             Called with each `NewtonStep`. It may raise `StopIteration` to end the run.
         progress : bool or "always", optional

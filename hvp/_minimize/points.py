@@ -221,8 +221,9 @@ class Points:
 
         Parameters
         ----------
-        loss : callable or SymmetricOperator
-            An operator also stands for `variables`, `data` and `options`, and is left unchanged.
+        loss : callable, Rule or SymmetricOperator
+            A rule is of another matrix than the Hessian. An operator also stands for `variables`,
+            `data` and `options`, and is left unchanged.
         variables, data, **options
             As for `HessianOperator`. The points share `memory_limit`.
         x0 : array_like, optional
@@ -277,6 +278,11 @@ class Points:
             )
             points.origin = origin
             return points
+
+    @property
+    def is_hessian(self) -> bool:
+        """Whether products are with the derivative of the gradient."""
+        return self._snapshot.is_hessian
 
     @property
     def products(self) -> int:

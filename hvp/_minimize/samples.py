@@ -1,27 +1,29 @@
-"""A loss over a random sample of the examples, traced once for all samples."""
+"""A matrix of a loss over a random sample of the examples, traced once for all samples."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from hvp._data.elements import EXPECTED, check_first_axes, checked_loss
+from hvp._data.elements import EXPECTED, Elements, check_first_axes
+from hvp._engines.rule import Arguments, Evaluated, Parts, Rule
 from hvp._errors import InvalidDataError
 from hvp._runtime.arguments import check_count
 
 
 class Samples:
-    """A loss over a sample of the examples that is redrawn for each step.
+    """A loss, and a matrix of it, over a sample of the examples that is redrawn for each step.
 
     The sample is held in variables, so that drawing another one does not retrace the loss.
 
     Parameters
     ----------
-    loss : callable
-        Takes the elements of `data`.
+    rule : Rule
+        The matrix of a loss of the elements of `data`.
     data : tuple or dict of arrays
         All examples.
     size : int
@@ -30,11 +32,14 @@ class Samples:
         Seed of the random draws.
     name : str
         Name of the argument that specifies the size, for error messages.
+
+    Attributes
+    ----------
+    rule : Rule
+        The matrix over the current sample.
     """
 
-    def __init__(
-        self, loss: Callable[..., Any], data: Any, size: int, seed: int, name: str
-    ) -> None:
+    def __init__(self, rule: Rule, data: Any, size: int, seed: int, name: str) -> None:
         if not isinstance(data, (tuple, dict)):
             raise InvalidDataError(
                 f"{name} is given together with data of type {type(data).__name__}",
@@ -46,10 +51,10 @@ class Samples:
         count = len(tf.nest.flatten(self._data)[0])
         check_count(size, name)
         self._count, self._size, self._seed = count, min(int(size), count), seed
-        self._loss = checked_loss(loss)
         self._slots = tf.nest.map_structure(
             lambda leaf: tf.Variable(leaf[: self._size], trainable=False), self._data
         )
+        self.rule = _OnSample(rule, self.elements)
 
     @property
     def variables(self) -> list[tf.Variable]:
@@ -63,7 +68,26 @@ class Samples:
         rows = np.sort(rng.choice(self._count, self._size, replace=False, shuffle=False))
         tf.nest.map_structure(lambda slot, leaf: slot.assign(leaf[rows]), self._slots, self._data)
 
-    def loss(self) -> Any:
-        """Return the loss over the current sample."""
+    def elements(self) -> Elements:
+        """Return the current sample."""
         sample = tf.nest.map_structure(lambda slot: slot.read_value(), self._slots)
-        return self._loss(**sample) if isinstance(sample, dict) else self._loss(*sample)
+        by_name = isinstance(sample, dict)
+        return Elements(sample if by_name else dict(enumerate(sample)), by_name)
+
+
+@dataclass(frozen=True)
+class _OnSample(Rule):
+    """A rule on a sample, in place of the data that it is called with."""
+
+    rule: Rule
+    elements: Callable[[], Elements]
+
+    @property
+    def is_hessian(self) -> bool:  # type: ignore[override]
+        return self.rule.is_hessian
+
+    def evaluate(self, variables: Sequence[tf.Variable], batch: Arguments) -> Evaluated:
+        return self.rule.evaluate(variables, self.elements())
+
+    def multiply(self, state: Any, vector: Parts) -> Parts:
+        return self.rule.multiply(state, vector)

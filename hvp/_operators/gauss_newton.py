@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from hvp._engines.gauss_newton import GaussNewtonRule
 from hvp._errors import HvpError
 from hvp._keras.compiled_loss import compiled_parts
 from hvp._operators.core import evaluated
+from hvp._operators.curvature import gauss_newton_rule
 from hvp._operators.damping import check_damping
 from hvp._operators.operator import SymmetricOperator
-from hvp._operators.predictions import checked_model, checked_output_loss, refuse_dict
+from hvp._operators.predictions import refuse_dict
 from hvp._runtime.strategies import outside_strategies
 
 
@@ -99,16 +99,8 @@ class GaussNewtonOperator(SymmetricOperator):
     ) -> None:
         damping = check_damping(damping)
         refuse_dict(data)
-        divided = not isinstance(data, tuple) or any(
-            options.get(name) is not None for name in ("batch_size", "memory_limit", "devices")
-        )
-        rule = GaussNewtonRule(
-            checked_model(model),
-            checked_output_loss(output_loss),
-            options.get("weight"),
-            divided=divided,
-            convex=_checked_flag("convex", convex),
-        )
+        convex = _checked_flag("convex", convex)
+        rule = gauss_newton_rule(model, output_loss, data, options, convex=convex)
         super().__init__(evaluated(rule, variables, data, **options), damping)
 
     @classmethod

@@ -129,7 +129,7 @@ class Problem:
             return self._plan(settings, inputs)
 
         try:
-            snapshot = Snapshot(make_plan, settings.on_stale, evaluates=self.rule.evaluates)
+            snapshot = Snapshot(make_plan, settings.on_stale, rule=self.rule)
         except (tf.errors.InvalidArgumentError, TypeError, ValueError) as error:
             explain_mixed_precision(
                 error, self.data, lambda: collect_variables(self.variables).dtypes
@@ -202,7 +202,7 @@ def problem_of(rule: Rule, variables: Any, data: Any, **options: Any) -> tuple[P
 
 
 def evaluate_loss(
-    loss: Callable[..., Any],
+    loss: Callable[..., Any] | Rule,
     variables: Any,
     data: Any = None,
     *,
@@ -213,7 +213,9 @@ def evaluate_loss(
 
     Parameters
     ----------
-    loss, variables, data, **options
+    loss : callable or Rule
+        The loss; or the rule of another matrix of a loss.
+    variables, data, **options
         As for `HessianOperator`.
     inputs : sequence of tf.Variable, optional
         Variables that hold data: a snapshot is not stale when they change.
@@ -223,7 +225,8 @@ def evaluate_loss(
     HvpError
         As `HessianOperator`.
     """
-    problem, settings = problem_of(HessianRule(checked_loss(loss)), variables, data, **options)
+    rule = loss if isinstance(loss, Rule) else HessianRule(checked_loss(loss))
+    problem, settings = problem_of(rule, variables, data, **options)
     return problem.snapshot(settings, inputs)
 
 

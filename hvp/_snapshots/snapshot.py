@@ -23,6 +23,7 @@ from hvp._engines.finite import check_finite
 from hvp._engines.graph_program import Results
 from hvp._engines.linear_map import LinearMap, Store
 from hvp._engines.plan import Facts, Plan
+from hvp._engines.rule import Rule
 from hvp._engines.settings import OnStale
 from hvp._errors import (
     ClosedOperatorError,
@@ -54,8 +55,8 @@ class Snapshot(OneProcess):
         Takes nothing; returns the plan.
     on_stale : {"raise", "refresh", "ignore"}
         What to do when something is asked for after a variable that was read has changed.
-    evaluates : str, optional
-        What is evaluated, for messages.
+    rule : Rule, optional
+        The matrix that the plan is of.
 
     Attributes
     ----------
@@ -63,6 +64,8 @@ class Snapshot(OneProcess):
         The plan.
     on_stale : str
         As above.
+    is_hessian : bool
+        Whether the matrix is the derivative of the gradient.
     """
 
     def __init__(
@@ -70,10 +73,11 @@ class Snapshot(OneProcess):
         make_plan: Callable[[], Plan],
         on_stale: OnStale,
         *,
-        evaluates: str = "the gradient",
+        rule: Rule | None = None,
     ) -> None:
         self.on_stale = on_stale
-        self._evaluates = evaluates
+        self._evaluates = "the gradient" if rule is None else rule.evaluates
+        self.is_hessian = rule is None or rule.is_hessian
         # Without a cycle: what is dropped is to be freed at once.
         self._guard = Guard(functools.partial(_no_memory, weakref.ref(self)))
         self._doing = "tracing the loss"

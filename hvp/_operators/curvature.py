@@ -1,0 +1,96 @@
+"""The argument `curvature`: which matrix stands for the curvature of a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, get_args
+
+from hvp._data.elements import checked_loss
+from hvp._engines.gauss_newton import GaussNewtonRule
+from hvp._engines.rule import HessianRule, Rule
+from hvp._errors import HvpError, InvalidLossError
+from hvp._operators.predictions import checked_model, checked_output_loss, refuse_dict
+
+Curvature = Literal["hessian", "gauss-newton"]
+
+# Options that divide the data into batches.
+_DIVIDING = ("batch_size", "memory_limit", "devices")
+
+
+def check_curvature(curvature: Any) -> None:
+    """Refuse an argument `curvature` that names no matrix."""
+    if curvature not in get_args(Curvature):
+        names = " or ".join(map(repr, get_args(Curvature)))
+        raise HvpError(
+            f"the argument curvature is {curvature!r}",
+            names,
+            "for another matrix pass its operator, such as an hvp.FisherOperator, as the loss",
+        )
+
+
+def rule_of(loss: Any, curvature: Curvature, data: Any, options: Mapping[str, Any]) -> Rule:
+    """Return the rule of the matrix of a loss.
+
+    Parameters
+    ----------
+    loss : callable or pair of callables
+        The loss; for Gauss-Newton the model and the output loss.
+    curvature : {"hessian", "gauss-newton"}
+        Which matrix.
+    data : object
+        The examples.
+    options : mapping
+        The other arguments, of which some divide the data.
+
+    Raises
+    ------
+    HvpError
+        If an argument is not what it should be.
+    """
+    check_curvature(curvature)
+    is_pair = isinstance(loss, (tuple, list)) and len(loss) == 2
+    if curvature == "hessian":
+        if is_pair:
+            raise InvalidLossError(
+                "the loss is a pair, as curvature='gauss-newton' takes it",
+                "a function that returns the loss",
+                "pass curvature='gauss-newton', or one function",
+            )
+        return HessianRule(checked_loss(loss))
+    if not is_pair:
+        raise InvalidLossError(
+            f"the loss is {type(loss).__name__}, which does not tell the model from the loss of "
+            "its predictions",
+            "a pair (model, output_loss), because curvature='gauss-newton'",
+            "pass what hvp.GaussNewtonOperator takes; of a compiled Keras model use from_keras",
+        )
+    refuse_dict(data)
+    model, output_loss = loss
+    return gauss_newton_rule(model, output_loss, data, options)
+
+
+def gauss_newton_rule(
+    model: Any, output_loss: Any, data: Any, options: Mapping[str, Any], *, convex: bool = False
+) -> GaussNewtonRule:
+    """Return the rule of a Gauss-Newton matrix, of functions that are checked here."""
+    divided = not isinstance(data, tuple) or any(options.get(o) is not None for o in _DIVIDING)
+    return GaussNewtonRule(
+        checked_model(model),
+        checked_output_loss(output_loss),
+        options.get("weight"),
+        divided=divided,
+        convex=convex,
+    )
+
+
+def composed(loss: Any) -> Callable[..., Any]:
+    """Return the loss of a pair as one function of the elements of a batch."""
+    if callable(loss):
+        return loss
+    model, output_loss = loss
+
+    def whole(inputs: Any, *others: Any) -> Any:
+        predictions = model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+        return output_loss(predictions, *others)
+
+    return whole
