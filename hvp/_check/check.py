@@ -17,6 +17,7 @@ import tensorflow as tf
 from hvp._check.derivatives import GradientInspection
 from hvp._check.inspected_operator import InspectedOperator
 from hvp._check.loss_graph import connected, operations
+from hvp._check.predictions import PredictionInspection
 from hvp._check.products import ProductInspection
 from hvp._check.report import CheckReport, Finding
 from hvp._data.budget import amount, peak_nbytes
@@ -30,11 +31,11 @@ from hvp._runtime.strategies import outside_strategies
 @outside_strategies
 @Uninterrupted()
 def check(H: Any, *, rtol: float = 1e-5, seed: int = 0, progress: Any = False) -> CheckReport:
-    """Check that an operator is the Hessian that was meant, in at most 20 products.
+    """Check that an operator is the matrix that was meant, in at most 20 products.
 
     Parameters
     ----------
-    H : HessianOperator
+    H : HessianOperator or operator like it
         The operator, evaluated at the current values of the variables.
     rtol : float, optional
         The relative tolerance with which you want to solve linear systems. The report says whether
@@ -63,13 +64,15 @@ def check(H: Any, *, rtol: float = 1e-5, seed: int = 0, progress: Any = False) -
             gradients `(g(w + h v) - g(w - h v)) / (2 h)`. The gradient is evaluated in float64 if
             that is possible (without loops, branches or recomputed parts), otherwise in the dtype
             of the variables. If the differences do not settle as `h` decreases, because of kinks or
-            rounding, the outcome is a warning.
+            rounding, the outcome is a warning. For Gauss-Newton and Fisher matrices differences of
+            the first batch's predictions, at four nearby points, take the place of gradients.
         *connected*
             Whether the loss depends on all variables.
         *operations*
             Custom gradients, random draws, Python code, products of entries.
         *curvature*
-            The signs of the largest and smallest eigenvalues, estimated from inside the spectrum.
+            The signs of the largest and smallest eigenvalues, estimated from inside the spectrum. A
+            negative one of a matrix that is known to be positive semi-definite is a failure.
         *precision*
             Whether the dtype suffices for `rtol`, given a lower bound on the condition number.
         *low precision*
@@ -135,7 +138,7 @@ def _checked(H: SymmetricOperator, rtol: float, seed: int, progress: Any) -> Che
     steps: list[Callable[[], Iterator[Finding]]] = [
         products.properties,
         gradients.same_each_time,
-        lambda: gradients.differences(products_are_finite=bool(products.eigenvalues.size)),
+        lambda: _differences(inspected, gradients, products),
         lambda: connected(inspected.core),
         lambda: operations(inspected.core),
         lambda: products.spectrum(rtol),
@@ -162,6 +165,15 @@ def _checked(H: SymmetricOperator, rtol: float, seed: int, progress: Any) -> Che
         products=H.stats.products - products_before,
         gradient_evaluations=gradients.evaluations,
     )
+
+
+def _differences(
+    inspected: InspectedOperator, gradients: GradientInspection, products: ProductInspection
+) -> Iterator[Finding]:
+    """Compare products with differences: of gradients, or of what the matrix is made of."""
+    if inspected.core.snapshot.is_hessian:
+        return gradients.differences(products_are_finite=bool(products.eigenvalues.size))
+    return PredictionInspection(inspected).differences()
 
 
 def _cost(seconds: float, residual_bytes: int | None, increase: int | None) -> Finding:

@@ -154,6 +154,9 @@ class ProductInspection:
         # Fewer Ritz values than eigenvalues are inner bounds.
         exact = inspected.size <= _STEPS
         below, above = ("", "") if exact else (" or below", " or above")
+        if lowest < -rounding and inspected.operator.is_positive_semidefinite:
+            text = f"an eigenvalue of {lowest:.3g} or below, of a matrix that should have none"
+            return Finding("curvature", "failed", text)
         if lowest < -rounding:
             kind = "negative" if highest <= rounding else "indefinite"
             advice = f"; conjugate gradients need damping above {-lowest:.2g}, or use MINRES"

@@ -36,6 +36,8 @@ _PROBE_SEED = (17, 29)
 class EmpiricalFisherRule(PredictionRule):
     """The mean of `g_i g_i^T` over examples, where `g_i` are the gradients of their losses."""
 
+    is_positive_semidefinite = True
+
     def prepare(self, output: Output) -> tuple[Parts, tf.Tensor]:
         return output.taped.outputs, self.count(output)
 
@@ -69,6 +71,7 @@ class FisherRule(PredictionRule):
     likelihoods: Sequence[str]
     samples: int = 0
     seed: int = 0
+    is_positive_semidefinite = True
 
     def prepare(self, output: Output) -> list[tuple[Likelihood, Any, tf.Tensor]]:
         self.count(output)

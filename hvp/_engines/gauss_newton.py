@@ -30,6 +30,10 @@ class GaussNewtonRule(PredictionRule):
     convex: bool = False
 
     @property
+    def is_positive_semidefinite(self) -> bool:  # type: ignore[override]
+        return self.convex
+
+    @property
     def multiplies_once(self) -> bool:
         return not self.convex
 

@@ -80,9 +80,7 @@ class PredictionRule(Rule):
 
         def predict(*elements: Any) -> list[tf.Tensor]:
             nonlocal made
-            inputs = elements[:1]
-            tupled = inputs and isinstance(inputs[0], tuple)
-            made = Predictions(self.model(*(inputs[0] if tupled else inputs)))
+            made = Predictions(self.predict(*elements))
             return made.tensors
 
         def loss(parts: Parts, of: Arguments) -> Any:
@@ -96,6 +94,12 @@ class PredictionRule(Rule):
         prepared = self.prepare(Output(output, chosen, batch, loss))
         state = _Chosen(model, read), prepared
         return Evaluated(output.value, state[0].vjp(output.outputs), state)
+
+    def predict(self, *elements: Any) -> Any:
+        """Return the model's predictions for the elements of a batch."""
+        inputs = elements[:1]
+        tupled = inputs and isinstance(inputs[0], tuple)
+        return self.model(*(inputs[0] if tupled else inputs))
 
     def count(self, output: Output) -> tf.Tensor:
         """Return what the loss divides by, having made sure that it does.

@@ -87,11 +87,14 @@ class Rule(abc.ABC):
         What is evaluated once, for messages.
     is_hessian : bool
         Whether the matrix is the derivative of the gradient.
+    is_positive_semidefinite : bool
+        Whether it is known that no eigenvalue is negative.
     """
 
     stacks = False
     evaluates = "the gradient"
     is_hessian = False
+    is_positive_semidefinite = False
 
     @abc.abstractmethod
     def evaluate(self, variables: Sequence[tf.Variable], batch: Arguments) -> Evaluated:

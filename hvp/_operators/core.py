@@ -14,11 +14,11 @@ from hvp._engines.linear_map import LinearMap, damped
 from hvp._engines.plan import Remarks
 from hvp._engines.restricted import Restricted, Selection
 from hvp._engines.rule import Rule
-from hvp._engines.settings import ROUNDING
+from hvp._engines.settings import ROUNDING, Engine, Settings
 from hvp._errors import HvpError, StaleOperatorError, quoted
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._snapshots.nearby import Gradients
-from hvp._snapshots.problem import problem_of
+from hvp._snapshots.problem import Problem, problem_of
 from hvp._snapshots.snapshot import Snapshot
 from hvp._vectors.space import check_numeric
 
@@ -35,12 +35,17 @@ class Core:
     evaluate_in_full : callable, optional
         Returns a snapshot in full precision, of a new trace: where products are refined.
 
+    problem : Problem, optional
+        What the matrix is of, for checks.
+
     Attributes
     ----------
     snapshot : Snapshot
         The same.
     space : Space
         The space of its vectors.
+    problem : Problem or None
+        The same.
     """
 
     def __init__(
@@ -48,11 +53,14 @@ class Core:
         snapshot: Snapshot,
         evaluate_gradient: Callable[[], Snapshot] | None = None,
         evaluate_in_full: Callable[[], Snapshot] | None = None,
+        *,
+        problem: Problem | None = None,
     ) -> None:
         self.snapshot = snapshot
         self.space = snapshot.plan.space
         self._evaluate_gradient = evaluate_gradient
         self._evaluate_in_full = evaluate_in_full
+        self.problem = problem
         self._in_full: Core | None = None
         self._cache: dict[Any, Any] = {}
 
@@ -123,6 +131,26 @@ class Core:
             yield self._in_full
         finally:
             self._in_full.snapshot.close()
+
+    @contextlib.contextmanager
+    def evaluated_alone(self, part: Problem) -> Iterator[Core]:
+        """Evaluate part of the problem, at the variables' present values, and release it after."""
+        engine: Engine = "tape" if self.snapshot.facts.engine == "tape" else "graph"
+        settings = Settings(on_stale="ignore", engine=engine)
+        with self.snapshot.with_seeds():
+            core = self._of_part(part.snapshot(settings))
+        try:
+            yield core
+        finally:
+            core.snapshot.close()
+
+    def _of_part(self, snapshot: Snapshot) -> Core:
+        return Core(snapshot)
+
+    @property
+    def is_positive_semidefinite(self) -> bool:
+        """Whether it is known that no eigenvalue is negative."""
+        return self.problem is not None and self.problem.is_positive_semidefinite
 
     def _refuse_another_matrix(self) -> None:
         """Refuse to evaluate again where that would be another matrix."""
@@ -210,7 +238,7 @@ class BlockCore(Core):
     """
 
     def __init__(self, whole: Core, places: Sequence[int]) -> None:
-        super().__init__(whole.snapshot)
+        super().__init__(whole.snapshot, problem=whole.problem)
         self._whole, self.selection = whole, Selection(whole.space, places)
         self.space = self.selection.space
 
@@ -233,6 +261,9 @@ class BlockCore(Core):
         """Return the gradient as a function of the point, in the variables of the block alone."""
         own = self.selection.places
         return self._whole.gradients(own if places is None else [own[place] for place in places])
+
+    def _of_part(self, snapshot: Snapshot) -> Core:
+        return BlockCore(Core(snapshot), self.selection.places)
 
     def fingerprint(self) -> dict[str, str]:
         """Return digests of the weights, the data and the loss, and the name of the block."""
@@ -266,4 +297,5 @@ def evaluated(rule: Rule, variables: Any, data: Any, **options: Any) -> Core:
         problem.snapshot(settings),
         lambda: problem.snapshot(alone),
         lambda: problem.snapshot(in_full),
+        problem=problem,
     )

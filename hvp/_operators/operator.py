@@ -77,6 +77,15 @@ class SymmetricOperator(OneProcess, DtypePreserving):
         return self._damping
 
     @property
+    def is_positive_semidefinite(self) -> bool:
+        """Whether it is known that no eigenvalue is negative, damping included.
+
+        It is for Fisher matrices, and for Gauss-Newton matrices with ``convex=True``, unless a
+        regularization is added.
+        """
+        return self._core.is_positive_semidefinite and self._damping >= 0
+
+    @property
     @Uninterrupted()
     def value(self) -> float:
         """The loss at the values of the last evaluation."""
@@ -398,7 +407,8 @@ class SymmetricOperator(OneProcess, DtypePreserving):
         ----------
         is_positive_definite : bool, optional
             Whether the matrix, damping included, is positive definite, as far as you know.
-            `tf.linalg.experimental.conjugate_gradient` requires it.
+            `tf.linalg.experimental.conjugate_gradient` requires it. By default it is True for a
+            damped matrix that `is_positive_semidefinite`, and otherwise unknown.
         name : str, optional
             The name of the operator in TensorFlow.
 
@@ -419,6 +429,9 @@ class SymmetricOperator(OneProcess, DtypePreserving):
         array([1., 1.], dtype=float32)
         """
         from hvp._operators.tf_operator import TensorFlowOperator
+
+        if is_positive_definite is None and self.is_positive_semidefinite and self._damping:
+            is_positive_definite = True
 
         return TensorFlowOperator(
             self._columns,

@@ -114,6 +114,17 @@ class Problem:
         data = source if isinstance(source, Elements) else data
         return cls(rule, variables, data, source, added, reduction == "sum")
 
+    @property
+    def is_positive_semidefinite(self) -> bool:
+        """Whether it is known that no eigenvalue is negative."""
+        return self.rule.is_positive_semidefinite and self.regularization is None
+
+    def first_batch(self) -> Elements:
+        """Return the first batch, or all examples if they are one."""
+        if isinstance(self.source, Elements):
+            return self.source
+        return next(iter(self.source)).elements
+
     def snapshot(self, settings: Settings, inputs: Sequence[tf.Variable] = ()) -> Snapshot:
         """Evaluate at the values the variables have now.
 

@@ -107,6 +107,11 @@ class Solution:
         self.iterations[columns] += other.iterations
         self.products += other.products
 
+    def forget_curvature(self) -> None:
+        """Take negative curvature for rounding errors, of a matrix that has none."""
+        self.directions[:] = 0
+        self.outcome[self.outcome == SolveOutcome.NEGATIVE_CURVATURE] = SolveOutcome.STALLED
+
 
 def solve_exactly(equations: Equations, b: np.ndarray) -> Solution:
     """Solve by all eigenvalues, with one step of iterative refinement.

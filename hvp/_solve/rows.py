@@ -37,6 +37,8 @@ class Rows:
         The damping of the operator itself, which `multiply` leaves out.
     in_python : bool
         Whether Python runs for each product, even inside a graph.
+    is_positive_semidefinite : bool
+        Whether that is known of the operator.
     size : int
         Length of a row.
     dtype : tf.DType
@@ -54,6 +56,7 @@ class Rows:
             operator = _as_linear_operator(operator)
         self.operator = operator
         self.size = int(operator.shape[0])
+        self.is_positive_semidefinite = self.native and operator.is_positive_semidefinite
         self.damping = operator.damping if self.native else 0.0
         if self.native:
             stats = operator.stats

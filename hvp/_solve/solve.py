@@ -76,7 +76,8 @@ class SolveResult:
     negative_curvature : ndarray, tf.Tensor, nest or None
         For each column, a direction along which the curvature of the damped operator is not
         positive, if the method met one, and zeros otherwise; in the form of `b`. None if no column
-        met one.
+        met one, or if the operator is known to be positive semi-definite: what the method met is
+        then a rounding error.
     outcomes : ndarray of str, or str
         For each column, ``"converged"``, ``"negative curvature"``, ``"least squares"`` (the
         operator is singular, or so ill-conditioned that it appears to be, and no solution exists;
@@ -262,6 +263,8 @@ def solve(
             remaining = replace(equations, tolerance=equations.tolerance[negative])
             solution.replace(negative, solve_exactly(remaining, columns[negative]))
             used.append("exact")
+        if rows.is_positive_semidefinite and damping >= 0:
+            solution.forget_curvature()
         return _result(right_hand_sides, solution, used)
 
 

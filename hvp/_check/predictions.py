@@ -1,0 +1,169 @@
+"""The step of a check that compares a matrix `J^T B J` with differences of predictions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from hvp._check.inspected_operator import InspectedOperator
+from hvp._check.report import Finding
+from hvp._engines.fisher import EmpiricalFisherRule, FisherRule
+from hvp._engines.prediction_rule import PredictionRule
+from hvp._engines.predictions import Predictions
+from hvp._engines.rule import Arguments
+from hvp._errors import HvpError
+from hvp._snapshots.problem import Problem
+from hvp._vectors.resources import Resource, restored
+
+# Lengths of the steps, in units of the best one for a smooth function.
+_STEPS = (4.0, 1.0, 0.25)
+# The differences have settled if two neighbouring ones agree to the part _SETTLED. The product may
+# then be apart from them _MAX_RATIO times as much as they are from each other.
+_SETTLED, _MAX_RATIO = 0.05, 10.0
+
+
+class PredictionInspection:
+    """Compares `u' G v` with `t_u' B t_v`, where `t` are differences of predictions.
+
+    The first batch is looked at. Its predictions are computed at four nearby points, by the model
+    alone; `B t_v` is a difference of gradients of the output loss, and for an empirical Fisher
+    matrix an outer product of them.
+
+    Parameters
+    ----------
+    inspected : InspectedOperator
+        The operator.
+    """
+
+    def __init__(self, inspected: InspectedOperator) -> None:
+        self._inspected = inspected
+
+    def differences(self) -> Iterator[Finding]:
+        """Compare a product with differences."""
+        name, core = "differences", self._inspected.core
+        problem = core.problem
+        rule = None if problem is None else problem.rule
+        if problem is None or not isinstance(rule, PredictionRule):
+            yield Finding(name, "note", "not compared: the matrix is none of a model's predictions")
+            return
+        if isinstance(rule, FisherRule) and rule.samples:
+            yield Finding(name, "note", "not compared: the matrix is a random estimate")
+            return
+        if core.snapshot.facts.draws:
+            yield Finding(name, "warning", "not checked: the loss draws random numbers")
+            return
+        batch = problem.first_batch()
+        alone = dataclasses.replace(problem, source=batch, regularization=None, total=False)
+        u, v = (self._inspected.random_unit_vector() for _ in range(2))
+        try:
+            product = self._product(alone, u, v)
+            with core.snapshot.preserving():
+                estimates = [self._estimate(rule, batch, u, v, step) for step in _STEPS]
+        except (HvpError, tf.errors.OpError) as error:
+            yield Finding(name, "warning", f"not checked: {error}")
+            return
+        yield self._compared(product, estimates)
+
+    def _product(self, alone: Problem, u: np.ndarray, v: np.ndarray) -> tuple[float, float]:
+        """Return `u' G v` for the first batch, and what it is at most."""
+        core = self._inspected.core
+        with core.evaluated_alone(alone) as part:
+            held, vector = part.map(), tf.constant(np.stack([u, v]))
+            Gu, Gv = held.apply_rows(tf.cast(vector, held.domain.dtype)).numpy().astype(np.float64)
+        return float(u @ Gv), float(np.sqrt(abs(u @ Gu) * abs(v @ Gv)))
+
+    def _estimate(
+        self, rule: PredictionRule, batch: Arguments, u: np.ndarray, v: np.ndarray, step: float
+    ) -> float:
+        """Return `t_u' B t_v`, by central differences of one length."""
+        made = self._predictions(rule, batch)
+        places = made.choose(rule.output_loss, batch)
+        at = [made.tensors[place] for place in places]
+        t_u, t_v = (self._tangents(rule, batch, places, w, step) for w in (u, v))
+
+        def gradient(shift: float) -> list[tf.Tensor]:
+            parts = [p + tf.cast(shift * t, p.dtype) for p, t in zip(at, t_v)]
+            with tf.GradientTape() as tape:
+                tape.watch(parts)
+                value = made.loss(rule.output_loss, parts, batch)
+            zeros = tf.UnconnectedGradients.ZERO
+            return tape.gradient(value, parts, unconnected_gradients=zeros)
+
+        if isinstance(rule, EmpiricalFisherRule):
+            scores = gradient(0.0)
+            along = [
+                sum(np.sum(_rows(g) * _rows(t), axis=1) for g, t in zip(scores, tangents))
+                for tangents in (t_u, t_v)
+            ]
+            count = len(_rows(at[0])) if rule.weight is None else float(batch.call(rule.weight))
+            return float(count * (along[0] @ along[1]))
+        largest = max(float(np.abs(t).max(initial=0)) for t in t_v)
+        h = step * self._unit(at) / (largest or 1.0)
+        ends = gradient(h), gradient(-h)
+        curved = [(_wide(a) - _wide(b)) / (2 * h) for a, b in zip(*ends)]
+        return float(sum(np.sum(t * c) for t, c in zip(t_u, curved)))
+
+    def _tangents(
+        self,
+        rule: PredictionRule,
+        batch: Arguments,
+        places: Sequence[int],
+        direction: np.ndarray,
+        step: float,
+    ) -> list[np.ndarray]:
+        """Return the derivative of the predictions in a direction, by a central difference."""
+        core = self._inspected.core
+        variables = core.variables
+        h = step * self._unit(variables)
+        parts = core.space.split(tf.constant(direction, core.space.dtype))
+        ends = []
+        for sign in (1.0, -1.0):
+            with restored([Resource.of(variable) for variable in variables]):
+                for variable, part in zip(variables, parts):
+                    variable.assign_add(tf.cast(sign * h * part, variable.dtype))
+                made = self._predictions(rule, batch)
+                ends.append([_wide(made.tensors[place]) for place in places])
+        return [(a - b) / (2 * h) for a, b in zip(*ends)]
+
+    def _predictions(self, rule: PredictionRule, batch: Arguments) -> Predictions:
+        return batch.call(lambda *elements: Predictions(rule.predict(*elements)))
+
+    def _unit(self, tensors: Sequence[tf.Tensor | tf.Variable]) -> float:
+        """Return the best length of a step from these values."""
+        largest = max(float(tf.reduce_max(tf.abs(tf.cast(t, tf.float64)))) for t in tensors)
+        return float(np.cbrt(self._inspected.epsilon)) * max(1.0, largest)
+
+    def _compared(self, product: tuple[float, float], estimates: list[float]) -> Finding:
+        name, (exact, size) = "differences", product
+        apart = [abs(a - b) for a, b in zip(estimates, estimates[1:])]
+        best = int(np.argmin(apart))
+        estimate = (estimates[best] + estimates[best + 1]) / 2
+        scale = max(size, abs(estimate)) or 1.0
+        error, uncertainty = abs(exact - estimate) / scale, apart[best] / scale
+        text = f"differences of predictions and a product of the first batch differ by {error:.1g}"
+        if uncertainty > _SETTLED:
+            return Finding(
+                name,
+                "warning",
+                f"no verdict: {text}, but the differences are accurate only to {uncertainty:.1g}, "
+                "because of kinks or rounding",
+            )
+        if error <= max(_MAX_RATIO * uncertainty, self._inspected.tolerance):
+            return Finding(name, "ok", text)
+        return Finding(
+            name,
+            "failed",
+            f"{text}; possible causes are tf.stop_gradient, or a gradient written by hand",
+        )
+
+
+def _wide(tensor: tf.Tensor) -> np.ndarray:
+    return tf.cast(tensor, tf.float64).numpy()
+
+
+def _rows(tensor: tf.Tensor | np.ndarray) -> np.ndarray:
+    wide = np.asarray(tensor, np.float64)
+    return wide.reshape(len(wide), -1)
