@@ -101,7 +101,17 @@ def loss(
     workload: Workload, parameters: Sequence[jax.Array], x: jax.Array, y: jax.Array
 ) -> jax.Array:
     """Mean softmax cross-entropy of a workload's network."""
-    log_probabilities = jax.nn.log_softmax(globals()[workload.network](parameters, x))
+    return cross_entropy(logits(workload, parameters, x), y)
+
+
+def logits(workload: Workload, parameters: Sequence[jax.Array], x: jax.Array) -> jax.Array:
+    """Logits of a workload's network."""
+    return globals()[workload.network](parameters, x)
+
+
+def cross_entropy(logits: jax.Array, y: jax.Array) -> jax.Array:
+    """Mean softmax cross-entropy."""
+    log_probabilities = jax.nn.log_softmax(logits)
     return -jnp.mean(jnp.take_along_axis(log_probabilities, y[:, None], 1))
 
 

@@ -84,22 +84,31 @@ def _bind_lstm(workload: Workload) -> tuple[Callable[[tf.Tensor], tf.Tensor], li
     return lambda x: layer(x) @ kernel + bias, [*weights, kernel, bias]
 
 
+def bind_logits(
+    workload: Workload,
+) -> tuple[Callable[[tf.Tensor], tf.Tensor], list[tf.Variable]]:
+    """Make fresh variables, and the function of the inputs that reads them."""
+    if workload.network == "lstm":
+        return _bind_lstm(workload)
+    variables = [tf.Variable(parameter) for parameter in workload.parameters]
+    network = globals()[workload.network]
+
+    def logits(x: tf.Tensor) -> tf.Tensor:
+        return network(variables, x)
+
+    return logits, variables
+
+
+def cross_entropy(logits: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+    """Mean softmax cross-entropy."""
+    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=logits)
+    return tf.reduce_mean(losses)
+
+
 def bind(workload: Workload) -> tuple[Loss, list[tf.Variable]]:
     """Make fresh variables, and the loss that reads them."""
-    if workload.network == "lstm":
-        logits, variables = _bind_lstm(workload)
-    else:
-        variables = [tf.Variable(parameter) for parameter in workload.parameters]
-        network = globals()[workload.network]
-
-        def logits(x: tf.Tensor) -> tf.Tensor:
-            return network(variables, x)
-
-    def loss(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
-        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=logits(x))
-        return tf.reduce_mean(losses)
-
-    return loss, variables
+    logits, variables = bind_logits(workload)
+    return lambda x, y: cross_entropy(logits(x), y), variables
 
 
 def split(workload: Workload, flat: tf.Tensor) -> list[tf.Tensor]:

@@ -17,7 +17,7 @@ from workloads import WORKLOADS, Workload
 HERE = Path(__file__).parent
 JSON, CSV = HERE / "products.json", HERE / "products.csv"
 
-PEERS = ("jax", "torch", "curvlinops-for-pytorch")
+PEERS = ("jax", "torch", "curvlinops-for-pytorch", "hessian-eigenthings")
 PACKAGES = ("tensorflow", "keras", "numpy", "scipy", *PEERS, "pytorch-minimize")
 RATE_SIZE = 2048
 
@@ -174,12 +174,12 @@ def load() -> dict[str, Any]:
     return json.loads(JSON.read_text()) if JSON.exists() else {"workloads": {}}
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
     """Four significant digits of every float in nested lists and dicts."""
     if isinstance(value, dict):
-        return {key: _rounded(entry) for key, entry in value.items()}
+        return {key: rounded(entry) for key, entry in value.items()}
     if isinstance(value, list):
-        return [_rounded(entry) for entry in value]
+        return [rounded(entry) for entry in value]
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
@@ -187,7 +187,7 @@ def save(name: str, result: dict[str, Any]) -> None:
     """Write one workload's result to JSON, keeping the others', and all of them to CSV."""
     everything = load()
     everything.update(versions=versions(), machine=machine())
-    found = {**everything["workloads"], name: _rounded(result)}
+    found = {**everything["workloads"], name: rounded(result)}
     everything["workloads"] = {name: found[name] for name in WORKLOADS if name in found}
     JSON.write_text(json.dumps(everything, indent=1) + "\n")
     write_csv(everything["workloads"])
