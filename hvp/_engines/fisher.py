@@ -64,13 +64,13 @@ class FisherRule(PredictionRule):
         The names of the distributions, one for each tensor of the predictions.
     samples : int
         How many targets to draw for each prediction; 0 for their expectation.
-    seed : int
+    seed : int, or tf.Variable of an int32
         What the draws depend on, besides the data.
     """
 
     likelihoods: Sequence[str]
     samples: int = 0
-    seed: int = 0
+    seed: Any = 0
     is_positive_semidefinite = True
 
     def prepare(self, output: Output) -> list[tuple[Likelihood, Any, tf.Tensor]]:

@@ -22,7 +22,7 @@ from hvp._engines.trace import TracedGraph
 from hvp._graphs.broadcasts import broadcast_instead_of_repeating
 from hvp._graphs.compiled import Compiled, JitCompile
 from hvp._graphs.dataflow import CALLS, CONTROL_FLOW, KEPT_WHOLE, functions_of, output_dtypes
-from hvp._graphs.inline import inline_calls
+from hvp._graphs.inline import inline_calls, with_new_functions
 from hvp._graphs.low_precision import in_low_precision
 from hvp._graphs.matrix_products import for_many_vectors
 from hvp._graphs.merging import merge_equal_operations
@@ -301,7 +301,7 @@ class GraphProgram:
             tf.zeros(spec.shape, spec.dtype) for spec in self._traced.vector_specs
         ]
         residuals = residuals[self.zero_vector_count :]
-        products = self._import_connected(at, residuals)
+        products = self._import_connected(at, residuals, with_new_functions(self.product_part))
         names = self._traced.products
         weights = [part for part, name in zip(vector, names) if name is not None]
         with corrected_derivatives():

@@ -34,9 +34,10 @@ class Core:
         Returns a snapshot of the gradient alone, of a new trace: for checks.
     evaluate_in_full : callable, optional
         Returns a snapshot in full precision, of a new trace: where products are refined.
-
     problem : Problem, optional
         What the matrix is of, for checks.
+    settings : Settings, optional
+        How it was evaluated.
 
     Attributes
     ----------
@@ -55,12 +56,14 @@ class Core:
         evaluate_in_full: Callable[[], Snapshot] | None = None,
         *,
         problem: Problem | None = None,
+        settings: Settings | None = None,
     ) -> None:
         self.snapshot = snapshot
         self.space = snapshot.plan.space
         self._evaluate_gradient = evaluate_gradient
         self._evaluate_in_full = evaluate_in_full
         self.problem = problem
+        self._settings = settings
         self._in_full: Core | None = None
         self._cache: dict[Any, Any] = {}
 
@@ -143,6 +146,35 @@ class Core:
             yield core
         finally:
             core.snapshot.close()
+
+    @contextlib.contextmanager
+    def evaluated_with(self, rule: Rule) -> Iterator[Core]:
+        """Evaluate another matrix of the same problem in the same way, and release it after.
+
+        Raises
+        ------
+        StaleOperatorError
+            If a variable has changed since the operator was evaluated.
+        """
+        assert self.problem is not None
+        assert self._settings is not None
+        self.snapshot.make_sure()
+        changed = self.snapshot.changed()
+        if changed:
+            raise StaleOperatorError(
+                f"variables that the loss reads have changed: {quoted(changed)}; the matrix can be "
+                "evaluated once more at the variables' present values only",
+                "the values at which the operator was evaluated",
+                "call refresh()",
+            )
+        problem = dataclasses.replace(self.problem, rule=rule)
+        settings = dataclasses.replace(self._settings, on_stale="ignore")
+        with self.snapshot.with_seeds():
+            core = Core(problem.snapshot(settings))
+            try:
+                yield core
+            finally:
+                core.snapshot.close()
 
     def _of_part(self, snapshot: Snapshot) -> Core:
         return Core(snapshot)
@@ -298,4 +330,5 @@ def evaluated(rule: Rule, variables: Any, data: Any, **options: Any) -> Core:
         lambda: problem.snapshot(alone),
         lambda: problem.snapshot(in_full),
         problem=problem,
+        settings=settings,
     )

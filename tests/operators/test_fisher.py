@@ -137,6 +137,59 @@ def test_drawn_matrices_are_unbiased(likelihood):
     assert (np.abs(np.mean(found, axis=0) - want) < (4 if FUZZ else 6) * error).all()
 
 
+@pytest.mark.parametrize(
+    ("likelihood", "way"), crossed(LIKELIHOODS, ["one batch", "tape", *list(WAYS)[2:]])
+)
+@pytest.mark.few(3)
+def test_standard_errors_are_those_of_the_draws(likelihood, way):
+    """Errors divided by standard errors have Student's t-distribution, with 7 degrees of freedom.
+
+    Products of different vectors and entries are not independent, hence the tolerance: of 99 % of
+    all entries, at most one in fifteen may be outside.
+    """
+    loss, y, curvature = LIKELIHOODS[likelihood]
+    model, x, _ = make("dense")
+    dense = dense_gauss_newton(model, x, curvature)
+    V = random(2, len(dense), 5, dtype="float64")
+    options = {"kind": "monte-carlo", "likelihood": likelihood, "samples": 30}
+
+    def build(**more):
+        return hvp.FisherOperator(model, loss, model, (x, y), **options, **more)
+
+    found = []
+    for seed in range(20 if FUZZ else 3):
+        with build(seed=seed, **options_of(way, build)) as F:
+            errors = F.standard_error(V)
+            assert errors.shape == V.shape
+            found.append((F @ V - dense @ V) / errors)
+            if not seed:
+                assert relative_error(F.standard_error(V[:, 0]), errors[:, 0]) < 1e-10
+                assert relative_error(F.damped(1.0).standard_error(V), errors) < 1e-10
+    within = np.mean(np.abs(found) < 3.499)
+    assert 1 - 1 / 15 < within
+    assert 0.6 < np.std(np.clip(found, -3.5, 3.5)) < 1.5
+
+
+def test_standard_errors_that_are_refused():
+    model, x, y = make("dense")
+    arguments = model, softmax_loss, model, (x, y)
+    options = {"likelihood": "categorical"}
+    with hvp.FisherOperator(*arguments, **options) as F:
+        with pytest.raises(hvp.HvpError, match="no sampling error"):
+            F.standard_error(np.ones(F.shape[0]))
+    options["kind"] = "monte-carlo"
+    with hvp.FisherOperator(*arguments, on_stale="ignore", **options) as F:
+        with pytest.raises(hvp.HvpError, match="at least 2"):
+            F.standard_error(np.ones(F.shape[0]), replicates=1)
+        with pytest.raises(hvp.InvalidVectorError):
+            F.standard_error(np.ones(3))
+        model.trainable_variables[0].assign_add(np.ones((4, 5)))
+        with pytest.raises(hvp.StaleOperatorError, match="present values only"):
+            F.standard_error(np.ones(F.shape[0]))
+    with pytest.raises(hvp.ClosedOperatorError):
+        F.standard_error(np.ones(F.shape[0]))
+
+
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
 @pytest.mark.few(2)
 def test_many_draws_approach_the_expectation(likelihood):

@@ -122,6 +122,19 @@ def test_data_of_many_shapes():
         assert relative_error(J @ np.ones(2), want.sum(axis=1)) < 1e-12
 
 
+@pytest.mark.parametrize("jit_compile", [True, "auto"])
+def test_a_loop_that_is_differentiated_a_second_time(jit_compile):
+    """The product with XLA, which takes no loops of unknown length, and then without."""
+    model, x, _ = make("lstm")
+    want = dense_jacobian(model, x)
+    with hvp.JacobianOperator(model, model, (x,), jit_compile=jit_compile) as J:
+        v = random(1, want.shape[1], 2, dtype="float64")
+        u = random(2, want.shape[0], dtype="float64")
+        assert relative_error(J @ v[:, 0], want @ v[:, 0]) < 1e-12
+        assert relative_error(J @ v, want @ v) < 1e-12
+        assert relative_error(J.T @ u, want.T @ u) < 1e-12
+
+
 def test_types():
     x = random(0, 5, 2)
     half = tf.Variable(np.ones(2, "float16"))
