@@ -58,8 +58,8 @@ STEPS: dict[str, tuple[Any, str]] = {
 
 
 def snapshot(operator: Any) -> Any:
-    """What an operator, or a `Linearization`, evaluated last."""
-    if isinstance(operator, hvp.Linearization):
+    """What an operator evaluated last."""
+    if isinstance(operator, hvp.JacobianOperator):
         return operator.snapshot
     return core_of(operator).snapshot
 

@@ -14,15 +14,16 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from hvp._derivatives.corrections import corrected_derivatives
 from hvp._derivatives.doubts import refuse_missing_derivatives
 from hvp._derivatives.replace import replace_operations
 from hvp._engines.graph_product import Compilation, GraphProduct
 from hvp._engines.trace import TracedGraph
+from hvp._engines.transposition import TransposedProduct
 from hvp._graphs.broadcasts import broadcast_instead_of_repeating
 from hvp._graphs.compiled import Compiled, JitCompile
 from hvp._graphs.dataflow import CALLS, CONTROL_FLOW, KEPT_WHOLE, functions_of, output_dtypes
-from hvp._graphs.inline import inline_calls, with_new_functions
+from hvp._graphs.folding import fold_shapes
+from hvp._graphs.inline import inline_calls
 from hvp._graphs.low_precision import in_low_precision
 from hvp._graphs.matrix_products import for_many_vectors
 from hvp._graphs.merging import merge_equal_operations
@@ -114,6 +115,7 @@ class GraphProgram:
         self._renamed = {name: rename(name) for name in traced.results}
         self._results_of_once = list(dict.fromkeys(self._renamed.values()))
         self._products = [rename(name) for name in traced.products if name is not None]
+        fold_shapes(flat)
         merge_equal_operations(flat, {*map(node_of, [*self._results_of_once, *self._products])})
         broadcast_instead_of_repeating(flat)
         sizes = take_sizes(flat)
@@ -184,10 +186,28 @@ class GraphProgram:
         """
         doubts = self._traced.transposed_doubts()
         refuse_missing_derivatives(doubts.missing + doubts.wrong_at_values)
-        zeros = self._traced.vector_specs[: self.zero_vector_count]
-        how = dataclasses.replace(self._compilation, residuals=[*zeros, *self.residual_specs])
-        domain, codomain = self.product.codomain, self.product.domain
-        return GraphProduct(self._import_transposed, self._codomain.specs, domain, codomain, how)
+        specs, zeros = self._traced.vector_specs, self.zero_vector_count
+        graph = TransposedProduct.of(self._import_connected, specs, self.residual_specs, zeros)
+
+        def multiply(
+            vector: Sequence[tf.Tensor], residuals: Sequence[tf.Tensor], many: bool = False
+        ) -> list[tf.Tensor]:
+            pairs = zip(vector, self._traced.products)
+            connected = [part for part, name in pairs if name is not None]
+            return graph.multiply(connected, residuals, many)
+
+        return GraphProduct(
+            multiply,
+            self._codomain.specs,
+            self.product.codomain,
+            self.product.domain,
+            dataclasses.replace(
+                self._compilation,
+                residuals=[*specs[:zeros], *self.residual_specs],
+                by_columns=any(_is_not_vectorized(node) for node in graph.part.node),
+            ),
+            multiply_each=functools.partial(multiply, many=True),
+        )
 
     @property
     def zero_vector_count(self) -> int:
@@ -292,20 +312,6 @@ class GraphProgram:
             tensor if tensor.shape.is_fully_defined() else tf.ensure_shape(tensor, shape)
             for tensor, shape in zip(tensors, shapes)
         ]
-
-    def _import_transposed(
-        self, vector: Sequence[tf.Tensor], residuals: Sequence[tf.Tensor]
-    ) -> list[tf.Tensor]:
-        # At zero, as good as anywhere: the product is linear.
-        at = list(residuals[: self.zero_vector_count]) or [
-            tf.zeros(spec.shape, spec.dtype) for spec in self._traced.vector_specs
-        ]
-        residuals = residuals[self.zero_vector_count :]
-        products = self._import_connected(at, residuals, with_new_functions(self.product_part))
-        names = self._traced.products
-        weights = [part for part, name in zip(vector, names) if name is not None]
-        with corrected_derivatives():
-            return tf.gradients(products, at, weights, unconnected_gradients="zero")
 
 
 def _dtype_of(tensor: str, nodes: Mapping[str, Any]) -> tf.DType:

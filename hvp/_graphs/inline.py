@@ -44,24 +44,6 @@ def inline_calls(graph_def: Any) -> tuple[Any, Callable[[str], str]]:
     return flat, outermost.tensor
 
 
-def with_new_functions(part: Any) -> Any:
-    """Return the same graph with loops and branches that call functions of new names.
-
-    TensorFlow rewrites the functions of a loop or branch that it differentiates, and gives the
-    result a name that depends on theirs alone. A graph that is differentiated several times
-    therefore needs functions of its own each time.
-    """
-    if not part.library.function:
-        return part
-    copy = tf.compat.v1.GraphDef()
-    copy.CopyFrom(part)
-    del copy.library.function[:]
-    functions = {f.signature.name: f for f in part.library.function}
-    _rename_functions(copy, functions, kept_whole(part))
-    register_functions(copy)
-    return copy
-
-
 def _rename_functions(flat: Any, functions: dict[str, Any], kept: set[str]) -> None:
     """Add the functions of the remaining loops and branches, under new names.
 

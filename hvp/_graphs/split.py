@@ -73,7 +73,7 @@ def split(
         If a stateful operation depends on the vector.
     """
     nodes = {node.name: node for node in flat.node}
-    dependent = _dependent(nodes, {node_of(name) for name in vectors})
+    dependent = dependent_on(nodes, {node_of(name) for name in vectors})
     needed = ancestors(nodes, results, lambda name: name in dependent)
     functions = {f.signature.name: f for f in flat.library.function}
     for name in needed:
@@ -103,7 +103,7 @@ def split(
     )
 
 
-def _dependent(nodes: dict[str, Any], starts: set[str]) -> set[str]:
+def dependent_on(nodes: dict[str, Any], starts: set[str]) -> set[str]:
     """Return the nodes that depend on some nodes, including these."""
     consumers: dict[str, list[str]] = {name: [] for name in nodes}
     for name, node in nodes.items():

@@ -1,0 +1,128 @@
+"""The transpose of a linear map whose product is a graph.
+
+A product is linear in the vector, so that its transpose is its derivative. TensorFlow writes that
+derivative, and repeats itself as it does in any second derivative. The graph is therefore treated
+as the graph of a traced rule is, before it is compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from hvp._derivatives.corrections import corrected_derivatives
+from hvp._derivatives.replace import replace_operations
+from hvp._graphs.broadcasts import broadcast_instead_of_repeating
+from hvp._graphs.concrete import captures
+from hvp._graphs.folding import fold_shapes
+from hvp._graphs.inline import inline_calls
+from hvp._graphs.matrix_products import for_many_vectors
+from hvp._graphs.merging import merge_equal_operations
+from hvp._graphs.parts import ancestors, cut_out, import_part, node_of
+from hvp._graphs.schedule import in_order_if_large
+from hvp._graphs.sizes import graph_def_with_shapes, take_sizes
+from hvp._graphs.split import dependent_on
+
+# Adds the product to the graph being traced, from the parts of the vector and the residuals;
+# returns those parts of it that are not identically zero.
+Connected = Callable[[Sequence[tf.Tensor], Sequence[tf.Tensor]], Sequence[tf.Tensor]]
+
+
+@dataclass(frozen=True)
+class TransposedProduct:
+    """The graph of a transposed product.
+
+    Attributes
+    ----------
+    part : GraphDef
+        The graph, in an order that needs little memory if it is large.
+    for_many : GraphDef
+        The same, written for many vectors at once.
+    captures : dict of str to tf.Tensor
+        What it uses besides its inputs, such as the variables themselves.
+    inputs : list of str
+        Names of its inputs: the parts of the vector, then the residuals.
+    results : list of str
+        Names of the parts of the product.
+    """
+
+    part: Any
+    for_many: Any
+    captures: dict[str, tf.Tensor]
+    inputs: list[str]
+    results: list[str]
+
+    @classmethod
+    def of(
+        cls,
+        multiply: Connected,
+        specs: Sequence[tf.TensorSpec],
+        residuals: Sequence[tf.TensorSpec],
+        zeros: int,
+    ) -> TransposedProduct:
+        """Derive the graph from that of the product.
+
+        Parameters
+        ----------
+        multiply : callable
+            The product.
+        specs : sequence of tf.TensorSpec
+            Of the parts of the vector that the product takes.
+        residuals : sequence of tf.TensorSpec
+            Of the residuals.
+        zeros : int
+            How many vectors of zeros the transposed product takes before the residuals: one for
+            each of `specs`, or none.
+        """
+        weights: list[tf.Tensor] = []
+
+        def transposed(*tensors: tf.Tensor) -> list[tf.Tensor]:
+            # At zero, as good as anywhere: the product is linear.
+            at = list(tensors[:zeros]) or [tf.zeros(spec.shape, spec.dtype) for spec in specs]
+            products = multiply(at, tensors[zeros:])
+            weights[:] = [tf.compat.v1.placeholder(part.dtype, part.shape) for part in products]
+            with corrected_derivatives():
+                parts = tf.gradients(products, at, weights, unconnected_gradients="zero")
+            return [tf.identity(part) for part in parts]
+
+        inputs = [*specs[:zeros], *residuals]
+        concrete = tf.function(transposed, autograph=False).get_concrete_function(*inputs)
+        flat, rename = inline_calls(replace_operations(graph_def_with_shapes(concrete.graph)))
+        results = [rename(tensor.name) for tensor in concrete.outputs]
+        vectors = [rename(tensor.name) for tensor in weights]
+        kept = {*map(node_of, results)}
+        fold_shapes(flat)
+        merge_equal_operations(flat, kept)
+        broadcast_instead_of_repeating(flat)
+        sizes = take_sizes(flat)
+        nodes = {node.name: node for node in flat.node}
+        known = [*vectors, *(rename(t.name) for t in concrete.inputs)]
+        needed = ancestors(nodes, results) - {*map(node_of, known)}
+        part = cut_out(flat, needed, keep_controls=False)
+        return cls(
+            part=in_order_if_large(part, sizes, results),
+            for_many=for_many_vectors(part, dependent_on(nodes, {*map(node_of, vectors)})),
+            captures={rename(inside.name): outside for inside, outside in captures(concrete)},
+            inputs=[*vectors, *(rename(t.name) for t in concrete.inputs[: len(inputs)])],
+            results=results,
+        )
+
+    def multiply(
+        self, vector: Sequence[tf.Tensor], residuals: Sequence[tf.Tensor], many: bool = False
+    ) -> list[tf.Tensor]:
+        """Add the product to the graph being traced.
+
+        Parameters
+        ----------
+        vector : sequence of tf.Tensor
+            The parts of the vector that are not multiplied by zeros.
+        residuals : sequence of tf.Tensor
+            The zeros, if the product takes them, and the residuals.
+        many : bool, optional
+            Whether TensorFlow will apply it to many vectors at once.
+        """
+        known = {**self.captures, **dict(zip(self.inputs, [*vector, *residuals]))}
+        return import_part(self.for_many if many else self.part, known, self.results)
