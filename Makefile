@@ -58,6 +58,8 @@ docs: $(VENV)/.docs
 # curvlinops) is installed by hand, or left out: pip install -e '.[peers]'
 benchmark: $(VENV)/.examples
 	$(BIN)/python docs/benchmarks/products.py --figure
+	$(BIN)/python docs/benchmarks/matrices.py
+	$(BIN)/python docs/benchmarks/matrices.py --blocks
 	$(BIN)/python docs/benchmarks/memory.py --figure
 	$(BIN)/python docs/benchmarks/scale.py --figure
 	$(BIN)/python docs/benchmarks/precision.py

@@ -217,7 +217,8 @@ class FisherOperator(SymmetricOperator):
         >>> abs(F @ np.ones(1) - p * (1 - p)) < 3 * F.standard_error(np.ones(1))
         array([ True])
         """
-        if not getattr(self._rule, "samples", 0):
+        drawn = self._rule
+        if not isinstance(drawn, FisherRule) or not drawn.samples:
             raise HvpError(
                 "no targets are drawn, so that products have no sampling error",
                 "a Fisher matrix with kind='monte-carlo'",
@@ -226,10 +227,10 @@ class FisherOperator(SymmetricOperator):
             raise HvpError("the argument replicates is 1", "at least 2")
         X = check_array(X, self.shape[0], self.dtype, ndims=(2,) if np.ndim(X) == 2 else (1,))
         # None of these is the seed of the operator itself.
-        seeds = np.random.default_rng(self._rule.seed).choice(2**31 - 2, replicates, replace=False)
-        seeds += seeds >= self._rule.seed
+        seeds = np.random.default_rng(drawn.seed).choice(2**31 - 2, replicates, replace=False)
+        seeds += seeds >= drawn.seed
         seed = tf.Variable(seeds[0], trainable=False, dtype=tf.int32)
-        rule = dataclasses.replace(self._rule, seed=seed)
+        rule = dataclasses.replace(drawn, seed=seed)
         products = []
         with core_of(self).evaluated_with(rule) as core:
             for number, value in enumerate(seeds):
