@@ -120,6 +120,7 @@ x, labels = load_digits(return_X_y=True)
 x = x / 16
 COSTS = {"hessian": 20 / 11, "gauss-newton": 14 / 11}
 keras.config.set_floatx("float64")
+keras.config.set_dtype_policy("float64")
 
 
 def classifier(seed):
@@ -206,3 +207,9 @@ for ax in (left, right):
     ax.grid(alpha=0.25)
     ax.legend(frameon=False)
 plt.show()
+
+# %%
+# Later models are to be in float32 again.
+
+keras.config.set_floatx("float32")
+keras.config.set_dtype_policy("float32")

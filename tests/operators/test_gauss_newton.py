@@ -223,6 +223,51 @@ def test_an_operation_without_a_second_derivative_does_no_harm_in_the_model():
         assert relative_error(G.to_dense(), J.T @ J) < 1e-12
 
 
+def huber(predictions, targets):
+    error = tf.abs(predictions - targets)
+    return tf.reduce_mean(tf.where(error < 0.5, error**2 / 2, 0.5 * (error - 0.25)))
+
+
+LINEAR = {
+    "softmax": (softmax_loss, np.arange(7) % 3),
+    "huber": (huber, random(6, 7, 3, dtype="float64")),
+    "poisson": (lambda p, y: tf.reduce_mean(tf.exp(p) - y * p), np.arange(21.0).reshape(7, 3)),
+}
+
+
+@pytest.mark.parametrize(("name", "way"), crossed(LINEAR, WAYS))
+@pytest.mark.few(3)
+def test_of_a_linear_model_it_is_the_hessian(name, way):
+    loss, y = LINEAR[name]
+    made = [layers.Dense(3, dtype="float64"), layers.Identity(dtype="float64")]  # two segments
+    model = keras.Sequential([layers.Input((4,), dtype="float64"), *made])
+    x = random(1, 7, 4, dtype="float64", scale=0.3)
+    for index, weight in enumerate(model.trainable_variables):
+        weight.assign(random(index, *weight.shape, dtype="float64", scale=0.2))
+    variables = [weight.value for weight in model.trainable_variables]
+    want = dense_hessian(Problem(lambda: loss(model(x), y), variables), step=1e-4)
+    options = dict(WAYS[way])
+    if "memory_limit" in options:
+        with hvp.GaussNewtonOperator(model, loss, model, (x, y), batch_size=2) as G:
+            options["memory_limit"] = int(4.6 * G.stats.residual_bytes / 4)
+    with hvp.GaussNewtonOperator(model, loss, model, (x, y), **options) as G:
+        assert relative_error(G.to_dense(), want) < 1e-9
+
+
+@pytest.mark.parametrize("engine", ["graph", "tape"])
+def test_of_least_squares_that_interpolate_it_is_the_hessian(engine):
+    model, x, _ = make("dense")
+    y = model(x).numpy()
+    variables = [weight.value for weight in model.trainable_variables]
+    want = dense_hessian(Problem(lambda: squares(model(x), y), variables))
+    with hvp.GaussNewtonOperator(model, squares, model, (x, y), engine=engine) as G:
+        assert relative_error(G.to_dense(), want) < 1e-9
+        model.trainable_variables[0].assign_add(np.full((4, 5), 0.1))
+        moved = dense_hessian(Problem(lambda: squares(model(x), y), variables))
+        G.refresh()
+        assert relative_error(G.to_dense(), moved) > 1e-3  # where it does not, it is another one
+
+
 def test_two_inputs_and_nested_predictions():
     w = tf.Variable(random(0, 3, 2, dtype="float64"))
     a, b = random(1, 5, 3, dtype="float64"), random(2, 5, 3, dtype="float64")
