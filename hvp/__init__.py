@@ -27,6 +27,14 @@ The public names:
     Approximate inverses that make such systems easier; they also serve as scipy's `M`.
 `ExactInverse`, `NeumannInverse`, `ArnoldiInverse`
     Inverses as operators: by all eigenvalues, by a series, by the largest eigenvalues.
+`trace`, `diagonal`, `norm`, `logdet`, `quadratic_forms`
+    Numbers that describe any symmetric operator, with their standard errors.
+`eigsh`
+    Eigenvalues at the ends of a spectrum, with residuals that were checked.
+`spectral_density`
+    The density of all eigenvalues.
+`plot_layers`
+    A picture of one number for each layer.
 `InfluenceFunctions`
     Predictions of how weights and losses change if training examples are left out.
 `linearize`
@@ -84,6 +92,14 @@ from hvp._solve.preconditioners import (
     NystromPreconditioner,
 )
 from hvp._solve.solve import SolveResult, solve
+from hvp._spectra.density import SpectralDensity, spectral_density
+from hvp._spectra.diagonal import diagonal
+from hvp._spectra.eigsh import EigenResult, eigsh
+from hvp._spectra.estimate import Estimate
+from hvp._spectra.functions import logdet, quadratic_forms
+from hvp._spectra.norm import norm
+from hvp._spectra.pictures import plot_layers
+from hvp._spectra.trace import trace
 
 __version__ = "0.1.0.dev0"
 
@@ -98,6 +114,8 @@ __all__ = [
     "DeviceError",
     "DeviceStatistics",
     "DiagonalPreconditioner",
+    "EigenResult",
+    "Estimate",
     "ExactInverse",
     "FailedCheckError",
     "Finding",
@@ -124,15 +142,24 @@ __all__ = [
     "ScipyObjective",
     "SecondDerivativeError",
     "SolveResult",
+    "SpectralDensity",
     "StaleOperatorError",
     "Statistics",
     "TooLargeError",
     "TopInfluences",
     "check",
+    "diagonal",
+    "eigsh",
     "hessian_vector_product",
     "linearize",
+    "logdet",
     "minimize",
+    "norm",
+    "plot_layers",
+    "quadratic_forms",
     "recompute",
     "recompute_model",
     "solve",
+    "spectral_density",
+    "trace",
 ]

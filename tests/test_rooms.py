@@ -26,7 +26,7 @@ FLOORS = [
     ["_snapshots"],
     ["_operators"],
     ["_solve", "_check"],
-    ["_minimize", "_influence"],
+    ["_minimize", "_influence", "_spectra"],
 ]
 LEVEL = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE)

@@ -85,6 +85,13 @@ class Rows:
         (product,) = call_python(lambda r: [self._multiply_in_numpy(r.numpy())], [rows], [spec])
         return product
 
+    def multiply_damped(self, vectors: np.ndarray) -> np.ndarray:
+        """Multiply the rows of an array by the operator with its own damping, outside of graphs."""
+        product = self.multiply(tf.constant(vectors)).numpy()
+        if self.damping:
+            product = product + np.asarray(self.damping, product.dtype) * vectors
+        return product
+
     def cached(self, key: Any, make: Callable[[], Any]) -> Any:
         """Return `make()`, computed once for each key and cached with a native operator."""
         return core_of(self.operator).cached(key, make) if self.native else make()

@@ -1,0 +1,1 @@
+"""Eigenvalues, traces, diagonals and spectral densities, by products with vectors."""

@@ -1,0 +1,275 @@
+"""Spectral densities by stochastic Lanczos quadrature."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from hvp._errors import HvpError
+from hvp._runtime.arguments import check_count
+from hvp._runtime.interrupts import Uninterrupted
+from hvp._runtime.progress import check_progress, progress_bar
+from hvp._solve.rows import Rows
+from hvp._spectra.lanczos import Quadrature, quadratures
+from hvp._spectra.probes import Probes, block_width, check_seed
+
+# A Ritz value is an eigenvalue by itself if its residual is this part of the distance to the next.
+_SEPARATE = 0.05
+# A node of this weight, in units of one eigenvalue, stands for many. The weight of one is the
+# square of a normal number, on average one.
+_HEAVY = 16
+_NOTHING = 1e-14
+# Points of the grid, and how many bandwidths it goes beyond the outermost nodes.
+_POINTS, _MARGIN = 1024, 6.0
+
+
+@dataclass(frozen=True, repr=False)
+class SpectralDensity:
+    """The density of the eigenvalues of an operator, estimated from random vectors.
+
+    Attributes
+    ----------
+    nodes, weights : ndarray
+        The Gauss quadrature of each vector, of shape `(probes, steps)`. The mean over the vectors
+        of the sums of ``weights * f(nodes)`` estimates the mean of `f` over all eigenvalues.
+    bandwidth : float
+        The standard deviation of the Gaussians that replace the nodes: the distance of successive
+        nodes where the density has most of its weight, which is what the steps resolve.
+    size : int
+        The number of eigenvalues.
+    below, above : int
+        How many single eigenvalues were found below and above the bulk: counted from the end of the
+        spectrum, those whose Ritz values have converged and are separate from the next one. It is
+        the median over the vectors. Equal eigenvalues count once.
+    products : int
+        How many vectors were multiplied.
+    """
+
+    nodes: np.ndarray
+    weights: np.ndarray
+    bandwidth: float
+    size: int
+    below: int
+    above: int
+    products: int
+
+    @property
+    def bulk(self) -> tuple[float, float]:
+        """The interval of the eigenvalues that are not separate, ends included."""
+        ends = [
+            (nodes[self.below], nodes[len(nodes) - 1 - self.above])
+            for nodes, kept in zip(self.nodes, self.weights > _NOTHING)
+            for nodes in [nodes[kept]]
+            if len(nodes) > self.below + self.above
+        ]
+        if not ends:
+            return np.nan, np.nan
+        lowest, highest = zip(*ends)
+        return float(np.min(lowest)), float(np.max(highest))
+
+    def grid(self, points: int = _POINTS) -> np.ndarray:
+        """Return points that cover the density, evenly spaced."""
+        margin = _MARGIN * self.bandwidth
+        return np.linspace(self.nodes.min() - margin, self.nodes.max() + margin, points)
+
+    def density(self, x: Any, *, bandwidth: float | None = None) -> np.ndarray:
+        """Return the density, whose integral is one.
+
+        Parameters
+        ----------
+        x : array_like
+            Where to evaluate it.
+        bandwidth : float, optional
+            Another standard deviation of the Gaussians.
+
+        Returns
+        -------
+        ndarray
+            Shaped like `x`.
+        """
+        return self._of_each(x, bandwidth).mean(axis=0)
+
+    def standard_error(self, x: Any, *, bandwidth: float | None = None) -> np.ndarray:
+        """Return the standard error of `density`, over the random vectors."""
+        each = self._of_each(x, bandwidth)
+        return each.std(axis=0, ddof=1) / np.sqrt(len(each)) if len(each) > 1 else each[0] * np.nan
+
+    def distribution(self, x: Any) -> np.ndarray:
+        """Return the part of the eigenvalues up to `x`, without smoothing."""
+        x = np.asarray(x, np.float64)
+        order = np.argsort(self.nodes, axis=None)
+        cumulative = np.append(0, np.cumsum(self.weights.ravel()[order]) / len(self.nodes))
+        return cumulative[np.searchsorted(self.nodes.ravel()[order], x, side="right")]
+
+    def moment(self, power: int) -> float:
+        """Return the mean of a power of all eigenvalues."""
+        return float(np.mean(np.sum(self.weights * self.nodes**power, axis=1)))
+
+    def _of_each(self, x: Any, bandwidth: float | None) -> np.ndarray:
+        sigma = self.bandwidth if bandwidth is None else bandwidth
+        if not sigma > 0:
+            raise HvpError(f"the argument bandwidth is {sigma!r}", "a positive number")
+        x = np.asarray(x, np.float64)
+        result = np.zeros((len(self.nodes), *x.shape))
+        for total, nodes, weights in zip(result, self.nodes, self.weights):
+            for node, weight in zip(nodes, weights):
+                total += weight * np.exp(-(((x - node) / sigma) ** 2) / 2)
+        return result / (sigma * np.sqrt(2 * np.pi))
+
+    def __repr__(self) -> str:
+        low, high = self.bulk
+        return (
+            f"SpectralDensity({self.size} eigenvalues from {self.nodes.min():.4g} to "
+            f"{self.nodes.max():.4g}; {self.below} below and {self.above} above the bulk of "
+            f"{low:.4g} to {high:.4g}; {self.products} products)"
+        )
+
+    def plot(self, ax: Any = None, *, scale: Literal["linear", "log", "symlog"] = "log") -> Any:
+        """Draw the density with a band of two standard errors.
+
+        Parameters
+        ----------
+        ax : matplotlib Axes, optional
+            Where to draw; by default a new figure.
+        scale : {"linear", "log", "symlog"}, optional
+            The axis of the density: linear, or logarithmic, which shows single eigenvalues beside
+            the bulk. With ``"symlog"`` the axis of the eigenvalues is logarithmic on both sides of
+            the bulk as well.
+
+        Returns
+        -------
+        matplotlib Axes
+
+        Raises
+        ------
+        HvpError
+            If matplotlib is not installed, or `scale` is none of these.
+        """
+        from hvp._spectra.pictures import draw_density
+
+        return draw_density(self, ax, scale)
+
+
+@Uninterrupted()
+def spectral_density(
+    A: Any,
+    *,
+    probes: int = 8,
+    steps: int = 40,
+    seed: int = 0,
+    progress: bool | Literal["always"] = False,
+) -> SpectralDensity:
+    """Estimate the density of all eigenvalues of a symmetric operator.
+
+    Parameters
+    ----------
+    A : HessianOperator, or another operator of this package or of scipy, or a matrix
+        Real and symmetric. Its damping counts.
+    probes : int, optional
+        How many random vectors to take. The standard error falls as one over its root.
+    steps : int, optional
+        Steps of the Lanczos method for each vector. More steps resolve finer details.
+    seed : int, optional
+        What the random vectors depend on.
+    progress : bool or "always", optional
+        Whether to show a progress bar over the products, as for `trace`.
+
+    Returns
+    -------
+    SpectralDensity
+        With `density`, `standard_error`, `distribution` and `plot`.
+
+    Raises
+    ------
+    NonFiniteError
+        If a product is not finite.
+    HvpError
+        If an argument is invalid.
+
+    Notes
+    -----
+    The method is stochastic Lanczos quadrature ([LSY]_, [GKX]_) with full reorthogonalization. It
+    costs ``probes * steps`` products, and memory for as many vectors of `n` numbers.
+
+    References
+    ----------
+    .. [LSY] L. Lin, Y. Saad and C. Yang, "Approximating spectral densities of large matrices", SIAM
+       Review 58(1), 2016. https://doi.org/10.1137/130934283
+    .. [GKX] B. Ghorbani, S. Krishnan and Y. Xiao, "An investigation into neural net optimization
+       via Hessian eigenvalue density", ICML 2019. https://proceedings.mlr.press/v97/ghorbani19b
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import tensorflow as tf
+    >>> import hvp
+    >>> w = tf.Variable(np.linspace(0, 1, 200).astype("float32"))
+    >>> H = hvp.HessianOperator(lambda: tf.reduce_sum(w**3) / 6, w)
+    >>> density = hvp.spectral_density(H)
+    >>> density.distribution(0.5).round(1)  # the eigenvalues are those of w itself
+    0.5
+    """
+    rows = Rows(A)
+    check_count(probes, "probes")
+    check_count(steps, "steps")
+    check_progress(progress)
+    drawn, steps = Probes(rows, check_seed(seed)), min(steps, rows.size)
+    # The basis of each vector is kept until the vector is done.
+    width = max(1, min(block_width(rows), 2**31 // (steps * rows.size * rows.dtype.size)))
+    found = []
+    with progress_bar(progress, total=probes * steps, unit="product") as bar:
+        for start in range(0, probes, width):
+            vectors = drawn.draw(min(width, probes - start))
+            found.append(quadratures(rows, vectors, steps, bar.update))
+    joined = Quadrature(*(np.concatenate([getattr(q, name) for q in found]) for name in _FIELDS))
+    below, above = _separate(joined, rows.size)
+    return SpectralDensity(
+        joined.nodes,
+        joined.weights,
+        _bandwidth(joined),
+        rows.size,
+        below,
+        above,
+        probes * steps,
+    )
+
+
+_FIELDS = ("nodes", "weights", "residuals")
+
+
+def _bandwidth(found: Quadrature) -> float:
+    """Return the distance of successive nodes, as the median over the weight of the measure."""
+    gaps, weights = [], []
+    for nodes, weight in zip(found.nodes, found.weights):
+        nodes, weight = nodes[weight > _NOTHING], weight[weight > _NOTHING]
+        if len(nodes) > 1:
+            gap = np.diff(nodes)
+            # Of a node in between, the smaller one of the distances on both sides.
+            gaps.append(np.minimum(np.append(gap, np.inf), np.append(np.inf, gap)))
+            weights.append(weight)
+    scale = np.abs(found.nodes).max()
+    if not gaps:
+        return float(1e-3 * scale or 1e-3)
+    gap, weight = np.concatenate(gaps), np.concatenate(weights)
+    order = np.argsort(gap)
+    middle = np.searchsorted(np.cumsum(weight[order]), weight.sum() / 2)
+    return float(max(gap[order][min(middle, len(gap) - 1)], 1e-4 * scale))
+
+
+def _separate(found: Quadrature, size: int) -> tuple[int, int]:
+    """Count the single eigenvalues at both ends, as the medians over the vectors."""
+    counts = []
+    for nodes, weights, residuals in zip(found.nodes, found.weights, found.residuals):
+        kept = weights > _NOTHING
+        nodes, residuals = nodes[kept], residuals[kept]
+        heavy = weights[kept] * size > _HEAVY
+        ends = []
+        for step in (1, -1):
+            values, errors, many = (part[::step] for part in (step * nodes, residuals, heavy))
+            single = (errors[:-1] <= _SEPARATE * np.diff(values)) & ~many[:-1]
+            ends.append(len(single) if single.all() else int(np.argmin(single)))
+        counts.append(ends)
+    below, above = np.median(counts, axis=0).astype(int)
+    return int(below), int(above)

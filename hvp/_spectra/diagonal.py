@@ -1,0 +1,151 @@
+"""Estimates of diagonals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from hvp._errors import HvpError
+from hvp._runtime.arguments import check_count
+from hvp._runtime.interrupts import Uninterrupted
+from hvp._runtime.progress import check_progress, progress_bar
+from hvp._solve.rows import Rows
+from hvp._spectra.estimate import Estimate, estimate_of
+from hvp._spectra.leave_one_out import LeaveOneOut
+from hvp._spectra.probes import Probes, check_seed, check_tolerance
+from hvp._spectra.trace import allowed_error
+
+DiagonalMethod = Literal["bekas", "xdiag"]
+
+_FEWEST = 16
+
+
+@Uninterrupted()
+def diagonal(
+    A: Any,
+    *,
+    method: DiagonalMethod = "bekas",
+    absolute: bool = False,
+    rtol: float = 0.1,
+    atol: float = 0.0,
+    max_products: int = 1000,
+    seed: int = 0,
+    progress: bool | Literal["always"] = False,
+) -> Estimate:
+    """Estimate the diagonal of a symmetric operator.
+
+    Parameters
+    ----------
+    A : HessianOperator, or another operator of this package or of scipy, or a matrix
+        Real and symmetric. Its damping counts.
+    method : {"bekas", "xdiag"}, optional
+        - ``"bekas"`` is the mean of `z * (A z)` over random signs `z`, entry by entry [BKS]_. The
+          variance of an entry is the sum of the squares of the other entries of its row, divided
+          by the number of products.
+        - ``"xdiag"`` adds a low-rank approximation from the same products, with each vector left
+          out in turn [ETW]_. It needs fewer products where few eigenvalues dominate, and keeps as
+          many vectors of `n` numbers as it multiplies.
+    absolute : bool, optional
+        Whether to return the root of the mean of `(z * (A z))**2` instead, as the optimizer
+        AdaHessian does. It estimates the Euclidean norms of the rows, which are never less than the
+        absolute values on the diagonal. With ``"bekas"`` only.
+    rtol, atol : float, optional
+        The estimate has converged when the Euclidean norm of all standard errors is at most
+        `max(rtol * norm(estimate), atol)`.
+    max_products : int, optional
+        Upper bound on the number of products, at least 32.
+    seed : int, optional
+        What the random vectors depend on.
+    progress : bool or "always", optional
+        Whether to show a progress bar over the products, as for `trace`.
+
+    Returns
+    -------
+    Estimate
+        With `estimate` and `standard_error` of shape `(n,)`, in float64. The ``unflatten`` of an
+        operator makes a nest of them.
+
+    Raises
+    ------
+    NonFiniteError
+        If a product is not finite.
+    HvpError
+        If an argument is invalid.
+
+    References
+    ----------
+    .. [BKS] C. Bekas, E. Kokiopoulou and Y. Saad, "An estimator for the diagonal of a matrix",
+       Applied Numerical Mathematics 57, 2007. https://doi.org/10.1016/j.apnum.2007.01.003
+    .. [ETW] E. N. Epperly, J. A. Tropp and R. J. Webber, "XTrace: Making the most of every sample
+       in stochastic trace estimation", SIAM Journal on Matrix Analysis and Applications 45(1),
+       2024. https://doi.org/10.1137/23M1548323
+
+    Examples
+    --------
+    >>> import tensorflow as tf
+    >>> import hvp
+    >>> w = tf.Variable([1.0, 2.0, 3.0])
+    >>> H = hvp.HessianOperator(lambda: tf.reduce_sum(w**4) / 12, w)
+    >>> hvp.diagonal(H).estimate
+    array([1., 4., 9.])
+    """
+    rows = Rows(A)
+    names = get_args(DiagonalMethod)
+    if method not in names:
+        raise HvpError(f"the method is {method!r}", " or ".join(map(repr, names)))
+    if absolute and method != "bekas":
+        raise HvpError("absolute is True with the method 'xdiag'", "the method 'bekas'")
+    tolerances = check_tolerance("rtol", rtol), check_tolerance("atol", atol)
+    check_count(max_products, "max_products", 2 * _FEWEST)
+    check_progress(progress)
+    probes = Probes(rows, check_seed(seed))
+    with progress_bar(progress, total=max_products, unit="product") as bar:
+        if method == "xdiag":
+            return _xdiag(probes, rows.size, tolerances, max_products, bar)
+        return _bekas(probes, absolute, tolerances, max_products, bar)
+
+
+def _bekas(
+    probes: Probes, absolute: bool, tolerances: tuple[float, float], at_most: int, bar: Any
+) -> Estimate:
+    count, wanted = 0, _FEWEST
+    mean = squares = 0.0
+    while True:
+        vectors = probes.draw(min(probes.widest, wanted - count))
+        for sample in (vectors * probes.multiply(vectors)).astype(np.float64):
+            sample = sample**2 if absolute else sample
+            count += 1
+            change = sample - mean  # the method of Welford, which does not cancel
+            mean = mean + change / count
+            squares = squares + change * (sample - mean)
+        bar.update(len(vectors))
+        if count < wanted:
+            continue
+        error = np.sqrt(np.asarray(squares) / (count - 1) / count)
+        value = np.asarray(mean)
+        if absolute:  # the error of a root, to first order
+            value = np.sqrt(value)
+            error = np.divide(error, 2 * value, out=np.zeros_like(error), where=value > 0)
+        size, allowed = float(np.linalg.norm(error)), allowed_error(value, tolerances)
+        if size <= allowed or count >= at_most:
+            return Estimate(value, error, count, size <= allowed, "bekas", count - 1)
+        ratio = (size / allowed) ** 2 if allowed else 2.0
+        wanted = int(min(at_most, 2 * count, np.ceil(count * ratio) + 1))
+
+
+def _xdiag(
+    probes: Probes, size: int, tolerances: tuple[float, float], at_most: int, bar: Any
+) -> Estimate:
+    count = _FEWEST
+    while True:
+        before = probes.products
+        samples = LeaveOneOut(probes, probes.draw(min(count, size))).diagonals()
+        bar.update(probes.products - before)
+        found = estimate_of(samples, probes.products, "xdiag", correlated=True, converged=True)
+        error = float(np.linalg.norm(found.standard_error))
+        converged = error <= allowed_error(found.estimate, tolerances)
+        count *= 2
+        if converged or probes.products + 2 * count > at_most:
+            return replace(found, converged=converged)

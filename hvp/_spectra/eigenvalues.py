@@ -1,0 +1,231 @@
+"""Eigenvalues and eigenvectors at the ends of a spectrum, with residuals that were computed.
+
+The method is block Lanczos with thick restarts. It differs from the textbook in three ways:
+
+1. Every new block is orthogonalized against the whole basis, twice. The coefficients of that are
+   the projected matrix, whatever the basis was restarted from.
+2. Once the wanted Ritz values have converged, the basis is restarted with them and a block of new
+   random vectors, and has to converge again to the same values. A Krylov space has only as many
+   vectors of a multiple eigenvalue as a block has columns; the random block brings in others.
+3. The residuals that are returned are those of products with the eigenvectors themselves.
+
+References: G. Wu and H. Simon, "Thick-restart Lanczos method for large symmetric eigenvalue
+problems", SIAM Journal on Matrix Analysis and Applications 22(2), 2000,
+https://doi.org/10.1137/S0895479898334605; Y. Zhou and Y. Saad, "Block Krylov-Schur method for large
+symmetric eigenvalue problems", Numerical Algorithms 47, 2008,
+https://doi.org/10.1007/s11075-008-9192-9.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import scipy.linalg
+import tensorflow as tf
+
+from hvp._solve.rows import Rows
+from hvp._spectra.probes import multiply
+
+# A vector is exhausted where this many rounding units of the largest eigenvalue are left of it.
+_ROUNDING = 32
+# Values that were confirmed may differ from those before by this part of the tolerance.
+_SAME = 2.0
+
+
+@dataclass(frozen=True)
+class EigenPairs:
+    """Ritz values with their vectors and residuals.
+
+    Attributes
+    ----------
+    values : ndarray
+        In the wanted order, of shape `(k,)`, in float64.
+    vectors : ndarray
+        As rows, of shape `(k, n)`.
+    residual_norms : ndarray
+        Norms of `A x - value * x`, of shape `(k,)`.
+    scale : float
+        The largest absolute Ritz value that was met.
+    """
+
+    values: np.ndarray
+    vectors: np.ndarray
+    residual_norms: np.ndarray
+    scale: float
+
+
+# Takes increasing Ritz values; returns the places of the wanted ones, best first.
+Choose = Callable[[np.ndarray], np.ndarray]
+
+
+class BlockLanczos:
+    """One run of the method.
+
+    Parameters
+    ----------
+    rows : Rows
+        The operator; its damping counts.
+    count : int
+        How many eigenvalues are wanted.
+    choose : callable
+        Which Ritz values are wanted.
+    tol : float
+        Bound on residuals, relative to the largest absolute Ritz value.
+    seed : int
+        What the random vectors depend on.
+    told : callable
+        Called with the number of products, block by block.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        count: int,
+        choose: Choose,
+        tol: float,
+        seed: int,
+        told: Callable[[int], None],
+    ) -> None:
+        self._rows, self._count, self._choose = rows, count, choose
+        self._tol, self._told = tol, told
+        self._random = np.random.default_rng(seed)
+        self._dtype = rows.dtype.as_numpy_dtype
+        self._width = min(max(2, min(8, count)), rows.size)
+        self._largest = min(rows.size, max(2 * count + 4 * self._width, count + 24))
+        self._scale = 0.0
+        self.products = 0
+
+    def run(self, starts: np.ndarray | None, at_most: int) -> EigenPairs:
+        """Iterate until the wanted values are confirmed, or the products run out.
+
+        Parameters
+        ----------
+        starts : ndarray or None
+            Vectors to begin with, as rows.
+        at_most : int
+            Upper bound on the products.
+        """
+        self._begin(starts)
+        confirmed: np.ndarray | None = None
+        while True:
+            self._extend()
+            values, mixing, bounds = self._ritz()
+            wanted = self._choose(values)[: self._count]
+            # Restarts forget large values that are not wanted.
+            self._scale = scale = max(self._scale, float(np.abs(values).max()))
+            enough = len(wanted) == self._count
+            is_whole = len(self._basis) == self._rows.size
+            settled = enough and bool((bounds[wanted] <= self._tol * scale).all())
+            if is_whole or self.products + self._width + self._count > at_most:
+                break
+            if settled:
+                found = np.sort(values[wanted])
+                if confirmed is not None and self._is_same(found, confirmed, scale):
+                    break
+                confirmed = found
+                self._restart(values, mixing, np.sort(wanted), self._random_block())
+            elif len(self._basis) + len(self._next) > self._largest:
+                # Some more than are wanted, as these converge next.
+                more = self._choose(values)[: self._count + self._width]
+                self._restart(values, mixing, np.sort(more), self._next)
+        return self._pairs(mixing[:, wanted])
+
+    def _begin(self, starts: np.ndarray | None) -> None:
+        size = self._rows.size
+        self._basis = np.zeros((0, size), self._dtype)
+        self._projected = np.zeros((0, 0))
+        first = self._random.standard_normal((self._width, size))
+        if starts is not None:
+            given = starts[: self._width]
+            first[: len(given)] = given
+        self._next = self._orthonormal(first.astype(self._dtype))
+
+    def _extend(self) -> None:
+        """Multiply the next block, and add it to the basis."""
+        block = self._next
+        before, count = len(self._basis), len(block)
+        products = multiply(self._rows, block)
+        self.products += count
+        self._told(count)
+        self._basis = np.concatenate([self._basis, block])
+        rest, coefficients = self._orthogonalized(products)
+        projected = np.zeros((before + count, before + count))
+        projected[:before, :before] = self._projected
+        projected[:, before:] = coefficients.T
+        projected[before:, :before] = coefficients[:, :before]
+        corner = projected[before:, before:]
+        projected[before:, before:] = (corner + corner.T) / 2
+        self._projected = projected
+        self._coupled = slice(before, before + count)
+        scale = np.abs(projected).max(initial=0)
+        triangle, basis = self._factored(rest, scale)
+        self._coupling, self._next = triangle, basis
+        if not len(self._next) and len(self._basis) < self._rows.size:
+            self._next = self._random_block()
+            self._coupling = np.zeros((len(self._next), count))
+
+    def _factored(self, rest: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
+        """Return `C` and orthonormal rows `Q` with `rest = C.T Q`, without exhausted directions."""
+        Q, R, order = scipy.linalg.qr(rest.T.astype(np.float64), mode="economic", pivoting=True)
+        small = _ROUNDING * np.finfo(self._dtype).eps * scale
+        rank = min(int(np.sum(np.abs(np.diag(R)) > small)), self._rows.size - len(self._basis))
+        coupling = np.zeros((rank, len(rest)))
+        coupling[:, order] = R[:rank]
+        basis = Q[:, :rank].T.astype(self._dtype)
+        return coupling, self._orthonormal(basis) if rank else basis
+
+    def _ritz(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return Ritz values, their coefficients, and the norms of their residuals."""
+        values, mixing = scipy.linalg.eigh(self._projected)
+        return values, mixing, np.linalg.norm(self._coupling @ mixing[self._coupled], axis=0)
+
+    def _restart(
+        self, values: np.ndarray, mixing: np.ndarray, kept: np.ndarray, block: np.ndarray
+    ) -> None:
+        self._basis = _combined(mixing[:, kept].T, self._basis)
+        self._projected = np.diag(values[kept])
+        self._next = self._orthonormal(block)
+
+    def _random_block(self) -> np.ndarray:
+        room = self._rows.size - len(self._basis)
+        shape = (min(self._width, room), self._rows.size)
+        return self._orthonormal(self._random.standard_normal(shape).astype(self._dtype))
+
+    def _orthogonalized(self, vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        total = np.zeros((len(vectors), len(self._basis)))
+        basis = tf.constant(self._basis)
+        rest = tf.constant(vectors)
+        for _ in range(2):
+            coefficients = tf.matmul(rest, basis, transpose_b=True)
+            rest = rest - tf.matmul(coefficients, basis)
+            total += coefficients.numpy()
+        return rest.numpy(), total
+
+    def _orthonormal(self, vectors: np.ndarray) -> np.ndarray:
+        """Return orthonormal vectors with the same span, outside of the basis."""
+        for _ in range(2):
+            if len(self._basis):
+                vectors = self._orthogonalized(vectors)[0]
+            Q = scipy.linalg.qr(vectors.T.astype(np.float64), mode="economic")[0]
+            vectors = np.ascontiguousarray(Q.T).astype(self._dtype)
+        return vectors
+
+    def _is_same(self, found: np.ndarray, before: np.ndarray, scale: float) -> bool:
+        return bool((np.abs(found - before) <= _SAME * self._tol * scale).all())
+
+    def _pairs(self, mixing: np.ndarray) -> EigenPairs:
+        """Return Ritz pairs with the residuals of products with their vectors."""
+        vectors = _combined(mixing.T, self._basis)
+        vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+        products = multiply(self._rows, vectors)
+        self.products += len(vectors)
+        self._told(len(vectors))
+        values = np.einsum("ij,ij->i", vectors, products, dtype=np.float64)
+        residuals = products.astype(np.float64) - values[:, np.newaxis] * vectors
+        return EigenPairs(values, vectors, np.linalg.norm(residuals, axis=1), self._scale)
+
+
+def _combined(coefficients: np.ndarray, basis: np.ndarray) -> np.ndarray:
+    return tf.matmul(tf.constant(coefficients.astype(basis.dtype)), tf.constant(basis)).numpy()

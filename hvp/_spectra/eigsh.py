@@ -1,0 +1,260 @@
+"""`hvp.eigsh`: some eigenvalues of an operator."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+import scipy.linalg
+
+from hvp._errors import ConvergenceWarning, HvpError
+from hvp._operators.operator import core_of
+from hvp._runtime.arguments import check_count
+from hvp._runtime.interrupts import Uninterrupted
+from hvp._runtime.progress import check_progress, progress_bar
+from hvp._solve.rows import Rows
+from hvp._spectra.eigenvalues import BlockLanczos, EigenPairs
+from hvp._spectra.probes import check_seed, check_tolerance, multiply
+from hvp._vectors.arrays import check_array
+
+Which = Literal["LA", "SA", "LM", "BE"]
+
+# Up to this size, or where a large part of all eigenvalues is asked for, all are computed.
+_DENSE, _PART = 256, 8
+_DENSE_LARGEST = 4096
+# The default of `tol`, by the type of the operator.
+_TOLERANCES = {"float32": 1e-4, "float64": 1e-8}
+# The default of `max_products`, in units of n, but at least so many.
+_PRODUCTS, _FEWEST_PRODUCTS = 10, 1000
+
+
+@dataclass(frozen=True, repr=False)
+class EigenResult:
+    """Some eigenvalues of an operator, and how accurate they are.
+
+    Attributes
+    ----------
+    eigenvalues : ndarray
+        Shape `(k,)`, in float64: decreasing for ``"LA"`` and ``"BE"``, increasing for ``"SA"``, by
+        decreasing absolute value for ``"LM"``.
+    eigenvectors : ndarray
+        As columns, of shape `(n, k)`, in the operator's dtype.
+    residual_norms : ndarray
+        Norms of `A x - lambda x`, by products with the eigenvectors, of shape `(k,)`. An eigenvalue
+        of the operator is no farther away than this.
+    converged : ndarray of bool
+        Whether each residual is within the tolerance, of shape `(k,)`.
+    products : int
+        How many vectors were multiplied.
+    """
+
+    eigenvalues: np.ndarray
+    eigenvectors: np.ndarray
+    residual_norms: np.ndarray
+    converged: np.ndarray
+    products: int
+    _operator: Any = None
+
+    @property
+    def nests(self) -> list[Any]:
+        """The eigenvectors as nests like the variables of the operator.
+
+        Raises
+        ------
+        HvpError
+            If the operator is not of this package.
+        """
+        if self._operator is None:
+            raise HvpError(
+                "the operator has no variables", "an operator of this package", "use eigenvectors"
+            )
+        core = core_of(self._operator)
+        return [core.unflatten(vector) for vector in self.eigenvectors.T]
+
+    def __repr__(self) -> str:
+        values = np.array2string(self.eigenvalues[:6], precision=4, separator=", ")
+        more = f" and {len(self.eigenvalues) - 6} more" if len(self.eigenvalues) > 6 else ""
+        return (
+            f"EigenResult({values}{more}; {int(self.converged.sum())} of {len(self.converged)} "
+            f"converged, residual norms up to {self.residual_norms.max():.2g}, "
+            f"{self.products} products)"
+        )
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw the eigenvalues in their order, with bars of the residual norms.
+
+        Parameters
+        ----------
+        ax : matplotlib Axes, optional
+            Where to draw; by default a new figure.
+
+        Returns
+        -------
+        matplotlib Axes
+
+        Raises
+        ------
+        HvpError
+            If matplotlib is not installed.
+        """
+        from hvp._spectra.pictures import draw_eigenvalues
+
+        return draw_eigenvalues(self, ax)
+
+
+@Uninterrupted()
+def eigsh(
+    A: Any,
+    k: int = 6,
+    which: Which = "LA",
+    *,
+    tol: float | None = None,
+    max_products: int | None = None,
+    v0: Any = None,
+    seed: int = 0,
+    progress: bool | Literal["always"] = False,
+) -> EigenResult:
+    """Compute eigenvalues at the ends of the spectrum of a symmetric operator.
+
+    Parameters
+    ----------
+    A : HessianOperator, or another operator of this package or of scipy, or a matrix
+        Real and symmetric. Its damping counts.
+    k : int, optional
+        How many eigenvalues to compute, at most `n`.
+    which : {"LA", "SA", "LM", "BE"}, optional
+        The largest, the smallest, those of largest absolute value, or those at both ends: half of
+        them each, one more of the largest if `k` is odd.
+    tol : float, optional
+        Upper bound on residual norms, relative to the largest absolute eigenvalue that was met. By
+        default 1e-4 in float32, and 1e-8 in float64. The error of a separate eigenvalue is of the
+        order of the square of this.
+    max_products : int, optional
+        Upper bound on the number of products; by default `10 * n`, and at least 1000.
+    v0 : array_like, optional
+        Vectors to begin with, of shape `(n,)` or `(n, m)`, such as the eigenvectors of an earlier
+        point. The result is the same; it is there sooner.
+    seed : int, optional
+        What the random vectors depend on.
+    progress : bool or "always", optional
+        Whether to show the number of products, with tqdm, if the output is a terminal. With
+        ``"always"`` it is shown in any case.
+
+    Returns
+    -------
+    EigenResult
+        With `eigenvalues`, `eigenvectors`, `residual_norms` and `converged`.
+
+    Warns
+    -----
+    ConvergenceWarning
+        If an eigenvalue has not converged.
+
+    Raises
+    ------
+    InvalidVectorError
+        If `v0` has another shape or kind, or entries that are not finite.
+    NonFiniteError
+        If a product is not finite.
+    HvpError
+        If another argument is invalid.
+
+    Notes
+    -----
+    The method is block Lanczos with thick restarts and full reorthogonalization. Multiple
+    eigenvalues are found as often as they occur: converged values have to be confirmed by a run
+    with a block of new random vectors. The basis takes memory for about `2 k + 32` vectors of `n`
+    numbers. Up to `n` of 256 the dense matrix is computed instead; up to `n` of 4096 also if more
+    than an eighth of all eigenvalues are asked for, or if `n` products were not enough.
+
+    Examples
+    --------
+    >>> import tensorflow as tf
+    >>> import hvp
+    >>> w = tf.Variable([1.0, 2.0, 3.0, 4.0])
+    >>> H = hvp.HessianOperator(lambda: tf.reduce_sum(w**4) / 12, w)
+    >>> hvp.eigsh(H, 2).eigenvalues.round(4)
+    array([16.,  9.])
+    """
+    rows = Rows(A)
+    size, name = rows.size, rows.dtype.name
+    check_count(k, "k")
+    if k > size:
+        raise HvpError(f"{k} eigenvalues are asked for of a {size} x {size} matrix", "at most all")
+    if which not in get_args(Which):
+        raise HvpError(f"the argument which is {which!r}", " or ".join(map(repr, get_args(Which))))
+    tol = _TOLERANCES[name] if tol is None else check_tolerance("tol", tol)
+    # Rounding errors of products remain in residuals.
+    tol = max(tol, 8 * float(np.finfo(rows.dtype.as_numpy_dtype).eps))
+    if max_products is None:
+        max_products = max(_FEWEST_PRODUCTS, _PRODUCTS * size)
+    check_count(max_products, "max_products", 4 * k)
+    check_progress(progress)
+    starts = None
+    if v0 is not None:
+        dimensions = (2,) if np.ndim(v0) == 2 else (1,)
+        v0 = check_array(v0, size, rows.dtype.as_numpy_dtype, ndims=dimensions, name="v0")
+        starts = np.ascontiguousarray(v0.reshape(size, -1).T)
+    is_dense = size <= _DENSE or (size <= _DENSE_LARGEST and k * _PART > size)
+    choose = _CHOICES[which]
+    with progress_bar(progress, unit="product") as bar:
+        if is_dense and size <= max_products:
+            pairs, products = _dense(rows, k, choose), size
+        else:
+            run = BlockLanczos(rows, k, choose, tol, check_seed(seed), bar.update)
+            # What takes more products than the whole matrix is better taken from that.
+            may_be_dense = size <= _DENSE_LARGEST and max_products >= 2 * size + k
+            pairs = run.run(starts, size if may_be_dense else max_products)
+            products = run.products
+            if may_be_dense and (pairs.residual_norms > 2 * tol * pairs.scale).any():
+                pairs, products = _dense(rows, k, choose), products + size
+    order = choose(pairs.values)
+    order = order if which == "LM" else np.argsort(pairs.values)[:: 1 if which == "SA" else -1]
+    converged = pairs.residual_norms <= 2 * tol * pairs.scale
+    result = EigenResult(
+        pairs.values[order],
+        np.ascontiguousarray(pairs.vectors[order].T),
+        pairs.residual_norms[order],
+        converged[order],
+        products,
+        A if rows.native else None,
+    )
+    if not converged.all():
+        warnings.warn(
+            f"{int(np.sum(~converged))} of {k} eigenvalues have not converged after {products} "
+            "products: their residual norms are too large; raise max_products or tol",
+            ConvergenceWarning,
+            stacklevel=3,
+        )
+    return result
+
+
+def _both_ends(values: np.ndarray) -> np.ndarray:
+    """Return places from both ends in turn, beginning with the largest value."""
+    order = np.argsort(values)
+    turns = np.empty_like(order)
+    half = (len(order) + 1) // 2
+    turns[0::2], turns[1::2] = order[::-1][:half], order[: len(order) - half]
+    return turns
+
+
+_CHOICES = {
+    "LA": lambda values: np.argsort(-values, kind="stable"),
+    "SA": lambda values: np.argsort(values, kind="stable"),
+    "LM": lambda values: np.argsort(-np.abs(values), kind="stable"),
+    "BE": _both_ends,
+}
+
+
+def _dense(rows: Rows, k: int, choose: Any) -> EigenPairs:
+    """Compute all eigenvalues, and return those that are wanted."""
+    dtype = rows.dtype.as_numpy_dtype
+    matrix = multiply(rows, np.eye(rows.size, dtype=dtype)).astype(np.float64)
+    values, vectors = scipy.linalg.eigh((matrix + matrix.T) / 2)
+    chosen = choose(values)[:k]
+    found = vectors[:, chosen].T.astype(dtype)
+    residuals = found.astype(np.float64) @ matrix - values[chosen, np.newaxis] * found
+    scale = float(np.abs(values).max())
+    return EigenPairs(values[chosen], found, np.linalg.norm(residuals, axis=1), scale)

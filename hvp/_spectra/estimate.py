@@ -1,0 +1,117 @@
+"""What an estimator answers: an estimate and its standard error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import scipy.stats
+
+
+@dataclass(frozen=True, repr=False)
+class Estimate:
+    """An estimate from random vectors, with its standard error.
+
+    Attributes
+    ----------
+    estimate : float or ndarray
+        The estimate.
+    standard_error : float or ndarray
+        The standard deviation of the estimate over draws of the vectors, itself estimated.
+    products : int
+        How many vectors were multiplied.
+    converged : bool
+        Whether the standard error is as small as was asked for.
+    method : str
+        The name of the method.
+    degrees_of_freedom : int
+        Those of the standard error: the number of independent samples, less one.
+    layers : dict of str to Estimate
+        The estimates of the diagonal blocks of the layers, from the same products. It is empty if
+        the method or the operator does not tell them.
+    """
+
+    estimate: Any
+    standard_error: Any
+    products: int
+    converged: bool
+    method: str
+    degrees_of_freedom: int
+    layers: Mapping[str, Estimate] = field(default_factory=dict)
+
+    def interval(self, level: float = 0.95) -> tuple[Any, Any]:
+        """Return a confidence interval, by Student's t-distribution.
+
+        Parameters
+        ----------
+        level : float, optional
+            The probability with which it covers the true value.
+
+        Returns
+        -------
+        tuple of two floats or ndarrays
+            Its ends.
+        """
+        if self.degrees_of_freedom < 1:
+            return self.estimate, self.estimate
+        width = scipy.stats.t.ppf((1 + level) / 2, self.degrees_of_freedom) * self.standard_error
+        return self.estimate - width, self.estimate + width
+
+    def __repr__(self) -> str:
+        if np.ndim(self.estimate):
+            error, size = np.linalg.norm(self.standard_error), np.linalg.norm(self.estimate)
+            text = f"{np.size(self.estimate)} values, relative error {error / (size or 1):.2g}"
+        else:
+            text = f"{self.estimate:.6g} +- {self.standard_error:.2g}"
+        ended = "" if self.converged else ", not converged"
+        return f"Estimate({text}, {self.products} products by {self.method}{ended})"
+
+    def __str__(self) -> str:
+        if not self.layers:
+            return repr(self)
+        width = max(map(len, self.layers))
+        lines = [
+            f"  {name:<{width}}  {part.estimate:12.5g} +- {part.standard_error:.2g}"
+            for name, part in self.layers.items()
+        ]
+        return "\n".join([repr(self), *lines])
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw the layers' estimates as bars with two standard errors, or the values themselves.
+
+        Parameters
+        ----------
+        ax : matplotlib Axes, optional
+            Where to draw; by default a new figure.
+
+        Returns
+        -------
+        matplotlib Axes
+
+        Raises
+        ------
+        HvpError
+            If matplotlib is not installed, or there is nothing to draw.
+        """
+        from hvp._spectra.pictures import draw_estimate
+
+        return draw_estimate(self, ax)
+
+
+def estimate_of(
+    samples: np.ndarray, products: int, method: str, *, correlated: bool = False, **more: Any
+) -> Estimate:
+    """Return the mean of samples, along the first axis.
+
+    Samples that leave out one vector each share all others. What one does to the sample of another
+    it has in common with what that does to its own, which at most doubles the variance of the mean.
+    """
+    count = len(samples)
+    error = np.std(samples, axis=0, ddof=1) / np.sqrt(count) if count > 1 else np.inf
+    error = error * np.sqrt(2) if correlated else error
+    mean = np.mean(samples, axis=0)
+    if not np.ndim(mean):
+        mean, error = float(mean), float(error)
+    return Estimate(mean, error, products, method=method, degrees_of_freedom=count - 1, **more)

@@ -1,0 +1,214 @@
+"""Quadratic forms and log-determinants by Lanczos quadrature."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+
+from hvp._errors import HvpError
+from hvp._runtime.arguments import check_count
+from hvp._runtime.interrupts import Uninterrupted
+from hvp._runtime.progress import check_progress, progress_bar
+from hvp._solve.rows import Rows
+from hvp._spectra.estimate import Estimate, estimate_of
+from hvp._spectra.lanczos import Quadrature, quadratures
+from hvp._spectra.probes import Probes, block_width, check_seed, check_tolerance
+from hvp._spectra.trace import allowed_error, more_samples
+from hvp._vectors.arrays import check_array
+
+_FEWEST = 8
+# Nodes of a smaller weight say nothing.
+_NOTHING = 1e-14
+
+
+@Uninterrupted()
+def quadratic_forms(
+    A: Any,
+    V: Any,
+    function: Callable[[np.ndarray], np.ndarray],
+    *,
+    steps: int = 30,
+    progress: bool | Literal["always"] = False,
+) -> Any:
+    """Compute `v' f(A) v` for a function of a symmetric operator.
+
+    Parameters
+    ----------
+    A : HessianOperator, or another operator of this package or of scipy, or a matrix
+        Real and symmetric. Its damping counts.
+    V : array_like of shape `(n,)` or `(n, k)`
+        A vector `v`, or one in each column.
+    function : callable
+        The function `f` of eigenvalues: takes and returns arrays. For ``np.reciprocal`` the result
+        is `v' inv(A) v`, for ``np.exp`` that of the matrix exponential.
+    steps : int, optional
+        Steps of the Lanczos method, each one product with each vector.
+    progress : bool or "always", optional
+        Whether to show a progress bar over the products, as for `trace`.
+
+    Returns
+    -------
+    float, or ndarray of shape `(k,)`
+        The quadratic forms, in float64.
+
+    Raises
+    ------
+    InvalidVectorError
+        If `V` has another shape or kind, or entries that are not finite.
+    NonFiniteError
+        If a product is not finite.
+    HvpError
+        If an argument is invalid, or the function is not finite at the Ritz values.
+
+    Notes
+    -----
+    The Lanczos method gives the nodes and weights of a Gauss quadrature that is exact for
+    polynomials of a degree less than ``2 * steps`` [GM]_. It converges fast where the function is
+    smooth over the spectrum, and needs more steps near a singularity, as of the reciprocal near
+    zero.
+
+    References
+    ----------
+    .. [GM] G. H. Golub and G. Meurant, "Matrices, Moments and Quadrature with Applications",
+       Princeton University Press, 2010. https://doi.org/10.1515/9781400833888
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import tensorflow as tf
+    >>> import hvp
+    >>> w = tf.Variable([1.0, 2.0, 3.0])
+    >>> H = hvp.HessianOperator(lambda: tf.reduce_sum(w**4) / 12, w)
+    >>> round(hvp.quadratic_forms(H, np.ones(3), np.sqrt), 5)
+    6.0
+    """
+    rows = Rows(A)
+    dimensions = (2,) if np.ndim(V) == 2 else (1,)
+    V = check_array(V, rows.size, rows.dtype.as_numpy_dtype, ndims=dimensions, name="V")
+    check_count(steps, "steps")
+    check_progress(progress)
+    columns = np.ascontiguousarray(V.reshape(rows.size, -1).T)
+    squares = np.sum(columns.astype(np.float64) ** 2, axis=1)
+    values = np.zeros(len(columns))
+    used = np.flatnonzero(squares)
+    steps = min(steps, rows.size)
+    with progress_bar(progress, total=len(used) * steps, unit="product") as bar:
+        for start in range(0, len(used), block_width(rows)):
+            part = used[start : start + block_width(rows)]
+            found = quadratures(rows, columns[part], steps, bar.update)
+            values[part] = squares[part] * _integrals(found, function)
+    return values if V.ndim == 2 else float(values[0])
+
+
+def _integrals(found: Quadrature, function: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """Return the integrals of a function over each measure."""
+    if not callable(function):
+        raise HvpError(f"the function is {type(function).__name__}", "a function of eigenvalues")
+    counts = found.weights > _NOTHING
+    with np.errstate(all="ignore"):
+        values = np.asarray(function(np.where(counts, found.nodes, 1.0)), np.float64)
+    if values.shape != found.nodes.shape or not np.isfinite(values[counts]).all():
+        raise HvpError(
+            "the function is not finite at the Ritz values, which range from "
+            f"{found.nodes[counts].min():.3g} to {found.nodes[counts].max():.3g}",
+            "a function of arrays that is finite on the spectrum",
+            "damp the operator, as in A.damped(1e-3), if it has to be positive definite",
+        )
+    return np.sum(np.where(counts, values, 0) * found.weights, axis=1)
+
+
+@Uninterrupted()
+def logdet(
+    A: Any,
+    *,
+    rtol: float = 0.02,
+    atol: float = 0.0,
+    steps: int = 40,
+    max_products: int = 4000,
+    seed: int = 0,
+    progress: bool | Literal["always"] = False,
+) -> Estimate:
+    """Estimate the logarithm of the determinant of a positive definite operator.
+
+    Parameters
+    ----------
+    A : HessianOperator, or another operator of this package or of scipy, or a matrix
+        Real, symmetric and positive definite. Its damping counts.
+    rtol, atol : float, optional
+        The estimate has converged when its standard error is at most
+        `max(rtol * abs(estimate), atol)`.
+    steps : int, optional
+        Steps of the Lanczos method for each random vector.
+    max_products : int, optional
+        Upper bound on the number of products, at least ``8 * steps``.
+    seed : int, optional
+        What the random vectors depend on.
+    progress : bool or "always", optional
+        Whether to show a progress bar over the products, as for `trace`.
+
+    Returns
+    -------
+    Estimate
+        The standard error is that of the random vectors. The quadrature adds an error that falls
+        exponentially with `steps`, at a rate that depends on the condition number.
+
+    Raises
+    ------
+    NonFiniteError
+        If a product is not finite.
+    HvpError
+        If an argument is invalid, or if the operator is not positive definite.
+
+    Notes
+    -----
+    The method is stochastic Lanczos quadrature [UCS]_: the logarithm of the determinant is the
+    trace of the logarithm.
+
+    References
+    ----------
+    .. [UCS] S. Ubaru, J. Chen and Y. Saad, "Fast estimation of tr(f(A)) via stochastic Lanczos
+       quadrature", SIAM Journal on Matrix Analysis and Applications 38(4), 2017.
+       https://doi.org/10.1137/16M1104974
+
+    Examples
+    --------
+    >>> import tensorflow as tf
+    >>> import hvp
+    >>> w = tf.Variable([1.0, 2.0, 3.0])
+    >>> H = hvp.HessianOperator(lambda: tf.reduce_sum(w**4) / 12, w)
+    >>> abs(hvp.logdet(H, rtol=0.1).estimate - 3.58) < 1
+    True
+    """
+    rows = Rows(A)
+    tolerances = check_tolerance("rtol", rtol), check_tolerance("atol", atol)
+    check_count(steps, "steps")
+    steps = min(steps, rows.size)
+    check_count(max_products, "max_products", _FEWEST * steps)
+    check_progress(progress)
+    probes, samples = Probes(rows, check_seed(seed)), np.zeros(0)
+    wanted, at_most = _FEWEST, max_products // steps
+    with progress_bar(progress, total=max_products, unit="product") as bar:
+        while len(samples) < wanted:
+            vectors = probes.draw(min(probes.widest, wanted - len(samples)))
+            found = quadratures(rows, vectors, steps, bar.update)
+            _refuse_indefinite(found)
+            samples = np.append(samples, rows.size * _integrals(found, np.log))
+            if len(samples) >= wanted:
+                wanted = min(at_most, more_samples(samples, tolerances))
+    result = estimate_of(samples, len(samples) * steps, "lanczos quadrature", converged=True)
+    allowed = allowed_error(result.estimate, tolerances)
+    return replace(result, converged=result.standard_error <= allowed)
+
+
+def _refuse_indefinite(found: Quadrature) -> None:
+    lowest = found.nodes[found.weights > _NOTHING].min()
+    if lowest <= 0:
+        raise HvpError(
+            f"the operator is not positive definite: it has an eigenvalue of {lowest:.3g} or below",
+            "a positive definite operator, whose determinant has a logarithm",
+            f"damp the operator by more than {-lowest:.3g}, as in A.damped(...), or use "
+            "hvp.GaussNewtonOperator and some damping",
+        )

@@ -1,0 +1,87 @@
+"""The Lanczos method, from several vectors at once, with full reorthogonalization."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import scipy.linalg
+import tensorflow as tf
+
+from hvp._solve.rows import Rows
+from hvp._spectra.basis import Basis
+from hvp._spectra.probes import multiply
+
+# An invariant space is exhausted where the next vector is this many rounding units of the largest.
+_ROUNDING = 32
+
+
+@dataclass(frozen=True)
+class Quadrature:
+    """Gauss quadratures of the spectral measures of several vectors.
+
+    The measure of a unit vector `v` has the weight `(q' v)**2` at the eigenvalue of each
+    eigenvector `q`. The quadrature integrates polynomials of a degree less than twice the number of
+    nodes exactly.
+
+    Attributes
+    ----------
+    nodes : ndarray
+        The nodes, which are Ritz values, increasing, of shape `(vectors, steps)`.
+    weights : ndarray
+        Their weights, of the same shape. Each row adds up to one.
+    residuals : ndarray
+        The norms of the residuals of the Ritz vectors, of the same shape: an eigenvalue is no
+        farther away from the node.
+    """
+
+    nodes: np.ndarray
+    weights: np.ndarray
+    residuals: np.ndarray
+
+
+def quadratures(
+    rows: Rows, starts: np.ndarray, steps: int, told: Callable[[int], None]
+) -> Quadrature:
+    """Run the Lanczos method from several vectors.
+
+    Parameters
+    ----------
+    rows : Rows
+        The operator; its damping counts.
+    starts : ndarray
+        The vectors, as rows of shape `(k, n)`.
+    steps : int
+        How many products with each vector; at most `n` are of use.
+    told : callable
+        Called with the number of products after each step.
+    """
+    steps = min(steps, rows.size)
+    dtype = starts.dtype
+    lengths = np.linalg.norm(starts.astype(np.float64), axis=1, keepdims=True)
+    vectors = (starts / lengths).astype(dtype)
+    basis = Basis(tf.constant(vectors)[:, tf.newaxis])
+    diagonal, beside = np.zeros((2, len(starts), steps))
+    for step in range(steps):
+        products = multiply(rows, vectors)
+        diagonal[:, step] = np.sum(vectors * products, axis=1, dtype=np.float64)
+        rest, _ = basis.orthogonalized(tf.constant(products)[:, tf.newaxis])
+        rest = rest[:, 0].numpy()
+        told(len(starts))
+        norms = np.linalg.norm(rest.astype(np.float64), axis=1)
+        scale = np.maximum(np.abs(diagonal).max(axis=1), beside.max(axis=1))
+        ended = norms <= _ROUNDING * np.finfo(dtype).eps * scale
+        beside[:, step] = np.where(ended, 0, norms)
+        # What is exhausted goes on with zeros, which have no weight.
+        vectors = np.divide(
+            rest, norms[:, np.newaxis], out=np.zeros_like(rest), where=~ended[:, np.newaxis]
+        ).astype(dtype)
+        if step + 1 < steps:
+            basis.append(tf.constant(vectors)[:, tf.newaxis])
+    results = []
+    for a, b in zip(diagonal, beside):
+        nodes, mixing = scipy.linalg.eigh_tridiagonal(a, b[: steps - 1])
+        results.append((nodes, mixing[0] ** 2, np.abs(b[-1] * mixing[-1])))
+    nodes, weights, residuals = (np.array(part) for part in zip(*results))
+    return Quadrature(nodes, weights, residuals)

@@ -1,0 +1,105 @@
+"""Norms of operators."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+
+from hvp._errors import HvpError
+from hvp._runtime.arguments import check_count
+from hvp._runtime.interrupts import Uninterrupted
+from hvp._runtime.progress import check_progress, progress_bar
+from hvp._solve.rows import Rows
+from hvp._spectra.eigsh import eigsh
+from hvp._spectra.estimate import Estimate
+from hvp._spectra.probes import Probes, check_seed, check_tolerance
+from hvp._spectra.trace import allowed_error, more_samples
+
+_FEWEST = 16
+
+
+@Uninterrupted()
+def norm(
+    A: Any,
+    ord: Literal["fro", 2] = "fro",  # noqa: A002
+    *,
+    rtol: float = 0.02,
+    atol: float = 0.0,
+    max_products: int = 1000,
+    seed: int = 0,
+    progress: bool | Literal["always"] = False,
+) -> Estimate:
+    """Estimate the Frobenius norm of a symmetric operator, or compute its spectral norm.
+
+    Parameters
+    ----------
+    A : HessianOperator, or another operator of this package or of scipy, or a matrix
+        Real and symmetric. Its damping counts.
+    ord : {"fro", 2}, optional
+        - ``"fro"`` is the root of the sum of all squared entries, which is that of the squared
+          eigenvalues: the root of the mean of `norm(A z)**2` over random signs `z`.
+        - ``2`` is the largest absolute eigenvalue, by `eigsh`.
+    rtol, atol : float, optional
+        The estimate has converged when its standard error is at most
+        `max(rtol * estimate, atol)`.
+    max_products : int, optional
+        Upper bound on the number of products, at least 16.
+    seed : int, optional
+        What the random vectors depend on.
+    progress : bool or "always", optional
+        Whether to show a progress bar over the products, as for `trace`.
+
+    Returns
+    -------
+    Estimate
+        Of the spectral norm, `standard_error` is the norm of the residual.
+
+    Raises
+    ------
+    NonFiniteError
+        If a product is not finite.
+    HvpError
+        If an argument is invalid.
+
+    Examples
+    --------
+    >>> import tensorflow as tf
+    >>> import hvp
+    >>> w = tf.Variable([1.0, 2.0, 3.0])
+    >>> H = hvp.HessianOperator(lambda: tf.reduce_sum(w**4) / 12, w)
+    >>> round(hvp.norm(H).estimate**2, 3)  # 1 + 16 + 81
+    98.0
+    >>> round(hvp.norm(H, 2).estimate, 4)
+    9.0
+    """
+    rows = Rows(A)
+    tolerances = check_tolerance("rtol", rtol), check_tolerance("atol", atol)
+    if ord not in ("fro", 2) or isinstance(ord, bool):
+        raise HvpError(f"the argument ord is {ord!r}", "'fro' or 2")
+    check_count(max_products, "max_products", _FEWEST)
+    check_progress(progress)
+    probes = Probes(rows, check_seed(seed))
+    if ord == 2:
+        found = eigsh(A, 1, "LM", max_products=max_products, seed=seed, progress=progress)
+        value, error = float(np.abs(found.eigenvalues[0])), float(found.residual_norms[0])
+        return Estimate(value, error, found.products, bool(found.converged[0]), "eigsh", 0)
+    samples, wanted = np.zeros(0), _FEWEST
+    # The relative error of a root is half of that of its square.
+    of_square = 2 * tolerances[0], 0.0
+    with progress_bar(progress, total=max_products, unit="product") as bar:
+        while len(samples) < wanted:
+            count = min(probes.widest, wanted - len(samples))
+            products = probes.multiply(probes.draw(count)).astype(np.float64)
+            samples = np.append(samples, np.sum(products**2, axis=1))
+            bar.update(count)
+            if len(samples) >= wanted:
+                if tolerances[1]:
+                    value = np.sqrt(samples.mean())
+                    of_square = of_square[0], 2 * value * tolerances[1]
+                wanted = min(max_products, more_samples(samples, of_square))
+    value = float(np.sqrt(samples.mean()))
+    error = float(np.std(samples, ddof=1) / np.sqrt(len(samples)))
+    error = error / (2 * value) if value else 0.0
+    converged = error <= allowed_error(value, tolerances)
+    return Estimate(value, error, len(samples), converged, "squared products", len(samples) - 1)

@@ -1,0 +1,91 @@
+"""Random vectors that estimators multiply by, drawn block by block."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+import numpy as np
+
+from hvp._errors import HvpError, NonFiniteError
+from hvp._runtime.interrupts import deliver_interrupt
+from hvp._solve.rows import Rows
+
+# The widest block, and the bytes that one may take.
+_WIDEST, _BYTES = 32, 2**28
+
+
+class Probes:
+    """Independent random vectors, and the number of their products.
+
+    Parameters
+    ----------
+    rows : Rows
+        The operator.
+    seed : int
+        What they depend on.
+
+    Attributes
+    ----------
+    products : int
+        How many vectors were multiplied so far.
+    """
+
+    def __init__(self, rows: Rows, seed: int) -> None:
+        self._rows, self._random = rows, np.random.default_rng(seed)
+        self.products = 0
+
+    @property
+    def widest(self) -> int:
+        """How many vectors a block should have at most."""
+        return block_width(self._rows)
+
+    def draw(self, count: int) -> np.ndarray:
+        """Return vectors of random signs as rows, of shape `(count, n)`."""
+        signs = self._random.integers(0, 2, (count, self._rows.size), np.int8)
+        return (2 * signs - 1).astype(self._rows.dtype.as_numpy_dtype)
+
+    def draw_on_sphere(self, count: int) -> np.ndarray:
+        """Return vectors of the length `sqrt(n)` and random directions as rows."""
+        normal = self._random.standard_normal((count, self._rows.size))
+        normal *= np.sqrt(self._rows.size) / np.linalg.norm(normal, axis=1, keepdims=True)
+        return normal.astype(self._rows.dtype.as_numpy_dtype)
+
+    def multiply(self, vectors: np.ndarray) -> np.ndarray:
+        """Multiply rows by the operator, damping included."""
+        self.products += len(vectors)
+        return multiply(self._rows, vectors)
+
+
+def block_width(rows: Rows) -> int:
+    """Return how many vectors a block should have at most."""
+    return max(1, min(_WIDEST, _BYTES // (rows.size * rows.dtype.size)))
+
+
+def multiply(rows: Rows, vectors: np.ndarray) -> np.ndarray:
+    """Multiply rows by an operator, damping included, some at a time."""
+    width, products = block_width(rows), np.empty_like(vectors)
+    for start in range(0, len(vectors), width):
+        deliver_interrupt()
+        part = slice(start, start + width)
+        products[part] = rows.multiply_damped(vectors[part])
+    if not np.isfinite(products).all():
+        raise NonFiniteError(
+            "a product has entries that are not finite", "finite products", "scale the loss down"
+        )
+    return products
+
+
+def check_seed(seed: Any) -> int:
+    """Return a seed; raise `HvpError` unless it is an integer that is not negative."""
+    if isinstance(seed, bool) or not isinstance(seed, numbers.Integral) or seed < 0:
+        raise HvpError(f"the argument seed is {seed!r}", "an integer that is not negative")
+    return int(seed)
+
+
+def check_tolerance(name: str, value: Any) -> float:
+    """Return a tolerance; raise `HvpError` unless it is a finite number that is not negative."""
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number or not 0 <= float(value) < float("inf"):
+        raise HvpError(f"the argument {name} is {value!r}", "a number that is not negative")
+    return float(value)

@@ -1,0 +1,218 @@
+"""Estimates of traces."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal, get_args
+
+import numpy as np
+import scipy.linalg
+
+from hvp._errors import HvpError
+from hvp._runtime.arguments import check_count
+from hvp._runtime.interrupts import Uninterrupted
+from hvp._runtime.progress import check_progress, progress_bar
+from hvp._solve.rows import Rows
+from hvp._spectra.estimate import Estimate, estimate_of
+from hvp._spectra.layers import Layers
+from hvp._spectra.leave_one_out import LeaveOneOut
+from hvp._spectra.probes import Probes, check_seed, check_tolerance
+
+TraceMethod = Literal["hutchinson", "hutch++", "xtrace"]
+
+# Fewer samples do not tell the standard error.
+_FEWEST = 16
+
+
+@Uninterrupted()
+def trace(
+    A: Any,
+    *,
+    method: TraceMethod = "hutchinson",
+    rtol: float = 0.02,
+    atol: float = 0.0,
+    max_products: int = 1000,
+    seed: int = 0,
+    progress: bool | Literal["always"] = False,
+) -> Estimate:
+    """Estimate the trace of a symmetric operator, and of the blocks of its layers.
+
+    Parameters
+    ----------
+    A : HessianOperator, or another operator of this package or of scipy, or a matrix
+        Real and symmetric. Its damping counts.
+    method : {"hutchinson", "hutch++", "xtrace"}, optional
+        - ``"hutchinson"`` is the mean of `z' A z` over random signs `z` [Hut]_. Its variance is
+          twice the sum of the squared entries off the diagonal, divided by the number of
+          products. The traces of all layers come from the same products.
+        - ``"hutch++"`` takes a third of the products to find the range of the largest eigenvalues,
+          whose share of the trace is then exact, and a third for the rest [MMM]_.
+        - ``"xtrace"`` makes every vector serve for both [ETW]_. The last two need fewer products
+          where few eigenvalues make up most of the Frobenius norm, or for a high accuracy, and
+          keep as many vectors of `n` numbers as they multiply. The samples of ``"xtrace"`` share
+          their vectors; its standard error takes that into account, and is rather too large.
+    rtol, atol : float, optional
+        The estimate has converged when its standard error is at most
+        `max(rtol * abs(estimate), atol)`.
+    max_products : int, optional
+        Upper bound on the number of products, at least 48.
+    seed : int, optional
+        What the random vectors depend on.
+    progress : bool or "always", optional
+        Whether to show a progress bar over the products, with tqdm, if the output is a terminal.
+        With ``"always"`` the bar is shown in any case.
+
+    Returns
+    -------
+    Estimate
+        With `estimate`, `standard_error`, `products`, `converged` and, by ``"hutchinson"``, with
+        the `layers` of an operator of this package.
+
+    Raises
+    ------
+    NonFiniteError
+        If a product is not finite.
+    HvpError
+        If an argument is invalid.
+
+    References
+    ----------
+    .. [Hut] M. F. Hutchinson, "A stochastic estimator of the trace of the influence matrix for
+       Laplacian smoothing splines", Communications in Statistics 18(3), 1989.
+       https://doi.org/10.1080/03610918908812806
+    .. [MMM] R. A. Meyer, C. Musco, C. Musco and D. P. Woodruff, "Hutch++: Optimal stochastic trace
+       estimation", SOSA 2021. https://doi.org/10.1137/1.9781611976496.16
+    .. [ETW] E. N. Epperly, J. A. Tropp and R. J. Webber, "XTrace: Making the most of every sample
+       in stochastic trace estimation", SIAM Journal on Matrix Analysis and Applications 45(1),
+       2024. https://doi.org/10.1137/23M1548323
+
+    Examples
+    --------
+    >>> import tensorflow as tf
+    >>> import hvp
+    >>> a, b = tf.Variable([1.0, 2.0], name="a"), tf.Variable([3.0], name="b")
+    >>> loss = lambda: tf.reduce_sum(a**4) / 12 + tf.reduce_sum(b**3)
+    >>> result = hvp.trace(hvp.HessianOperator(loss, [a, b]))
+    >>> result.estimate, result.standard_error
+    (23.0, 0.0)
+    >>> {name: part.estimate for name, part in result.layers.items()}
+    {'a': 5.0, 'b': 18.0}
+    """
+    rows = Rows(A)
+    if method not in get_args(TraceMethod):
+        raise HvpError(f"the method is {method!r}", " or ".join(map(repr, get_args(TraceMethod))))
+    tolerances = check_tolerance("rtol", rtol), check_tolerance("atol", atol)
+    check_count(max_products, "max_products", 3 * _FEWEST)
+    check_progress(progress)
+    probes = Probes(rows, check_seed(seed))
+    run: Any = {"hutchinson": _Hutchinson, "hutch++": _HutchPlusPlus, "xtrace": _XTrace}[method]
+    with progress_bar(progress, total=max_products, unit="product") as bar:
+        return run(rows, probes).run(tolerances, max_products, bar)
+
+
+def allowed_error(estimate: Any, tolerances: tuple[float, float]) -> float:
+    """Return the standard error up to which an estimate has converged."""
+    return max(tolerances[0] * float(np.linalg.norm(estimate)), tolerances[1])
+
+
+class _Hutchinson:
+    """Samples `z' A z`, and their parts of the layers."""
+
+    def __init__(self, rows: Rows, probes: Probes) -> None:
+        self._probes, self._layers = probes, Layers(rows)
+
+    def run(self, tolerances: tuple[float, float], at_most: int, bar: Any) -> Estimate:
+        samples = np.zeros((0, max(1, len(self._layers.names))))
+        wanted = _FEWEST
+        while len(samples) < wanted:
+            count = min(self._probes.widest, wanted - len(samples))
+            vectors = self._probes.draw(count)
+            terms = vectors * self._probes.multiply(vectors)
+            by_layer = self._layers.sums(terms) if self._layers.names else None
+            total = np.sum(terms, axis=1, dtype=np.float64, keepdims=True)
+            samples = np.concatenate([samples, total if by_layer is None else by_layer])
+            bar.update(count)
+            if len(samples) >= wanted:
+                wanted = min(at_most, more_samples(samples.sum(axis=1), tolerances))
+        return self._result(samples, tolerances)
+
+    def _result(self, samples: np.ndarray, tolerances: tuple[float, float]) -> Estimate:
+        products, method = self._probes.products, "hutchinson"
+        layers = {
+            name: _converged(estimate_of(part, products, method, converged=True), tolerances)
+            for name, part in zip(self._layers.names, samples.T)
+        }
+        whole = estimate_of(samples.sum(axis=1), products, method, converged=True, layers=layers)
+        return _converged(whole, tolerances)
+
+
+def more_samples(samples: np.ndarray, tolerances: tuple[float, float]) -> int:
+    """Return how many samples are likely to suffice; as many as there are, if these do."""
+    count, error = len(samples), np.std(samples, ddof=1) / np.sqrt(len(samples))
+    allowed = allowed_error(np.mean(samples), tolerances)
+    if error <= allowed:
+        return count
+    if not allowed:
+        return 2 * count
+    # No more than twice as many, since the first samples do not tell the error well.
+    return int(min(2 * count, np.ceil(count * (error / allowed) ** 2) + 1))
+
+
+def _converged(estimate: Estimate, tolerances: tuple[float, float]) -> Estimate:
+    allowed = allowed_error(estimate.estimate, tolerances)
+    return replace(estimate, converged=bool(np.linalg.norm(estimate.standard_error) <= allowed))
+
+
+class _Doubling:
+    """Runs a method with twice as many vectors until the error is small enough."""
+
+    name = ""
+    # Products for each vector.
+    cost = 0
+    correlated = False
+
+    def __init__(self, rows: Rows, probes: Probes) -> None:
+        self._size, self._probes = rows.size, probes
+
+    def run(self, tolerances: tuple[float, float], at_most: int, bar: Any) -> Estimate:
+        count = _FEWEST
+        while True:
+            before = self._probes.products
+            samples = self.samples(min(count, self._size))
+            bar.update(self._probes.products - before)
+            found = estimate_of(
+                samples,
+                self._probes.products,
+                self.name,
+                correlated=self.correlated,
+                converged=True,
+            )
+            found = _converged(found, tolerances)
+            count *= 2
+            if found.converged or self._probes.products + self.cost * count > at_most:
+                return found
+
+    def samples(self, count: int) -> np.ndarray:
+        """Return the samples of a run with so many vectors."""
+        raise NotImplementedError
+
+
+class _XTrace(_Doubling):
+    name, cost, correlated = "xtrace", 2, True
+
+    def samples(self, count: int) -> np.ndarray:
+        return LeaveOneOut(self._probes, self._probes.draw_on_sphere(count)).traces()
+
+
+class _HutchPlusPlus(_Doubling):
+    name, cost = "hutch++", 3
+
+    def samples(self, count: int) -> np.ndarray:
+        probes = self._probes
+        drawn = probes.multiply(probes.draw(count))
+        Q = np.ascontiguousarray(scipy.linalg.qr(drawn.T, mode="economic")[0].T)
+        exact = float(np.sum(Q * probes.multiply(Q), dtype=np.float64))
+        rest = probes.draw(count)
+        for _ in range(2):  # rounding makes a second pass necessary
+            rest -= (rest @ Q.T) @ Q
+        return exact + np.einsum("ij,ij->i", rest, probes.multiply(rest), dtype=np.float64)
