@@ -27,6 +27,7 @@ from hvp._runtime import checkpoint, guard
 from hvp._snapshots.nearby import Gradients
 from hvp._snapshots.snapshot import Snapshot
 from hvp._solve import equations, krylov, solve
+from hvp._spectra import eigsh
 from hvp._vectors import packing
 
 # Limits that the library chooses for itself: the module that has the constant, and its name.
@@ -44,6 +45,8 @@ LIMITS: dict[str, tuple[Any, str]] = {
     "bytes of many values": (sizes, "_FEW"),
     "multiplications per entry in low precision": (low_precision, "_LEAST_INTENSITY"),
     "large values computed meanwhile": (rematerialize, "_WORTH_IT"),
+    "size of dense eigenvalues": (eigsh, "_DENSE"),
+    "largest size of dense eigenvalues": (eigsh, "_DENSE_LARGEST"),
     "seconds between saves": (checkpoint, "INTERVAL"),
 }
 

@@ -214,9 +214,11 @@ def run(name: str, task: str, rounds: int) -> dict[str, Any]:
         if task == "density":
             del row["relative_error"]
         rows[variant] = row
-    missed = sum(
-        bool((np.abs(answer / right - 1) > 1e-3).any()) for answer in answers["hvp"]
-    ) if task == "eigenvalues" else None
+    missed = (
+        sum(bool((np.abs(answer / right - 1) > 1e-3).any()) for answer in answers["hvp"])
+        if task == "eigenvalues"
+        else None
+    )
     return {"parameters": H.shape[0], "products": products, "rows": rows, "missed": missed}
 
 

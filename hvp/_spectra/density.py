@@ -208,8 +208,8 @@ def spectral_density(
     >>> w = tf.Variable(np.linspace(0, 1, 200).astype("float32"))
     >>> H = hvp.HessianOperator(lambda: tf.reduce_sum(w**3) / 6, w)
     >>> density = hvp.spectral_density(H)
-    >>> density.distribution(0.5).round(1)  # the eigenvalues are those of w itself
-    0.5
+    >>> bool(0.4 < density.distribution(0.5) < 0.6)  # the eigenvalues are those of w itself
+    True
     """
     rows = Rows(A)
     check_count(probes, "probes")

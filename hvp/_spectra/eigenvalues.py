@@ -5,8 +5,9 @@ The method is block Lanczos with thick restarts. It differs from the textbook in
 1. Every new block is orthogonalized against the whole basis, twice. The coefficients of that are
    the projected matrix, whatever the basis was restarted from.
 2. Once the wanted Ritz values have converged, the basis is restarted with them and a block of new
-   random vectors, and has to converge again to the same values. A Krylov space has only as many
-   vectors of a multiple eigenvalue as a block has columns; the random block brings in others.
+   random vectors, and has to converge again to the same values, the next best ones included. A
+   Krylov space has only as many vectors of a multiple eigenvalue as a block has columns; the random
+   block brings in others.
 3. The residuals that are returned are those of products with the eigenvectors themselves.
 
 References: G. Wu and H. Simon, "Thick-restart Lanczos method for large symmetric eigenvalue
@@ -30,6 +31,10 @@ from hvp._spectra.probes import multiply
 
 # A vector is exhausted where this many rounding units of the largest eigenvalue are left of it.
 _ROUNDING = 32
+# Columns of a block. More would need more products, which blocks do not make much cheaper.
+_WIDTH = 2
+# A Ritz value is known not to be another one if its residual is this part of the distance.
+_CLEAR = 0.1
 # Values that were confirmed may differ from those before by this part of the tolerance.
 _SAME = 2.0
 
@@ -71,6 +76,8 @@ class BlockLanczos:
         How many eigenvalues are wanted.
     choose : callable
         Which Ritz values are wanted.
+    by_size : bool
+        Whether these are the ones of largest absolute value.
     tol : float
         Bound on residuals, relative to the largest absolute Ritz value.
     seed : int
@@ -84,16 +91,17 @@ class BlockLanczos:
         rows: Rows,
         count: int,
         choose: Choose,
+        by_size: bool,
         tol: float,
         seed: int,
         told: Callable[[int], None],
     ) -> None:
         self._rows, self._count, self._choose = rows, count, choose
-        self._tol, self._told = tol, told
+        self._by_size, self._tol, self._told = by_size, tol, told
         self._random = np.random.default_rng(seed)
         self._dtype = rows.dtype.as_numpy_dtype
-        self._width = min(max(2, min(8, count)), rows.size)
-        self._largest = min(rows.size, max(2 * count + 4 * self._width, count + 24))
+        self._width = min(_WIDTH, rows.size)
+        self._largest = min(rows.size, 2 * count + 32)
         self._scale = 0.0
         self.products = 0
 
@@ -118,6 +126,7 @@ class BlockLanczos:
             enough = len(wanted) == self._count
             is_whole = len(self._basis) == self._rows.size
             settled = enough and bool((bounds[wanted] <= self._tol * scale).all())
+            settled = settled and (confirmed is None or self._no_other(values, bounds, scale))
             if is_whole or self.products + self._width + self._count > at_most:
                 break
             if settled:
@@ -131,6 +140,19 @@ class BlockLanczos:
                 more = self._choose(values)[: self._count + self._width]
                 self._restart(values, mixing, np.sort(more), self._next)
         return self._pairs(mixing[:, wanted])
+
+    def _no_other(self, values: np.ndarray, bounds: np.ndarray, scale: float) -> bool:
+        """Whether the next best Ritz values, of new vectors, are known not to be wanted.
+
+        Their residuals have to be small beside the distances to the wanted ones, or within the
+        tolerance.
+        """
+        order = self._choose(values)
+        wanted, others = order[: self._count], order[self._count : self._count + 2]
+        ranks = np.abs(values) if self._by_size else values
+        apart = np.abs(ranks[others, np.newaxis] - ranks[wanted]).min(axis=1)
+        allowed = np.maximum(_CLEAR * apart, self._tol * scale)
+        return len(others) > 0 and bool((bounds[others] <= allowed).all())
 
     def _begin(self, starts: np.ndarray | None) -> None:
         size = self._rows.size

@@ -203,7 +203,7 @@ def eigsh(
         if is_dense and size <= max_products:
             pairs, products = _dense(rows, k, choose), size
         else:
-            run = BlockLanczos(rows, k, choose, tol, check_seed(seed), bar.update)
+            run = BlockLanczos(rows, k, choose, which == "LM", tol, check_seed(seed), bar.update)
             # What takes more products than the whole matrix is better taken from that.
             may_be_dense = size <= _DENSE_LARGEST and max_products >= 2 * size + k
             pairs = run.run(starts, size if may_be_dense else max_products)
