@@ -20,8 +20,9 @@ from hvp._spectra.probes import Probes, check_seed, check_tolerance
 
 TraceMethod = Literal["hutchinson", "hutch++", "xtrace"]
 
-# Fewer samples do not tell the standard error.
-_FEWEST = 16
+# Fewer samples do not tell the standard error: of the mean, and of methods that also approximate
+# the operator by them.
+_FEWEST, _FEWEST_VECTORS = 16, 24
 
 
 @Uninterrupted()
@@ -55,7 +56,7 @@ def trace(
         The estimate has converged when its standard error is at most
         `max(rtol * abs(estimate), atol)`.
     max_products : int, optional
-        Upper bound on the number of products, at least 48.
+        Upper bound on the number of products, at least 72.
     seed : int, optional
         What the random vectors depend on.
     progress : bool or "always", optional
@@ -102,7 +103,7 @@ def trace(
     if method not in get_args(TraceMethod):
         raise HvpError(f"the method is {method!r}", " or ".join(map(repr, get_args(TraceMethod))))
     tolerances = check_tolerance("rtol", rtol), check_tolerance("atol", atol)
-    check_count(max_products, "max_products", 3 * _FEWEST)
+    check_count(max_products, "max_products", 3 * _FEWEST_VECTORS)
     check_progress(progress)
     probes = Probes(rows, check_seed(seed))
     run: Any = {"hutchinson": _Hutchinson, "hutch++": _HutchPlusPlus, "xtrace": _XTrace}[method]
@@ -175,7 +176,7 @@ class _Doubling:
         self._size, self._probes = rows.size, probes
 
     def run(self, tolerances: tuple[float, float], at_most: int, bar: Any) -> Estimate:
-        count = _FEWEST
+        count = _FEWEST_VECTORS
         while True:
             before = self._probes.products
             samples = self.samples(min(count, self._size))

@@ -1,0 +1,214 @@
+"""A Keras callback that measures curvature during training."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from typing import Any, Literal
+
+import keras
+import numpy as np
+
+from hvp._errors import ConvergenceWarning, HvpError, InvalidDataError
+from hvp._operators.hessian import HessianOperator
+from hvp._runtime.arguments import check_count
+from hvp._spectra.eigsh import eigsh
+from hvp._spectra.probes import check_seed, check_tolerance
+from hvp._spectra.trace import trace
+
+_QUANTITIES = ("largest", "smallest", "trace", "gradient_norm")
+# Eigenvalues to watch need few digits.
+_TOLERANCE, _TRACE_ERROR = 1e-2, 0.1
+# Products for one eigenvalue or trace, at most.
+_PRODUCTS = 200
+
+
+class CurvatureMonitor(keras.callbacks.Callback):
+    """A Keras callback that logs eigenvalues and the trace of the Hessian during training.
+
+    It changes nothing in the training: the weights after `fit` are the same without it.
+
+    Parameters
+    ----------
+    data : tuple of arrays, or iterable of such
+        `(x, y)` or `(x, y, sample_weight)`, what the Hessian of the compiled loss is of, as for
+        `HessianOperator.from_keras`.
+    quantities : sequence of str, optional
+        Which of ``"largest"`` and ``"smallest"`` (eigenvalues), ``"trace"`` and
+        ``"gradient_norm"`` to measure.
+    every : "epoch" or int, optional
+        Measure at the end of each epoch, or after so many batches as well. The values of the last
+        measurement are logged at the end of the epoch.
+    budget : float, optional
+        The part of the training time that measurements may take. A measurement is left out, and NaN
+        logged, while those before have taken more. The first one, which traces the Hessian, is
+        made in any case.
+    sample : int, optional
+        Upper bound on the number of examples: of more, so many are drawn once. Only for arrays.
+    seed : int, optional
+        What random vectors and the sample depend on. Nothing global is drawn from.
+    prefix : str, optional
+        What the names in the logs begin with.
+    **options
+        Further arguments of `HessianOperator.from_keras`, such as ``batch_size``.
+
+    Attributes
+    ----------
+    history : list of dict
+        All measurements: the quantities and their errors (``"largest_error"`` is a residual norm,
+        ``"trace_error"`` a standard error), ``"epoch"``, ``"batch"`` (counted from the start of
+        training), ``"seconds"`` and ``"products"``.
+
+    Raises
+    ------
+    InvalidDataError
+        If `sample` is given and the data are not arrays.
+    HvpError
+        If another argument is invalid. What is wrong with the model or the data is raised when
+        training begins.
+
+    Notes
+    -----
+    The logs have ``curvature_largest`` and so on, so that `History`, `CSVLogger` and `TensorBoard`
+    have them too. Eigenvalues are computed to a residual of one percent of the largest, from the
+    last eigenvectors, and traces to a standard error of 10 %.
+
+    Examples
+    --------
+    >>> import keras
+    >>> import numpy as np
+    >>> import hvp.keras
+    >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    >>> model.compile("sgd", "mse")
+    >>> x, y = np.eye(3, dtype="float32"), np.ones((3, 1), "float32")
+    >>> monitor = hvp.keras.CurvatureMonitor((x, y), budget=1.0)
+    >>> history = model.fit(x, y, epochs=2, verbose=0, callbacks=[monitor]).history
+    >>> round(history["curvature_largest"][0], 3)
+    2.667
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        *,
+        quantities: Any = _QUANTITIES,
+        every: Literal["epoch"] | int = "epoch",
+        budget: float = 0.05,
+        sample: int | None = None,
+        seed: int = 0,
+        prefix: str = "curvature_",
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self._quantities = list(quantities)
+        unknown = [name for name in self._quantities if name not in _QUANTITIES]
+        if unknown or not self._quantities:
+            raise HvpError(
+                f"the argument quantities is {quantities!r}",
+                f"some of {', '.join(map(repr, _QUANTITIES))}",
+            )
+        if every != "epoch":
+            check_count(every, "every")
+        self._every = every
+        self._budget, self._seed = check_tolerance("budget", budget), check_seed(seed)
+        self._data = data if sample is None else _drawn(data, sample, seed)
+        self._prefix, self._options = prefix, options
+        self._operator: HessianOperator | None = None
+        self._vectors: dict[str, Any] = {}
+        self.history: list[dict[str, Any]] = []
+        self._spent = self._start = 0.0
+        self._epoch = self._batch = 0
+        self._last: dict[str, Any] | None = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Begin to count the time, and forget the eigenvectors of another training."""
+        self._close()
+        self._spent, self._start, self._batch = 0.0, time.perf_counter(), 0
+        self._vectors, self.history = {}, []
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Release the Hessian."""
+        self._close()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Note the epoch."""
+        self._epoch, self._last = epoch, None
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Measure after so many batches."""
+        self._batch += 1
+        if self._every != "epoch" and self._batch % self._every == 0:
+            self._last = self._measure()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Measure at the end of each epoch, and add the last values to the logs."""
+        last = self._measure() if self._every == "epoch" else self._last
+        for name in self._quantities:
+            if logs is not None:
+                logs[self._prefix + name] = np.nan if last is None else last[name]
+
+    def _measure(self) -> dict[str, Any] | None:
+        elapsed = time.perf_counter() - self._start
+        if self._spent > self._budget * (elapsed - self._spent):
+            return None
+        before = time.perf_counter()
+        if self._operator is None:
+            self._operator = HessianOperator.from_keras(self.model, self._data, **self._options)
+        else:
+            self._operator.refresh()
+        H = self._operator
+        products = H.stats.products
+        measured: dict[str, Any] = {}
+        for name in self._quantities:
+            measured[name], measured[f"{name}_error"] = self._value(H, name)
+        seconds = time.perf_counter() - before
+        self._spent += seconds
+        measured |= {"epoch": self._epoch, "batch": self._batch, "seconds": seconds}
+        measured["products"] = H.stats.products - products
+        self.history.append(measured)
+        return measured
+
+    def _value(self, H: HessianOperator, name: str) -> tuple[float, float]:
+        """Return a quantity, and its error."""
+        if name == "gradient_norm":
+            return float(np.linalg.norm(H.gradient.astype(np.float64))), 0.0
+        if name == "trace":
+            found = trace(H, rtol=_TRACE_ERROR, max_products=_PRODUCTS, seed=self._seed)
+            return found.estimate, found.standard_error
+        which: Any = "LA" if name == "largest" else "SA"
+        with warnings.catch_warnings():
+            # The history has the residual.
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            result = eigsh(
+                H,
+                1,
+                which,
+                tol=_TOLERANCE,
+                max_products=_PRODUCTS,
+                v0=self._vectors.get(name),
+                seed=self._seed,
+            )
+        self._vectors[name] = result.eigenvectors
+        return float(result.eigenvalues[0]), float(result.residual_norms[0])
+
+    def _close(self) -> None:
+        if self._operator is not None:
+            self._operator.close()
+            self._operator = None
+
+
+def _drawn(data: Any, sample: Any, seed: int) -> Any:
+    """Draw some of the examples of arrays."""
+    check_count(sample, "sample")
+    is_arrays = isinstance(data, tuple) and all(hasattr(part, "shape") for part in data)
+    if not is_arrays:
+        raise InvalidDataError(
+            f"a sample is to be drawn of data that are {type(data).__name__}",
+            "a tuple of arrays",
+            "leave out sample, and pass the examples themselves",
+        )
+    count = len(data[0])
+    if count <= sample:
+        return data
+    places = np.sort(np.random.default_rng(seed).choice(count, sample, replace=False))
+    return tuple(np.asarray(part)[places] for part in data)

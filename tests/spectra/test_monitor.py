@@ -1,0 +1,116 @@
+"""The callback: its values against dense Hessians, and a training that it does not change."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvp.keras
+from tests.cases import Problem, dense_hessian, random
+
+layers = keras.layers
+
+
+def make(dtype="float64"):
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential(
+        [
+            layers.Input((4,), dtype=dtype),
+            layers.Dense(6, "tanh", dtype=dtype),
+            layers.Dropout(0.3, dtype=dtype),
+            layers.BatchNormalization(dtype=dtype),
+            layers.Dense(2, dtype=dtype),
+        ]
+    )
+    model.compile("adam", "mse", metrics=["mae"])
+    return model
+
+
+X, Y = random(0, 40, 4, dtype="float64"), random(1, 40, 2, dtype="float64")
+
+
+def test_values_are_those_of_the_hessian():
+    model, seen = make(), []
+    monitor = hvp.keras.CurvatureMonitor((X, Y), budget=1e6)
+
+    class Look(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            variables = [v.value for v in model.trainable_variables]
+
+            def loss():
+                return tf.reduce_mean((model(X, training=False) - Y) ** 2)
+
+            dense = dense_hessian(Problem(loss, variables))
+            with tf.GradientTape() as tape:
+                value = loss()
+            gradient = tape.gradient(value, variables)
+            norm = float(tf.linalg.global_norm(gradient))
+            seen.append((np.linalg.eigvalsh(dense), norm, dict(logs)))
+
+    history = model.fit(
+        X, Y, epochs=3, batch_size=8, verbose=0, callbacks=[monitor, Look()]
+    ).history
+    assert len(monitor.history) == 3
+    for epoch, (eigenvalues, norm, logs) in enumerate(seen):
+        # The compiled loss is computed in float32.
+        assert logs["curvature_largest"] == pytest.approx(eigenvalues[-1], rel=1e-3)
+        assert logs["curvature_smallest"] == pytest.approx(
+            eigenvalues[0], abs=1e-3 * eigenvalues[-1]
+        )
+        assert logs["curvature_gradient_norm"] == pytest.approx(norm, rel=1e-3)
+        measured = monitor.history[epoch]
+        error = abs(logs["curvature_trace"] - eigenvalues.sum())
+        assert error < 5 * measured["trace_error"] + 1e-3 * eigenvalues[-1]
+        assert history["curvature_largest"][epoch] == logs["curvature_largest"]
+        assert (measured["epoch"], measured["batch"]) == (epoch, 5 * (epoch + 1))
+        assert measured["products"] > 0
+
+
+@pytest.mark.parametrize("options", [{}, {"every": 2}, {"batch_size": 16}, {"engine": "tape"}])
+def test_the_training_is_the_same_to_the_bit(options, tmp_path):
+    def train(*callbacks):
+        model = make("float32")
+        model.fit(X, Y, epochs=2, batch_size=8, verbose=0, callbacks=list(callbacks))
+        return [weight.numpy() for weight in model.weights]
+
+    plain = train()
+    monitor = hvp.keras.CurvatureMonitor((X, Y), budget=1e6, **options)
+    file = keras.callbacks.CSVLogger(tmp_path / "log.csv")
+    watched = train(monitor, file)
+    assert len(monitor.history) == (5 if options.get("every") else 2)
+    for one, other in zip(plain, watched):
+        np.testing.assert_array_equal(one, other)
+    assert "curvature_largest" in (tmp_path / "log.csv").read_text()
+
+
+def test_a_budget_and_a_sample():
+    model = make("float32")
+    monitor = hvp.keras.CurvatureMonitor(
+        (X, Y), budget=0.0, sample=10, quantities=["largest"], prefix="c/"
+    )
+    history = model.fit(X, Y, epochs=3, verbose=0, callbacks=[monitor]).history
+    assert len(monitor.history) == 1
+    assert np.isfinite(history["c/largest"]).tolist() == [True, False, False]
+    assert "c/trace" not in history
+    again = hvp.keras.CurvatureMonitor((X, Y), sample=10, quantities=["largest"])
+    model = make("float32")
+    model.fit(X, Y, epochs=1, verbose=0, callbacks=[again])
+    assert again.history[0]["largest"] == monitor.history[0]["largest"]
+
+
+def test_what_is_refused():
+    for options, said in (
+        ({"quantities": ["sharpness"]}, "'largest', 'smallest'"),
+        ({"quantities": []}, "quantities is"),
+        ({"every": 0}, "every is 0"),
+        ({"budget": -1}, "budget is -1"),
+        ({"seed": -1}, "seed is -1"),
+        ({"sample": 0}, "sample is 0"),
+    ):
+        with pytest.raises(hvp.HvpError, match=said):
+            hvp.keras.CurvatureMonitor((X, Y), **options)
+    with pytest.raises(hvp.InvalidDataError, match="a tuple of arrays"):
+        hvp.keras.CurvatureMonitor([(X, Y)], sample=3)
+    model = make("float32")
+    with pytest.raises(hvp.HvpError):
+        model.fit(X, Y, verbose=0, callbacks=[hvp.keras.CurvatureMonitor((X, Y[:, :0]))])
