@@ -1,0 +1,1 @@
+"""The command `hvp`: the curvature of a saved Keras model, as text, JSON and a figure."""

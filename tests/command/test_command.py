@@ -1,0 +1,170 @@
+"""The command, on a model and data in files."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from hvp._command.command import main
+from tests.cases import Problem, dense_hessian, random, relative_error
+
+layers = keras.layers
+X, Y = random(0, 60, 4), random(1, 60, 2)
+
+
+def make(compiled=True):
+    model = keras.Sequential(
+        [layers.Input((4,)), layers.Dense(6, "tanh", name="inner"), layers.Dense(2, name="last")]
+    )
+    for index, weight in enumerate(model.trainable_variables):
+        weight.assign(random(index, *weight.shape, scale=0.5))
+    if compiled:
+        model.compile("sgd", "mse")
+    return model
+
+
+@pytest.fixture
+def files(tmp_path):
+    model = make()
+    model.save(tmp_path / "model.keras")
+    np.savez(tmp_path / "data.npz", x=X, y=Y)
+    return model, tmp_path, [str(tmp_path / "model.keras"), str(tmp_path / "data.npz")]
+
+
+def dense(model):
+    twin = keras.Sequential(
+        [
+            layers.Input((4,), dtype="float64"),
+            layers.Dense(6, "tanh", dtype="float64"),
+            layers.Dense(2, dtype="float64"),
+        ]
+    )
+    twin.set_weights(model.get_weights())
+    variables = [v.value for v in twin.trainable_variables]
+    x, y = X.astype("float64"), Y.astype("float64")
+
+    def loss():
+        return tf.reduce_mean((twin(x) - y) ** 2)
+
+    return dense_hessian(Problem(loss, variables)), float(loss())
+
+
+@pytest.mark.parametrize("options", [[], ["--batch-size", "25"]])
+def test_everything_is_right(files, options, capsys):
+    model, folder, arguments = files
+    out, figure = folder / "out.json", folder / "out.png"
+    pytest.importorskip("matplotlib")
+    more = ["--json", str(out), "--figure", str(figure), "--rtol", "0.05", *options]
+    assert main([*arguments, *more]) == 0
+    H, value = dense(model)
+    eigenvalues = np.linalg.eigvalsh(H)
+    found = json.loads(out.read_text())
+    assert found["value"] == pytest.approx(value, rel=1e-5)
+    largest = [row["eigenvalue"] for row in found["largest_eigenvalues"]]
+    assert relative_error(largest, eigenvalues[::-1][:5]) < 1e-5
+    assert found["smallest_eigenvalue"]["eigenvalue"] == pytest.approx(eigenvalues[0], abs=1e-4)
+    error = abs(found["trace"]["estimate"] - eigenvalues.sum())
+    assert error < 5 * found["trace"]["standard_error"]
+    assert [row["size"] for row in found["layers"].values()] == [30, 14]
+    assert found["check"]["symmetry"][0] == "ok"
+    assert np.sum(found["density"]["weights"]) == pytest.approx(8)
+    text = capsys.readouterr().out
+    assert "nothing failed" in text
+    assert f"{largest[0]:.6g}" in text
+    assert "last" in text
+    assert figure.read_bytes().startswith(b"\x89PNG")
+
+
+def test_gauss_newton_and_a_part_of_the_data(files, capsys):
+    _, folder, arguments = files
+    out = folder / "out.json"
+    options = ["--matrix", "gauss-newton", "--examples", "20", "--no-density", "--no-check"]
+    assert main([*arguments, *options, "--json", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert found["smallest_eigenvalue"]["eigenvalue"] > -1e-4
+    assert "density" not in found
+    assert "check" not in found
+    assert "20 examples" in capsys.readouterr().out
+
+
+def test_a_new_process(files):
+    """As a user runs it, in another folder."""
+    _, folder, arguments = files
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    command = [sys.executable, "-W", "ignore", "-m", "hvp"]
+    options = ["--no-density", "--no-check"]
+    ended = subprocess.run(
+        [*command, *arguments, *options],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=environment,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith("HessianOperator(44 x 44, float32")
+    assert "largest eigenvalues" in ended.stdout
+
+
+CUSTOM = """
+import keras
+
+@keras.saving.register_keras_serializable("mine")
+class Twice(keras.layers.Layer):
+    def call(self, x):
+        return 2 * x
+"""
+
+
+def test_custom_objects(files, monkeypatch, capsys):
+    _, folder, arguments = files
+    (folder / "mine_for_test.py").write_text(CUSTOM)
+    monkeypatch.syspath_prepend(str(folder))
+    script = (
+        "import keras, mine_for_test\n"
+        "m = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2), mine_for_test.Twice()])\n"
+        "m.compile('sgd', 'mse')\nm.save('custom.keras')\n"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script], cwd=folder, check=True)
+    arguments[0] = str(folder / "custom.keras")
+    options = ["--no-density", "--no-check"]
+    assert main([*arguments, *options]) == 2
+    assert "--import MODULE" in capsys.readouterr().err
+    assert main([*arguments, *options, "--import", "mine_for_test"]) == 0
+    assert main([*arguments, *options, "--import", "no_such_module"]) == 2
+    assert "no_such_module cannot be imported" in capsys.readouterr().err
+
+
+def test_what_is_wrong_is_said(files, capsys):
+    _, folder, arguments = files
+    make(compiled=False).save(folder / "plain.keras")
+    (folder / "broken.keras").write_text("no model")
+    (folder / "broken.npz").write_text("no data")
+    np.savez(folder / "named.npz", inputs=X, targets=Y)
+    np.savez(folder / "uneven.npz", x=X, y=Y[:3])
+    np.savez(folder / "unfit.npz", x=X[:, :3], y=Y)
+    model, data = arguments
+    for changed, said in (
+        ([str(folder / "none.keras"), data], "no file"),
+        ([str(folder / "plain.keras"), data], "not compiled.*model.compile"),
+        ([str(folder / "broken.keras"), data], "cannot be loaded"),
+        ([model, str(folder / "none.npz")], "no file"),
+        ([model, str(folder / "broken.npz")], "cannot be read"),
+        ([model, str(folder / "named.npz")], "arrays inputs, targets.*np.savez"),
+        ([model, str(folder / "uneven.npz")], r"x \(60, 4\), y \(3, 2\)"),
+        ([model, str(folder / "unfit.npz")], r"does not take the data.*x \(60, 3\).*\(None, 4\)"),
+        ([model, data, "--json", str(folder / "none" / "out.json")], "no folder"),
+        ([model, data, "--eigenvalues", "0"], "k is 0"),
+    ):
+        assert main(changed) == 2, said
+        error = capsys.readouterr().err.replace("\n", " ")
+        assert re.search(said, error), error
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    assert "example:" in capsys.readouterr().out
