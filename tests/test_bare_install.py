@@ -19,6 +19,10 @@ assert H.stats.batches == H.stats.batches_kept > 1
 assert result.gradient_evaluations == len(result.history)
 assert result.fun < loss_value
 assert solutions.shape == (161, 8)
+assert direction.shape == (161,)
+assert J.shape == (200, 161)
+assert F.is_positive_semidefinite and first.shape == (144, 144)
+assert density.size == 161
 assert report.ok
 assert scores.shape == (10, 200)
 assert again.shape == block.__wrapped__.kernel.shape
@@ -42,6 +46,14 @@ with hvp.HessianOperator(quartic, w, progress=False) as H:
     for inverse in (hvp.ExactInverse(H), hvp.NeumannInverse(H), hvp.ArnoldiInverse(H, rank=1)):
         inverse @ np.ones(3)
     hvp.NystromPreconditioner(H), hvp.DiagonalPreconditioner(H)
+    assert hvp.trace(H).estimate == 20.0
+    assert np.allclose(hvp.eigsh(H, 3).eigenvalues, [11, 6, 3])
+    assert np.allclose(hvp.diagonal(H).estimate, [3, 6, 11])
+    hvp.norm(H), hvp.logdet(H, rtol=0.5), hvp.quadratic_forms(H, np.ones(3), np.exp)
+    try:
+        hvp.spectral_density(H).plot()
+    except hvp.HvpError as error:
+        print("asked for a figure:", error)
 assert hvp.minimize(quartic, w).success
 assert hvp.NewtonCG(quartic, w).minimize().success
 hvp.linearize(quartic, w).vjp(tf.ones([]))
@@ -67,7 +79,7 @@ except hvp.HvpError as error:
 def test_the_readmes_code_and_everything_else_works_with_the_required_packages_alone(tmp_path):
     readme = (ROOT / "README.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
-    assert len(blocks) == 9
+    assert len(blocks) == 11
     script = tmp_path / "script.py"
     script.write_text("\n".join([*blocks, OF_THE_README, EVERYTHING]))
     command = [sys.executable, str(ROOT / "tests" / "bare.py"), str(script)]
@@ -80,3 +92,4 @@ def test_the_readmes_code_and_everything_else_works_with_the_required_packages_a
     assert "HessianOperator of size 161, float32: " in run.stdout
     assert "asked for a bar: A progress bar was requested, but tqdm is not installed" in run.stdout
     assert "pip install tqdm" in run.stdout
+    assert "asked for a figure: A figure was requested, but matplotlib is not" in run.stdout

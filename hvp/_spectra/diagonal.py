@@ -41,11 +41,11 @@ def diagonal(
     A : HessianOperator, or another operator of this package or of scipy, or a matrix
         Real and symmetric. Its damping counts.
     method : {"bekas", "xdiag"}, optional
-        - ``"bekas"`` is the mean of `z * (A z)` over random signs `z`, entry by entry [BKS]_. The
+        - ``"bekas"`` is the mean of `z * (A z)` over random signs `z`, entry by entry [BeK]_. The
           variance of an entry is the sum of the squares of the other entries of its row, divided
           by the number of products.
         - ``"xdiag"`` adds a low-rank approximation from the same products, with each vector left
-          out in turn [ETW]_. It needs fewer products where few eigenvalues dominate, and keeps as
+          out in turn [EpT]_. It needs fewer products where few eigenvalues dominate, and keeps as
           many vectors of `n` numbers as it multiplies.
     absolute : bool, optional
         Whether to return the root of the mean of `(z * (A z))**2` instead, as the optimizer
@@ -76,9 +76,9 @@ def diagonal(
 
     References
     ----------
-    .. [BKS] C. Bekas, E. Kokiopoulou and Y. Saad, "An estimator for the diagonal of a matrix",
+    .. [BeK] C. Bekas, E. Kokiopoulou and Y. Saad, "An estimator for the diagonal of a matrix",
        Applied Numerical Mathematics 57, 2007. https://doi.org/10.1016/j.apnum.2007.01.003
-    .. [ETW] E. N. Epperly, J. A. Tropp and R. J. Webber, "XTrace: Making the most of every sample
+    .. [EpT] E. N. Epperly, J. A. Tropp and R. J. Webber, "XTrace: Making the most of every sample
        in stochastic trace estimation", SIAM Journal on Matrix Analysis and Applications 45(1),
        2024. https://doi.org/10.1137/23M1548323
 
