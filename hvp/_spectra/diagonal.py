@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import numpy as np
 
 from hvp._errors import HvpError
-from hvp._runtime.arguments import check_count
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.progress import check_progress, progress_bar
 from hvp._solve.rows import Rows
 from hvp._spectra.estimate import Estimate, estimate_of
 from hvp._spectra.leave_one_out import LeaveOneOut
-from hvp._spectra.probes import Probes, check_seed, check_tolerance
-from hvp._spectra.trace import allowed_error
+from hvp._spectra.probes import Probes, check_seed
+from hvp._spectra.sampling import Stopping
 
 DiagonalMethod = Literal["bekas", "xdiag"]
 
@@ -97,19 +95,16 @@ def diagonal(
         raise HvpError(f"the method is {method!r}", " or ".join(map(repr, names)))
     if absolute and method != "bekas":
         raise HvpError("absolute is True with the method 'xdiag'", "the method 'bekas'")
-    tolerances = check_tolerance("rtol", rtol), check_tolerance("atol", atol)
-    check_count(max_products, "max_products", 2 * _FEWEST)
+    stopping = Stopping.of(rtol, atol, max_products, 2 * _FEWEST)
     check_progress(progress)
     probes = Probes(rows, check_seed(seed))
     with progress_bar(progress, total=max_products, unit="product") as bar:
         if method == "xdiag":
-            return _xdiag(probes, rows.size, tolerances, max_products, bar)
-        return _bekas(probes, absolute, tolerances, max_products, bar)
+            return _xdiag(probes, rows.size, stopping, bar)
+        return _bekas(probes, absolute, stopping, bar)
 
 
-def _bekas(
-    probes: Probes, absolute: bool, tolerances: tuple[float, float], at_most: int, bar: Any
-) -> Estimate:
+def _bekas(probes: Probes, absolute: bool, stopping: Stopping, bar: Any) -> Estimate:
     count, wanted = 0, _FEWEST
     mean = squares = 0.0
     while True:
@@ -128,24 +123,20 @@ def _bekas(
         if absolute:  # the error of a root, to first order
             value = np.sqrt(value)
             error = np.divide(error, 2 * value, out=np.zeros_like(error), where=value > 0)
-        size, allowed = float(np.linalg.norm(error)), allowed_error(value, tolerances)
-        if size <= allowed or count >= at_most:
-            return Estimate(value, error, count, size <= allowed, "bekas", count - 1)
-        ratio = (size / allowed) ** 2 if allowed else 2.0
-        wanted = int(min(at_most, 2 * count, np.ceil(count * ratio) + 1))
+        size = float(np.linalg.norm(error))
+        wanted = min(stopping.wanted(count, size, value), stopping.max_products)
+        if wanted <= count:
+            converged = size <= stopping.allowed(value)
+            return Estimate(value, error, count, converged, "bekas", count - 1)
 
 
-def _xdiag(
-    probes: Probes, size: int, tolerances: tuple[float, float], at_most: int, bar: Any
-) -> Estimate:
+def _xdiag(probes: Probes, size: int, stopping: Stopping, bar: Any) -> Estimate:
     count = _FEWEST
     while True:
         before = probes.products
         samples = LeaveOneOut(probes, probes.draw(min(count, size))).diagonals()
         bar.update(probes.products - before)
-        found = estimate_of(samples, probes.products, "xdiag", correlated=True, converged=True)
-        error = float(np.linalg.norm(found.standard_error))
-        converged = error <= allowed_error(found.estimate, tolerances)
+        found = estimate_of(samples, probes.products, "xdiag", stopping, correlated=True)
         count *= 2
-        if converged or probes.products + 2 * count > at_most:
-            return replace(found, converged=converged)
+        if found.converged or found.products + 2 * count > stopping.max_products:
+            return found

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import scipy.stats
 
+from hvp._spectra.sampling import Stopping
+
 
 @dataclass(frozen=True, repr=False)
 class Estimate:
@@ -101,7 +103,13 @@ class Estimate:
 
 
 def estimate_of(
-    samples: np.ndarray, products: int, method: str, *, correlated: bool = False, **more: Any
+    samples: np.ndarray,
+    products: int,
+    method: str,
+    stopping: Stopping,
+    *,
+    correlated: bool = False,
+    **more: Any,
 ) -> Estimate:
     """Return the mean of samples, along the first axis.
 
@@ -114,4 +122,5 @@ def estimate_of(
     mean = np.mean(samples, axis=0)
     if not np.ndim(mean):
         mean, error = float(mean), float(error)
-    return Estimate(mean, error, products, method=method, degrees_of_freedom=count - 1, **more)
+    converged = bool(np.linalg.norm(error) <= stopping.allowed(mean))
+    return Estimate(mean, error, products, converged, method, count - 1, **more)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -15,8 +14,8 @@ from hvp._runtime.progress import check_progress, progress_bar
 from hvp._solve.rows import Rows
 from hvp._spectra.estimate import Estimate, estimate_of
 from hvp._spectra.lanczos import Quadrature, quadratures
-from hvp._spectra.probes import Probes, block_width, check_seed, check_tolerance
-from hvp._spectra.trace import allowed_error, more_samples
+from hvp._spectra.probes import Probes, block_width, check_seed
+from hvp._spectra.sampling import Stopping
 from hvp._vectors.arrays import check_array
 
 _FEWEST = 8
@@ -183,24 +182,20 @@ def logdet(
     True
     """
     rows = Rows(A)
-    tolerances = check_tolerance("rtol", rtol), check_tolerance("atol", atol)
     check_count(steps, "steps")
     steps = min(steps, rows.size)
-    check_count(max_products, "max_products", _FEWEST * steps)
+    stopping = Stopping.of(rtol, atol, max_products, _FEWEST * steps)
     check_progress(progress)
-    probes, samples = Probes(rows, check_seed(seed)), np.zeros(0)
-    wanted, at_most = _FEWEST, max_products // steps
+    probes = Probes(rows, check_seed(seed))
     with progress_bar(progress, total=max_products, unit="product") as bar:
-        while len(samples) < wanted:
-            vectors = probes.draw(min(probes.widest, wanted - len(samples)))
-            found = quadratures(rows, vectors, steps, bar.update)
+
+        def draw(count: int) -> np.ndarray:
+            found = quadratures(rows, probes.draw(count), steps, bar.update)
             _refuse_indefinite(found)
-            samples = np.append(samples, rows.size * _integrals(found, np.log))
-            if len(samples) >= wanted:
-                wanted = min(at_most, more_samples(samples, tolerances))
-    result = estimate_of(samples, len(samples) * steps, "lanczos quadrature", converged=True)
-    allowed = allowed_error(result.estimate, tolerances)
-    return replace(result, converged=result.standard_error <= allowed)
+            return rows.size * _integrals(found, np.log)
+
+        samples = stopping.drawn(draw, fewest=_FEWEST, widest=probes.widest, cost=steps)
+    return estimate_of(samples, len(samples) * steps, "lanczos quadrature", stopping)
 
 
 def _refuse_indefinite(found: Quadrature) -> None:

@@ -7,14 +7,13 @@ from typing import Any, Literal
 import numpy as np
 
 from hvp._errors import HvpError
-from hvp._runtime.arguments import check_count
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.progress import check_progress, progress_bar
 from hvp._solve.rows import Rows
 from hvp._spectra.eigsh import eigsh
 from hvp._spectra.estimate import Estimate
-from hvp._spectra.probes import Probes, check_seed, check_tolerance
-from hvp._spectra.trace import allowed_error, more_samples
+from hvp._spectra.probes import Probes, check_seed
+from hvp._spectra.sampling import Stopping, mean_and_error
 
 _FEWEST = 16
 
@@ -74,32 +73,30 @@ def norm(
     9.0
     """
     rows = Rows(A)
-    tolerances = check_tolerance("rtol", rtol), check_tolerance("atol", atol)
+    stopping = Stopping.of(rtol, atol, max_products, _FEWEST)
     if ord not in ("fro", 2) or isinstance(ord, bool):
         raise HvpError(f"the argument ord is {ord!r}", "'fro' or 2")
-    check_count(max_products, "max_products", _FEWEST)
     check_progress(progress)
     probes = Probes(rows, check_seed(seed))
     if ord == 2:
         found = eigsh(A, 1, "LM", max_products=max_products, seed=seed, progress=progress)
         value, error = float(np.abs(found.eigenvalues[0])), float(found.residual_norms[0])
         return Estimate(value, error, found.products, bool(found.converged[0]), "eigsh", 0)
-    samples, wanted = np.zeros(0), _FEWEST
-    # The relative error of a root is half of that of its square.
-    of_square = 2 * tolerances[0], 0.0
     with progress_bar(progress, total=max_products, unit="product") as bar:
-        while len(samples) < wanted:
-            count = min(probes.widest, wanted - len(samples))
+
+        def draw(count: int) -> np.ndarray:
             products = probes.multiply(probes.draw(count)).astype(np.float64)
-            samples = np.append(samples, np.sum(products**2, axis=1))
             bar.update(count)
-            if len(samples) >= wanted:
-                if tolerances[1]:
-                    value = np.sqrt(samples.mean())
-                    of_square = of_square[0], 2 * value * tolerances[1]
-                wanted = min(max_products, more_samples(samples, of_square))
-    value = float(np.sqrt(samples.mean()))
-    error = float(np.std(samples, ddof=1) / np.sqrt(len(samples)))
-    error = error / (2 * value) if value else 0.0
-    converged = error <= allowed_error(value, tolerances)
-    return Estimate(value, error, len(samples), converged, "squared products", len(samples) - 1)
+            return np.sum(products**2, axis=1)
+
+        samples = stopping.drawn(draw, fewest=_FEWEST, widest=probes.widest, summary=_root)
+    value, error = _root(samples)
+    count, converged = len(samples), error <= stopping.allowed(value)
+    return Estimate(value, error, count, converged, "squared products", count - 1)
+
+
+def _root(squares: np.ndarray) -> tuple[float, float]:
+    """Return the root of the mean of squares, and its standard error, to first order."""
+    mean, error = mean_and_error(squares)
+    value = float(np.sqrt(mean))
+    return value, error / (2 * value) if value else 0.0

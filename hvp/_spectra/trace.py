@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import numpy as np
 import scipy.linalg
 
 from hvp._errors import HvpError
-from hvp._runtime.arguments import check_count
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.progress import check_progress, progress_bar
 from hvp._solve.rows import Rows
 from hvp._spectra.estimate import Estimate, estimate_of
 from hvp._spectra.layers import Layers
 from hvp._spectra.leave_one_out import LeaveOneOut
-from hvp._spectra.probes import Probes, check_seed, check_tolerance
+from hvp._spectra.probes import Probes, check_seed
+from hvp._spectra.sampling import Stopping, mean_and_error
 
 TraceMethod = Literal["hutchinson", "hutch++", "xtrace"]
 
@@ -102,18 +101,12 @@ def trace(
     rows = Rows(A)
     if method not in get_args(TraceMethod):
         raise HvpError(f"the method is {method!r}", " or ".join(map(repr, get_args(TraceMethod))))
-    tolerances = check_tolerance("rtol", rtol), check_tolerance("atol", atol)
-    check_count(max_products, "max_products", 3 * _FEWEST_VECTORS)
+    stopping = Stopping.of(rtol, atol, max_products, 3 * _FEWEST_VECTORS)
     check_progress(progress)
     probes = Probes(rows, check_seed(seed))
     run: Any = {"hutchinson": _Hutchinson, "hutch++": _HutchPlusPlus, "xtrace": _XTrace}[method]
     with progress_bar(progress, total=max_products, unit="product") as bar:
-        return run(rows, probes).run(tolerances, max_products, bar)
-
-
-def allowed_error(estimate: Any, tolerances: tuple[float, float]) -> float:
-    """Return the standard error up to which an estimate has converged."""
-    return max(tolerances[0] * float(np.linalg.norm(estimate)), tolerances[1])
+        return run(rows, probes).run(stopping, bar)
 
 
 class _Hutchinson:
@@ -122,46 +115,25 @@ class _Hutchinson:
     def __init__(self, rows: Rows, probes: Probes) -> None:
         self._probes, self._layers = probes, Layers(rows)
 
-    def run(self, tolerances: tuple[float, float], at_most: int, bar: Any) -> Estimate:
-        samples = np.zeros((0, max(1, len(self._layers.names))))
-        wanted = _FEWEST
-        while len(samples) < wanted:
-            count = min(self._probes.widest, wanted - len(samples))
+    def run(self, stopping: Stopping, bar: Any) -> Estimate:
+        def draw(count: int) -> np.ndarray:
             vectors = self._probes.draw(count)
             terms = vectors * self._probes.multiply(vectors)
-            by_layer = self._layers.sums(terms) if self._layers.names else None
-            total = np.sum(terms, axis=1, dtype=np.float64, keepdims=True)
-            samples = np.concatenate([samples, total if by_layer is None else by_layer])
             bar.update(count)
-            if len(samples) >= wanted:
-                wanted = min(at_most, more_samples(samples.sum(axis=1), tolerances))
-        return self._result(samples, tolerances)
+            if self._layers.names:
+                return self._layers.sums(terms)
+            return np.einsum("ij->i", terms, dtype=np.float64)[:, np.newaxis]
 
-    def _result(self, samples: np.ndarray, tolerances: tuple[float, float]) -> Estimate:
+        def total(samples: np.ndarray) -> tuple[float, float]:
+            return mean_and_error(samples.sum(axis=1))
+
+        samples = stopping.drawn(draw, fewest=_FEWEST, widest=self._probes.widest, summary=total)
         products, method = self._probes.products, "hutchinson"
         layers = {
-            name: _converged(estimate_of(part, products, method, converged=True), tolerances)
+            name: estimate_of(part, products, method, stopping)
             for name, part in zip(self._layers.names, samples.T)
         }
-        whole = estimate_of(samples.sum(axis=1), products, method, converged=True, layers=layers)
-        return _converged(whole, tolerances)
-
-
-def more_samples(samples: np.ndarray, tolerances: tuple[float, float]) -> int:
-    """Return how many samples are likely to suffice; as many as there are, if these do."""
-    count, error = len(samples), np.std(samples, ddof=1) / np.sqrt(len(samples))
-    allowed = allowed_error(np.mean(samples), tolerances)
-    if error <= allowed:
-        return count
-    if not allowed:
-        return 2 * count
-    # No more than twice as many, since the first samples do not tell the error well.
-    return int(min(2 * count, np.ceil(count * (error / allowed) ** 2) + 1))
-
-
-def _converged(estimate: Estimate, tolerances: tuple[float, float]) -> Estimate:
-    allowed = allowed_error(estimate.estimate, tolerances)
-    return replace(estimate, converged=bool(np.linalg.norm(estimate.standard_error) <= allowed))
+        return estimate_of(samples.sum(axis=1), products, method, stopping, layers=layers)
 
 
 class _Doubling:
@@ -175,22 +147,17 @@ class _Doubling:
     def __init__(self, rows: Rows, probes: Probes) -> None:
         self._size, self._probes = rows.size, probes
 
-    def run(self, tolerances: tuple[float, float], at_most: int, bar: Any) -> Estimate:
+    def run(self, stopping: Stopping, bar: Any) -> Estimate:
         count = _FEWEST_VECTORS
         while True:
             before = self._probes.products
             samples = self.samples(min(count, self._size))
             bar.update(self._probes.products - before)
             found = estimate_of(
-                samples,
-                self._probes.products,
-                self.name,
-                correlated=self.correlated,
-                converged=True,
+                samples, self._probes.products, self.name, stopping, correlated=self.correlated
             )
-            found = _converged(found, tolerances)
             count *= 2
-            if found.converged or self._probes.products + self.cost * count > at_most:
+            if found.converged or found.products + self.cost * count > stopping.max_products:
                 return found
 
     def samples(self, count: int) -> np.ndarray:

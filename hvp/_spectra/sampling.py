@@ -1,0 +1,96 @@
+"""When an estimator has drawn enough."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hvp._runtime.arguments import check_count
+from hvp._spectra.probes import check_tolerance
+
+
+@dataclass(frozen=True)
+class Stopping:
+    """The tolerances of an estimate, and the bound on its products.
+
+    Attributes
+    ----------
+    rtol, atol : float
+        The standard error may be `max(rtol * norm(estimate), atol)`.
+    max_products : int
+        Upper bound on the number of products.
+    """
+
+    rtol: float
+    atol: float
+    max_products: int
+
+    @classmethod
+    def of(cls, rtol: Any, atol: Any, max_products: Any, fewest: int) -> Stopping:
+        """Check the arguments of an estimator that needs so many products at least.
+
+        Raises
+        ------
+        HvpError
+            If one of them is not what it should be.
+        """
+        check_count(max_products, "max_products", fewest)
+        tolerances = check_tolerance("rtol", rtol), check_tolerance("atol", atol)
+        return cls(*tolerances, int(max_products))
+
+    def allowed(self, estimate: Any) -> float:
+        """Return the standard error up to which an estimate has converged."""
+        return max(self.rtol * float(np.linalg.norm(estimate)), self.atol)
+
+    def wanted(self, count: int, error: float, estimate: Any) -> int:
+        """Return how many samples are likely to suffice, given the error of `count` of them.
+
+        It is `count` if these do, and no more than twice as many otherwise, since the first samples
+        do not tell the error well.
+        """
+        allowed = self.allowed(estimate)
+        if error <= allowed:
+            return count
+        ratio = (error / allowed) ** 2 if allowed else np.inf
+        return int(min(2 * count, np.ceil(count * min(ratio, 2.0)) + 1))
+
+    def drawn(
+        self,
+        draw: Callable[[int], np.ndarray],
+        *,
+        fewest: int,
+        widest: int,
+        cost: int = 1,
+        summary: Callable[[np.ndarray], tuple[Any, float]] | None = None,
+    ) -> np.ndarray:
+        """Draw samples until they are enough.
+
+        Parameters
+        ----------
+        draw : callable
+            Takes a number; returns so many samples, along the first axis.
+        fewest, widest : int
+            How many to draw at least, and at most in one call.
+        cost : int, optional
+            The number of products for each.
+        summary : callable, optional
+            Takes the samples; returns the estimate and its error. By default their mean, with its
+            standard error.
+        """
+        samples, wanted = draw(min(fewest, widest)), fewest
+        while True:
+            if len(samples) >= wanted:
+                estimate, error = (summary or mean_and_error)(samples)
+                wanted = self.wanted(len(samples), error, estimate)
+                wanted = min(wanted, self.max_products // cost)
+                if len(samples) >= wanted:
+                    return samples
+            samples = np.concatenate([samples, draw(min(widest, wanted - len(samples)))])
+
+
+def mean_and_error(samples: np.ndarray) -> tuple[float, float]:
+    """Return the mean of numbers, and its standard error."""
+    return float(np.mean(samples)), float(np.std(samples, ddof=1) / np.sqrt(len(samples)))
