@@ -28,25 +28,15 @@ class Basis:
         else:
             self._chunks.append(vectors)
 
-    def coefficients(self, vectors: tf.Tensor) -> tf.Tensor:
-        """Return the inner products with the basis, of shape `(spaces, vectors, basis)`."""
-        products = [tf.matmul(vectors, chunk, transpose_b=True) for chunk in self._chunks]
-        return tf.concat(products, axis=2)
-
-    def orthogonalized(self, vectors: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Subtract the parts of vectors along the basis; return these parts' coefficients too.
+    def orthogonalized(self, vectors: tf.Tensor) -> tf.Tensor:
+        """Subtract the parts of vectors along the basis.
 
         Rounding makes a second pass necessary.
         """
-        total = None
         for _ in range(2):
-            coefficients = self.coefficients(vectors)
-            vectors = vectors - self.combine(coefficients)
-            total = coefficients if total is None else total + coefficients
-        return vectors, total
+            vectors = vectors - tf.add_n([_projected(vectors, chunk) for chunk in self._chunks])
+        return vectors
 
-    def combine(self, coefficients: tf.Tensor) -> tf.Tensor:
-        """Return linear combinations of the basis; the coefficients are rows."""
-        sizes = [chunk.shape[1] for chunk in self._chunks]
-        parts = tf.split(coefficients, sizes, axis=2)
-        return tf.add_n([tf.matmul(part, chunk) for part, chunk in zip(parts, self._chunks)])
+
+def _projected(vectors: tf.Tensor, chunk: tf.Tensor) -> tf.Tensor:
+    return tf.matmul(tf.matmul(vectors, chunk, transpose_b=True), chunk)

@@ -12,7 +12,7 @@ from hvp._runtime.arguments import check_count
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.progress import check_progress, progress_bar
 from hvp._solve.rows import Rows
-from hvp._spectra.lanczos import Quadrature, quadratures
+from hvp._spectra.lanczos import NOTHING, Quadrature, quadratures
 from hvp._spectra.probes import Probes, block_width, check_seed
 
 # A Ritz value is an eigenvalue by itself if its residual is this part of the distance to the next.
@@ -20,7 +20,6 @@ _SEPARATE = 0.05
 # A node of this weight, in units of one eigenvalue, stands for many. The weight of one is the
 # square of a normal number, on average one.
 _HEAVY = 16
-_NOTHING = 1e-14
 # Points of the grid, and how many bandwidths it goes beyond the outermost nodes.
 _POINTS, _MARGIN = 1024, 6.0
 
@@ -60,7 +59,7 @@ class SpectralDensity:
         """The interval of the eigenvalues that are not separate, ends included."""
         ends = [
             (nodes[self.below], nodes[len(nodes) - 1 - self.above])
-            for nodes, kept in zip(self.nodes, self.weights > _NOTHING)
+            for nodes, kept in zip(self.nodes, self.weights > NOTHING)
             for nodes in [nodes[kept]]
             if len(nodes) > self.below + self.above
         ]
@@ -243,7 +242,7 @@ def _bandwidth(found: Quadrature) -> float:
     """Return the distance of successive nodes, as the median over the weight of the measure."""
     gaps, weights = [], []
     for nodes, weight in zip(found.nodes, found.weights):
-        nodes, weight = nodes[weight > _NOTHING], weight[weight > _NOTHING]
+        nodes, weight = nodes[weight > NOTHING], weight[weight > NOTHING]
         if len(nodes) > 1:
             gap = np.diff(nodes)
             # Of a node in between, the smaller one of the distances on both sides.
@@ -262,7 +261,7 @@ def _separate(found: Quadrature, size: int) -> tuple[int, int]:
     """Count the single eigenvalues at both ends, as the medians over the vectors."""
     counts = []
     for nodes, weights, residuals in zip(found.nodes, found.weights, found.residuals):
-        kept = weights > _NOTHING
+        kept = weights > NOTHING
         nodes, residuals = nodes[kept], residuals[kept]
         heavy = weights[kept] * size > _HEAVY
         ends = []

@@ -160,8 +160,10 @@ class BlockLanczos:
         self._projected = np.zeros((0, 0))
         first = self._random.standard_normal((self._width, size))
         if starts is not None:
-            given = starts[: self._width]
-            first[: len(given)] = given
+            if len(starts) > self._width:
+                # Each of them is in the Krylov space of a combination of all.
+                starts = self._random.standard_normal((self._width, len(starts))) @ starts
+            first[: len(starts)] = starts
         self._next = self._orthonormal(first.astype(self._dtype))
 
     def _extend(self) -> None:

@@ -13,14 +13,12 @@ from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.progress import check_progress, progress_bar
 from hvp._solve.rows import Rows
 from hvp._spectra.estimate import Estimate, estimate_of
-from hvp._spectra.lanczos import Quadrature, quadratures
+from hvp._spectra.lanczos import NOTHING, Quadrature, quadratures
 from hvp._spectra.probes import Probes, block_width, check_seed
 from hvp._spectra.sampling import Stopping
 from hvp._vectors.arrays import check_array
 
 _FEWEST = 8
-# Nodes of a smaller weight say nothing.
-_NOTHING = 1e-14
 
 
 @Uninterrupted()
@@ -106,7 +104,7 @@ def _integrals(found: Quadrature, function: Callable[[np.ndarray], np.ndarray]) 
     """Return the integrals of a function over each measure."""
     if not callable(function):
         raise HvpError(f"the function is {type(function).__name__}", "a function of eigenvalues")
-    counts = found.weights > _NOTHING
+    counts = found.weights > NOTHING
     with np.errstate(all="ignore"):
         values = np.asarray(function(np.where(counts, found.nodes, 1.0)), np.float64)
     if values.shape != found.nodes.shape or not np.isfinite(values[counts]).all():
@@ -199,7 +197,7 @@ def logdet(
 
 
 def _refuse_indefinite(found: Quadrature) -> None:
-    lowest = found.nodes[found.weights > _NOTHING].min()
+    lowest = found.nodes[found.weights > NOTHING].min()
     if lowest <= 0:
         raise HvpError(
             f"the operator is not positive definite: it has an eigenvalue of {lowest:.3g} or below",

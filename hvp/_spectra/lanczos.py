@@ -15,6 +15,8 @@ from hvp._spectra.probes import multiply
 
 # An invariant space is exhausted where the next vector is this many rounding units of the largest.
 _ROUNDING = 32
+# A smaller weight is a rounding error.
+NOTHING = 1e-14
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,8 @@ class Quadrature:
     Attributes
     ----------
     nodes : ndarray
-        The nodes, which are Ritz values, increasing, of shape `(vectors, steps)`.
+        The nodes, which are Ritz values, increasing, of shape `(vectors, steps)`. Where a vector
+        has fewer, one is repeated without weight.
     weights : ndarray
         Their weights, of the same shape. Each row adds up to one.
     residuals : ndarray
@@ -66,8 +69,7 @@ def quadratures(
     for step in range(steps):
         products = multiply(rows, vectors)
         diagonal[:, step] = np.sum(vectors * products, axis=1, dtype=np.float64)
-        rest, _ = basis.orthogonalized(tf.constant(products)[:, tf.newaxis])
-        rest = rest[:, 0].numpy()
+        rest = basis.orthogonalized(tf.constant(products)[:, tf.newaxis])[:, 0].numpy()
         told(len(starts))
         norms = np.linalg.norm(rest.astype(np.float64), axis=1)
         scale = np.maximum(np.abs(diagonal).max(axis=1), beside.max(axis=1))
@@ -82,6 +84,10 @@ def quadratures(
     results = []
     for a, b in zip(diagonal, beside):
         nodes, mixing = scipy.linalg.eigh_tridiagonal(a, b[: steps - 1])
-        results.append((nodes, mixing[0] ** 2, np.abs(b[-1] * mixing[-1])))
+        weights = mixing[0] ** 2
+        # Nodes without weight are no eigenvalues, such as the zeros of a space that is exhausted.
+        nodes = np.where(weights > NOTHING, nodes, nodes[np.argmax(weights)])
+        order = np.argsort(nodes, kind="stable")
+        results.append((nodes[order], weights[order], np.abs(b[-1] * mixing[-1])[order]))
     nodes, weights, residuals = (np.array(part) for part in zip(*results))
     return Quadrature(nodes, weights, residuals)

@@ -64,8 +64,8 @@ class CurvatureMonitor(keras.callbacks.Callback):
     InvalidDataError
         If `sample` is given and the data are not arrays.
     HvpError
-        If another argument is invalid. What is wrong with the model or the data is raised when
-        training begins.
+        If another argument is invalid. What is wrong with the model or the data is raised by the
+        first measurement.
 
     Notes
     -----

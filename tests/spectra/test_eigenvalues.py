@@ -168,6 +168,25 @@ def test_the_bulk_and_what_is_outside():
     assert "1 below and 3 above" in repr(density)
 
 
+def test_eigenvalues_that_do_not_exist_are_in_no_density():
+    """The space of each vector is exhausted after two steps."""
+    A = matrix_of(np.repeat([5.0, 7.0], 50))
+    density = hvp.spectral_density(A, probes=4, steps=10)
+    assert np.abs(np.abs(density.nodes - 6) - 1).max() < 1e-10
+    assert np.allclose(density.weights.sum(axis=1), 1)
+    assert density.grid().min() == pytest.approx(5 - 6 * density.bandwidth)
+    assert "from 5 to 7" in repr(density)
+
+
+def test_eigenvectors_of_an_earlier_point_save_products(iterative):
+    A = matrix_of(SPECTRA["decaying"])
+    change = matrix_of(1e-5 * SPECTRA["indefinite"], seed=5)
+    before = hvp.eigsh(A, 8)
+    cold, warm = hvp.eigsh(A + change, 8), hvp.eigsh(A + change, 8, v0=before.eigenvectors)
+    assert relative_error(warm.eigenvalues, np.linalg.eigvalsh(A + change)[::-1][:8]) < 1e-8
+    assert warm.products < cold.products
+
+
 def test_float32_and_constants():
     A = matrix_of(SPECTRA["decaying"], dtype="float32")
     result = hvp.eigsh(A, 5)
