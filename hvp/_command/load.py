@@ -58,8 +58,8 @@ def load_data(path: Path, examples: int | None, seed: int) -> tuple[np.ndarray, 
             f"the arrays in {path} have the shapes {shapes}", "the same number of examples in all"
         )
     if examples is not None and examples < lengths[0]:
-        drawn = np.random.default_rng(seed).choice(lengths[0], examples, replace=False)
-        data = tuple(array[np.sort(drawn)] for array in data)
+        places = np.random.default_rng(seed).choice(lengths[0], examples, replace=False)
+        data = tuple(array[np.sort(places)] for array in data)
     return data
 
 

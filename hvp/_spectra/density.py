@@ -11,9 +11,9 @@ from hvp._errors import HvpError
 from hvp._runtime.arguments import check_count
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.progress import check_progress, progress_bar
-from hvp._solve.rows import Rows
 from hvp._spectra.lanczos import NOTHING, Quadrature, quadratures
 from hvp._spectra.probes import Probes, block_width, check_seed
+from hvp._spectra.symmetric import symmetric_rows
 
 # A Ritz value is an eigenvalue by itself if its residual is this part of the distance to the next.
 _SEPARATE = 0.05
@@ -59,8 +59,8 @@ class SpectralDensity:
         """The interval of the eigenvalues that are not separate, ends included."""
         ends = [
             (nodes[self.below], nodes[len(nodes) - 1 - self.above])
-            for nodes, kept in zip(self.nodes, self.weights > NOTHING)
-            for nodes in [nodes[kept]]
+            for nodes, has_weight in zip(self.nodes, self.weights > NOTHING)
+            for nodes in [nodes[has_weight]]
             if len(nodes) > self.below + self.above
         ]
         if not ends:
@@ -184,6 +184,8 @@ def spectral_density(
     ------
     NonFiniteError
         If a product is not finite.
+    GraphModeError
+        If the function is called while TensorFlow traces a graph.
     HvpError
         If an argument is invalid.
 
@@ -210,45 +212,52 @@ def spectral_density(
     >>> bool(0.4 < density.distribution(0.5) < 0.6)  # the eigenvalues are those of w itself
     True
     """
-    rows = Rows(A)
+    rows = symmetric_rows(A, "spectral_density")
     check_count(probes, "probes")
     check_count(steps, "steps")
     check_progress(progress)
-    drawn, steps = Probes(rows, check_seed(seed)), min(steps, rows.size)
+    seed, steps = check_seed(seed), min(steps, rows.size)
     # The basis of each vector is kept until the vector is done.
     width = max(1, min(block_width(rows), 2**31 // (steps * rows.size * rows.dtype.size)))
-    found = []
-    with progress_bar(progress, total=probes * steps, unit="product") as bar:
+    parts = []
+    total = probes * steps
+    with (
+        progress_bar(progress, total=total, unit="product") as bar,
+        rows.in_full_precision() as exact,
+    ):
+        random = Probes(exact, seed)
         for start in range(0, probes, width):
-            vectors = drawn.draw(min(width, probes - start))
-            found.append(quadratures(rows, vectors, steps, bar.update))
-    joined = Quadrature(*(np.concatenate([getattr(q, name) for q in found]) for name in _FIELDS))
-    below, above = _separate(joined, rows.size)
+            vectors = random.draw(min(width, probes - start))
+            parts.append(quadratures(exact, vectors, steps, bar.update))
+    quadrature = Quadrature(
+        *(np.concatenate([getattr(q, name) for q in parts]) for name in _FIELDS)
+    )
+    below, above = _separate(quadrature, rows.size)
     return SpectralDensity(
-        joined.nodes,
-        joined.weights,
-        _bandwidth(joined),
+        quadrature.nodes,
+        quadrature.weights,
+        _bandwidth(quadrature),
         rows.size,
         below,
         above,
-        probes * steps,
+        total,
     )
 
 
 _FIELDS = ("nodes", "weights", "residuals")
 
 
-def _bandwidth(found: Quadrature) -> float:
+def _bandwidth(quadrature: Quadrature) -> float:
     """Return the distance of successive nodes, as the median over the weight of the measure."""
     gaps, weights = [], []
-    for nodes, weight in zip(found.nodes, found.weights):
+    for nodes, weight in zip(quadrature.nodes, quadrature.weights):
         nodes, weight = nodes[weight > NOTHING], weight[weight > NOTHING]
         if len(nodes) > 1:
             gap = np.diff(nodes)
             # Of a node in between, the smaller one of the distances on both sides.
             gaps.append(np.minimum(np.append(gap, np.inf), np.append(np.inf, gap)))
             weights.append(weight)
-    scale = np.abs(found.nodes).max()
+    scale = np.abs(quadrature.nodes).max()
     if not gaps:
         return float(1e-3 * scale or 1e-3)
     gap, weight = np.concatenate(gaps), np.concatenate(weights)
@@ -257,13 +266,15 @@ def _bandwidth(found: Quadrature) -> float:
     return float(max(gap[order][min(middle, len(gap) - 1)], 1e-4 * scale))
 
 
-def _separate(found: Quadrature, size: int) -> tuple[int, int]:
+def _separate(quadrature: Quadrature, size: int) -> tuple[int, int]:
     """Count the single eigenvalues at both ends, as the medians over the vectors."""
     counts = []
-    for nodes, weights, residuals in zip(found.nodes, found.weights, found.residuals):
-        kept = weights > NOTHING
-        nodes, residuals = nodes[kept], residuals[kept]
-        heavy = weights[kept] * size > _HEAVY
+    for nodes, weights, residuals in zip(
+        quadrature.nodes, quadrature.weights, quadrature.residuals
+    ):
+        has_weight = weights > NOTHING
+        nodes, residuals = nodes[has_weight], residuals[has_weight]
+        heavy = weights[has_weight] * size > _HEAVY
         ends = []
         for step in (1, -1):
             values, errors, many = (part[::step] for part in (step * nodes, residuals, heavy))

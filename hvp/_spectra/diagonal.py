@@ -9,11 +9,11 @@ import numpy as np
 from hvp._errors import HvpError
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.progress import check_progress, progress_bar
-from hvp._solve.rows import Rows
 from hvp._spectra.estimate import Estimate, estimate_of
 from hvp._spectra.leave_one_out import LeaveOneOut
 from hvp._spectra.probes import Probes, check_seed
 from hvp._spectra.sampling import Stopping
+from hvp._spectra.symmetric import symmetric_rows
 
 DiagonalMethod = Literal["bekas", "xdiag"]
 
@@ -69,6 +69,8 @@ def diagonal(
     ------
     NonFiniteError
         If a product is not finite.
+    GraphModeError
+        If the function is called while TensorFlow traces a graph.
     HvpError
         If an argument is invalid.
 
@@ -89,7 +91,7 @@ def diagonal(
     >>> hvp.diagonal(H).estimate
     array([1., 4., 9.])
     """
-    rows = Rows(A)
+    rows = symmetric_rows(A, "diagonal")
     names = get_args(DiagonalMethod)
     if method not in names:
         raise HvpError(f"the method is {method!r}", " or ".join(map(repr, names)))
@@ -97,18 +99,23 @@ def diagonal(
         raise HvpError("absolute is True with the method 'xdiag'", "the method 'bekas'")
     stopping = Stopping.of(rtol, atol, max_products, 2 * _FEWEST)
     check_progress(progress)
-    probes = Probes(rows, check_seed(seed))
-    with progress_bar(progress, total=max_products, unit="product") as bar:
+    seed = check_seed(seed)
+    total = stopping.max_products
+    with (
+        progress_bar(progress, total=total, unit="product") as bar,
+        rows.in_full_precision() as exact,
+    ):
+        probes = Probes(exact, seed)
         if method == "xdiag":
             return _xdiag(probes, rows.size, stopping, bar)
         return _bekas(probes, absolute, stopping, bar)
 
 
 def _bekas(probes: Probes, absolute: bool, stopping: Stopping, bar: Any) -> Estimate:
-    count, wanted = 0, _FEWEST
+    count, target = 0, _FEWEST
     mean = squares = 0.0
     while True:
-        vectors = probes.draw(min(probes.widest, wanted - count))
+        vectors = probes.draw(min(probes.widest, target - count))
         for sample in (vectors * probes.multiply(vectors)).astype(np.float64):
             sample = sample**2 if absolute else sample
             count += 1
@@ -116,7 +123,7 @@ def _bekas(probes: Probes, absolute: bool, stopping: Stopping, bar: Any) -> Esti
             mean = mean + change / count
             squares = squares + change * (sample - mean)
         bar.update(len(vectors))
-        if count < wanted:
+        if count < target:
             continue
         error = np.sqrt(np.asarray(squares) / (count - 1) / count)
         value = np.asarray(mean)
@@ -124,8 +131,8 @@ def _bekas(probes: Probes, absolute: bool, stopping: Stopping, bar: Any) -> Esti
             value = np.sqrt(value)
             error = np.divide(error, 2 * value, out=np.zeros_like(error), where=value > 0)
         size = float(np.linalg.norm(error))
-        wanted = min(stopping.wanted(count, size, value), stopping.max_products)
-        if wanted <= count:
+        target = min(stopping.sufficient(count, size, value), stopping.max_products)
+        if target <= count:
             converged = size <= stopping.allowed(value)
             return Estimate(value, error, count, converged, "bekas", count - 1)
 
@@ -136,7 +143,7 @@ def _xdiag(probes: Probes, size: int, stopping: Stopping, bar: Any) -> Estimate:
         before = probes.products
         samples = LeaveOneOut(probes, probes.draw(min(count, size))).diagonals()
         bar.update(probes.products - before)
-        found = estimate_of(samples, probes.products, "xdiag", stopping, correlated=True)
+        estimate = estimate_of(samples, probes.products, "xdiag", stopping, correlated=True)
         count *= 2
-        if found.converged or found.products + 2 * count > stopping.max_products:
-            return found
+        if estimate.converged or estimate.products + 2 * count > stopping.max_products:
+            return estimate

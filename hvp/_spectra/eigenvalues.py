@@ -24,9 +24,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import scipy.linalg
-import tensorflow as tf
 
 from hvp._solve.rows import Rows
+from hvp._spectra.basis import combined, orthogonalized, orthonormal
 from hvp._spectra.probes import multiply
 
 # A vector is exhausted where this many rounding units of the largest eigenvalue are left of it.
@@ -82,7 +82,7 @@ class BlockLanczos:
         Bound on residuals, relative to the largest absolute Ritz value.
     seed : int
         What the random vectors depend on.
-    told : callable
+    advance : callable
         Called with the number of products, block by block.
     """
 
@@ -94,10 +94,10 @@ class BlockLanczos:
         by_size: bool,
         tol: float,
         seed: int,
-        told: Callable[[int], None],
+        advance: Callable[[int], None],
     ) -> None:
         self._rows, self._count, self._choose = rows, count, choose
-        self._by_size, self._tol, self._told = by_size, tol, told
+        self._by_size, self._tol, self._advance = by_size, tol, advance
         self._random = np.random.default_rng(seed)
         self._dtype = rows.dtype.as_numpy_dtype
         self._width = min(_WIDTH, rows.size)
@@ -130,10 +130,10 @@ class BlockLanczos:
             if is_whole or self.products + self._width + self._count > at_most:
                 break
             if settled:
-                found = np.sort(values[wanted])
-                if confirmed is not None and self._is_same(found, confirmed, scale):
+                current = np.sort(values[wanted])
+                if confirmed is not None and self._is_same(current, confirmed, scale):
                     break
-                confirmed = found
+                confirmed = current
                 self._restart(values, mixing, np.sort(wanted), self._random_block())
             elif len(self._basis) + len(self._next) > self._largest:
                 # Some more than are wanted, as these converge next.
@@ -164,7 +164,7 @@ class BlockLanczos:
                 # Each of them is in the Krylov space of a combination of all.
                 starts = self._random.standard_normal((self._width, len(starts))) @ starts
             first[: len(starts)] = starts
-        self._next = self._orthonormal(first.astype(self._dtype))
+        self._next = orthonormal(first.astype(self._dtype), self._basis)
 
     def _extend(self) -> None:
         """Multiply the next block, and add it to the basis."""
@@ -172,9 +172,9 @@ class BlockLanczos:
         before, count = len(self._basis), len(block)
         products = multiply(self._rows, block)
         self.products += count
-        self._told(count)
+        self._advance(count)
         self._basis = np.concatenate([self._basis, block])
-        rest, coefficients = self._orthogonalized(products)
+        rest, coefficients = orthogonalized(products, self._basis)
         projected = np.zeros((before + count, before + count))
         projected[:before, :before] = self._projected
         projected[:, before:] = coefficients.T
@@ -198,7 +198,7 @@ class BlockLanczos:
         coupling = np.zeros((rank, len(rest)))
         coupling[:, order] = R[:rank]
         basis = Q[:, :rank].T.astype(self._dtype)
-        return coupling, self._orthonormal(basis) if rank else basis
+        return coupling, orthonormal(basis, self._basis) if rank else basis
 
     def _ritz(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return Ritz values, their coefficients, and the norms of their residuals."""
@@ -206,50 +206,51 @@ class BlockLanczos:
         return values, mixing, np.linalg.norm(self._coupling @ mixing[self._coupled], axis=0)
 
     def _restart(
-        self, values: np.ndarray, mixing: np.ndarray, kept: np.ndarray, block: np.ndarray
+        self, values: np.ndarray, mixing: np.ndarray, places: np.ndarray, block: np.ndarray
     ) -> None:
-        self._basis = _combined(mixing[:, kept].T, self._basis)
-        self._projected = np.diag(values[kept])
-        self._next = self._orthonormal(block)
+        self._basis = combined(mixing[:, places].T, self._basis)
+        self._projected = np.diag(values[places])
+        self._next = orthonormal(block, self._basis)
 
     def _random_block(self) -> np.ndarray:
         room = self._rows.size - len(self._basis)
         shape = (min(self._width, room), self._rows.size)
-        return self._orthonormal(self._random.standard_normal(shape).astype(self._dtype))
+        return orthonormal(self._random.standard_normal(shape).astype(self._dtype), self._basis)
 
-    def _orthogonalized(self, vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        total = np.zeros((len(vectors), len(self._basis)))
-        basis = tf.constant(self._basis)
-        rest = tf.constant(vectors)
-        for _ in range(2):
-            coefficients = tf.matmul(rest, basis, transpose_b=True)
-            rest = rest - tf.matmul(coefficients, basis)
-            total += coefficients.numpy()
-        return rest.numpy(), total
-
-    def _orthonormal(self, vectors: np.ndarray) -> np.ndarray:
-        """Return orthonormal vectors with the same span, outside of the basis."""
-        for _ in range(2):
-            if len(self._basis):
-                vectors = self._orthogonalized(vectors)[0]
-            Q = scipy.linalg.qr(vectors.T.astype(np.float64), mode="economic")[0]
-            vectors = np.ascontiguousarray(Q.T).astype(self._dtype)
-        return vectors
-
-    def _is_same(self, found: np.ndarray, before: np.ndarray, scale: float) -> bool:
-        return bool((np.abs(found - before) <= _SAME * self._tol * scale).all())
+    def _is_same(self, current: np.ndarray, before: np.ndarray, scale: float) -> bool:
+        return bool((np.abs(current - before) <= _SAME * self._tol * scale).all())
 
     def _pairs(self, mixing: np.ndarray) -> EigenPairs:
         """Return Ritz pairs with the residuals of products with their vectors."""
-        vectors = _combined(mixing.T, self._basis)
+        vectors = combined(mixing.T, self._basis)
         vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
-        products = multiply(self._rows, vectors)
         self.products += len(vectors)
-        self._told(len(vectors))
-        values = np.einsum("ij,ij->i", vectors, products, dtype=np.float64)
-        residuals = products.astype(np.float64) - values[:, np.newaxis] * vectors
-        return EigenPairs(values, vectors, np.linalg.norm(residuals, axis=1), self._scale)
+        self._advance(len(vectors))
+        return pairs_of(self._rows, vectors, self._scale)
 
 
-def _combined(coefficients: np.ndarray, basis: np.ndarray) -> np.ndarray:
-    return tf.matmul(tf.constant(coefficients.astype(basis.dtype)), tf.constant(basis)).numpy()
+def pairs_of(rows: Rows, vectors: np.ndarray, scale: float) -> EigenPairs:
+    """Return Rayleigh quotients of unit vectors, with residuals by a product with each."""
+    products = multiply(rows, vectors)
+    values = np.einsum("ij,ij->i", vectors, products, dtype=np.float64)
+    residuals = products.astype(np.float64) - values[:, np.newaxis] * vectors
+    return EigenPairs(values, vectors, np.linalg.norm(residuals, axis=1), scale)
+
+
+def _both_ends(values: np.ndarray) -> np.ndarray:
+    """Return places from both ends in turn, beginning with the largest value."""
+    order = np.argsort(values)
+    turns = np.empty_like(order)
+    half = (len(order) + 1) // 2
+    turns[0::2], turns[1::2] = order[::-1][:half], order[: len(order) - half]
+    return turns
+
+
+# Which values are wanted, best first.
+CHOICES: dict[str, Choose] = {
+    "LA": lambda values: np.argsort(-values, kind="stable"),
+    "SA": lambda values: np.argsort(values, kind="stable"),
+    "LM": lambda values: np.argsort(-np.abs(values), kind="stable"),
+    "BE": _both_ends,
+    "near 0": lambda values: np.argsort(np.abs(values), kind="stable"),
+}

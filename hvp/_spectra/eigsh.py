@@ -15,11 +15,13 @@ from hvp._runtime.arguments import check_count
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.progress import check_progress, progress_bar
 from hvp._solve.rows import Rows
-from hvp._spectra.eigenvalues import BlockLanczos, EigenPairs
+from hvp._spectra.eigenvalues import CHOICES, BlockLanczos, EigenPairs
+from hvp._spectra.near_zero import NearZero
 from hvp._spectra.probes import check_seed, check_tolerance, multiply
+from hvp._spectra.symmetric import symmetric_rows
 from hvp._vectors.arrays import check_array
 
-Which = Literal["LA", "SA", "LM", "BE"]
+Which = Literal["LA", "SA", "LM", "BE", "near 0"]
 
 # Up to this size, or where a large part of all eigenvalues is asked for, all are computed.
 _DENSE, _PART = 256, 8
@@ -37,8 +39,9 @@ class EigenResult:
     Attributes
     ----------
     eigenvalues : ndarray
-        Shape `(k,)`, in float64: decreasing for ``"LA"`` and ``"BE"``, increasing for ``"SA"``, by
-        decreasing absolute value for ``"LM"``.
+        Shape `(k,)`, in float64: in decreasing order for ``"LA"`` and ``"BE"``, in increasing order
+        for ``"SA"``, by decreasing absolute value for ``"LM"`` and by increasing absolute value for
+        ``"near 0"``.
     eigenvectors : ndarray
         As columns, of shape `(n, k)`, in the operator's dtype.
     residual_norms : ndarray
@@ -116,7 +119,7 @@ def eigsh(
     seed: int = 0,
     progress: bool | Literal["always"] = False,
 ) -> EigenResult:
-    """Compute eigenvalues at the ends of the spectrum of a symmetric operator.
+    """Compute eigenvalues at the ends of a symmetric operator's spectrum, or nearest to zero.
 
     Parameters
     ----------
@@ -124,9 +127,9 @@ def eigsh(
         Real and symmetric. Its damping counts.
     k : int, optional
         How many eigenvalues to compute, at most `n`.
-    which : {"LA", "SA", "LM", "BE"}, optional
-        The largest, the smallest, those of largest absolute value, or those at both ends: half of
-        them each, one more of the largest if `k` is odd.
+    which : {"LA", "SA", "LM", "BE", "near 0"}, optional
+        The largest, the smallest, those of largest absolute value, those at both ends (half of them
+        each, one more of the largest if `k` is odd), or those nearest to zero.
     tol : float, optional
         Upper bound on residual norms, relative to the largest absolute eigenvalue that was met. By
         default 1e-4 in float32, and 1e-8 in float64. The error of a separate eigenvalue is of the
@@ -158,6 +161,8 @@ def eigsh(
         If `v0` has another shape or kind, or entries that are not finite.
     NonFiniteError
         If a product is not finite.
+    GraphModeError
+        If the function is called while TensorFlow traces a graph.
     HvpError
         If another argument is invalid.
 
@@ -165,7 +170,9 @@ def eigsh(
     -----
     The method is block Lanczos with thick restarts and full reorthogonalization. Multiple
     eigenvalues are found as often as they occur: converged values have to be confirmed by a run
-    with a block of new random vectors. The basis takes memory for about `2 k + 32` vectors of `n`
+    with a block of new random vectors. For ``"near 0"`` the basis grows by solutions of linear
+    systems (the shift-invert residual Arnoldi method), each of which takes many products if the
+    operator is ill-conditioned. The basis takes memory for about `2 k + 32` vectors of `n`
     numbers. Up to `n` of 256 the dense matrix is computed instead; up to `n` of 4096 also if more
     than an eighth of all eigenvalues are asked for, or if `n` products were not enough.
 
@@ -178,7 +185,7 @@ def eigsh(
     >>> hvp.eigsh(H, 2).eigenvalues.round(4)
     array([16.,  9.])
     """
-    rows = Rows(A)
+    rows = symmetric_rows(A, "eigsh")
     size, name = rows.size, rows.dtype.name
     check_count(k, "k")
     if k > size:
@@ -197,21 +204,27 @@ def eigsh(
         dimensions = (2,) if np.ndim(v0) == 2 else (1,)
         v0 = check_array(v0, size, rows.dtype.as_numpy_dtype, ndims=dimensions, name="v0")
         starts = np.ascontiguousarray(v0.reshape(size, -1).T)
+    seed = check_seed(seed)
     is_dense = size <= _DENSE or (size <= _DENSE_LARGEST and k * _PART > size)
-    choose = _CHOICES[which]
-    with progress_bar(progress, unit="product") as bar:
+    choose = CHOICES[which]
+    with progress_bar(progress, unit="product") as bar, rows.in_full_precision() as exact:
         if is_dense and size <= max_products:
-            pairs, products = _dense(rows, k, choose), size
+            pairs, products = _dense(exact, k, choose), size
         else:
-            run = BlockLanczos(rows, k, choose, which == "LM", tol, check_seed(seed), bar.update)
+            run: BlockLanczos | NearZero
+            if which == "near 0":
+                run = NearZero(exact, k, tol, seed, bar.update)
+            else:
+                run = BlockLanczos(exact, k, choose, which == "LM", tol, seed, bar.update)
             # What takes more products than the whole matrix is better taken from that.
             may_be_dense = size <= _DENSE_LARGEST and max_products >= 2 * size + k
             pairs = run.run(starts, size if may_be_dense else max_products)
             products = run.products
             if may_be_dense and (pairs.residual_norms > 2 * tol * pairs.scale).any():
-                pairs, products = _dense(rows, k, choose), products + size
+                pairs, products = _dense(exact, k, choose), products + size
     order = choose(pairs.values)
-    order = order if which == "LM" else np.argsort(pairs.values)[:: 1 if which == "SA" else -1]
+    if which == "BE":
+        order = np.argsort(-pairs.values)
     converged = pairs.residual_norms <= 2 * tol * pairs.scale
     result = EigenResult(
         pairs.values[order],
@@ -231,30 +244,14 @@ def eigsh(
     return result
 
 
-def _both_ends(values: np.ndarray) -> np.ndarray:
-    """Return places from both ends in turn, beginning with the largest value."""
-    order = np.argsort(values)
-    turns = np.empty_like(order)
-    half = (len(order) + 1) // 2
-    turns[0::2], turns[1::2] = order[::-1][:half], order[: len(order) - half]
-    return turns
-
-
-_CHOICES = {
-    "LA": lambda values: np.argsort(-values, kind="stable"),
-    "SA": lambda values: np.argsort(values, kind="stable"),
-    "LM": lambda values: np.argsort(-np.abs(values), kind="stable"),
-    "BE": _both_ends,
-}
-
-
 def _dense(rows: Rows, k: int, choose: Any) -> EigenPairs:
     """Compute all eigenvalues, and return those that are wanted."""
     dtype = rows.dtype.as_numpy_dtype
     matrix = multiply(rows, np.eye(rows.size, dtype=dtype)).astype(np.float64)
     values, vectors = scipy.linalg.eigh((matrix + matrix.T) / 2)
     chosen = choose(values)[:k]
-    found = vectors[:, chosen].T.astype(dtype)
-    residuals = found.astype(np.float64) @ matrix - values[chosen, np.newaxis] * found
+    chosen_vectors = vectors[:, chosen].T.astype(dtype)
+    residuals = chosen_vectors.astype(np.float64) @ matrix
+    residuals -= values[chosen, np.newaxis] * chosen_vectors
     scale = float(np.abs(values).max())
-    return EigenPairs(values[chosen], found, np.linalg.norm(residuals, axis=1), scale)
+    return EigenPairs(values[chosen], chosen_vectors, np.linalg.norm(residuals, axis=1), scale)

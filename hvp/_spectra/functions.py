@@ -11,11 +11,11 @@ from hvp._errors import HvpError
 from hvp._runtime.arguments import check_count
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.progress import check_progress, progress_bar
-from hvp._solve.rows import Rows
 from hvp._spectra.estimate import Estimate, estimate_of
 from hvp._spectra.lanczos import NOTHING, Quadrature, quadratures
 from hvp._spectra.probes import Probes, block_width, check_seed
 from hvp._spectra.sampling import Stopping
+from hvp._spectra.symmetric import symmetric_rows
 from hvp._vectors.arrays import check_array
 
 _FEWEST = 8
@@ -57,6 +57,8 @@ def quadratic_forms(
         If `V` has another shape or kind, or entries that are not finite.
     NonFiniteError
         If a product is not finite.
+    GraphModeError
+        If the function is called while TensorFlow traces a graph.
     HvpError
         If an argument is invalid, or the function is not finite at the Ritz values.
 
@@ -82,7 +84,7 @@ def quadratic_forms(
     >>> round(hvp.quadratic_forms(H, np.ones(3), np.sqrt), 5)
     6.0
     """
-    rows = Rows(A)
+    rows = symmetric_rows(A, "quadratic_forms")
     dimensions = (2,) if np.ndim(V) == 2 else (1,)
     V = check_array(V, rows.size, rows.dtype.as_numpy_dtype, ndims=dimensions, name="V")
     check_count(steps, "steps")
@@ -90,31 +92,35 @@ def quadratic_forms(
     columns = np.ascontiguousarray(V.reshape(rows.size, -1).T)
     squares = np.sum(columns.astype(np.float64) ** 2, axis=1)
     values = np.zeros(len(columns))
-    used = np.flatnonzero(squares)
+    nonzero = np.flatnonzero(squares)
     steps = min(steps, rows.size)
-    with progress_bar(progress, total=len(used) * steps, unit="product") as bar:
-        for start in range(0, len(used), block_width(rows)):
-            part = used[start : start + block_width(rows)]
-            found = quadratures(rows, columns[part], steps, bar.update)
-            values[part] = squares[part] * _integrals(found, function)
+    total = len(nonzero) * steps
+    with (
+        progress_bar(progress, total=total, unit="product") as bar,
+        rows.in_full_precision() as exact,
+    ):
+        for start in range(0, len(nonzero), block_width(rows)):
+            part = nonzero[start : start + block_width(rows)]
+            quadrature = quadratures(exact, columns[part], steps, bar.update)
+            values[part] = squares[part] * _integrals(quadrature, function)
     return values if V.ndim == 2 else float(values[0])
 
 
-def _integrals(found: Quadrature, function: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+def _integrals(quadrature: Quadrature, function: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
     """Return the integrals of a function over each measure."""
     if not callable(function):
         raise HvpError(f"the function is {type(function).__name__}", "a function of eigenvalues")
-    counts = found.weights > NOTHING
+    counts = quadrature.weights > NOTHING
     with np.errstate(all="ignore"):
-        values = np.asarray(function(np.where(counts, found.nodes, 1.0)), np.float64)
-    if values.shape != found.nodes.shape or not np.isfinite(values[counts]).all():
+        values = np.asarray(function(np.where(counts, quadrature.nodes, 1.0)), np.float64)
+    if values.shape != quadrature.nodes.shape or not np.isfinite(values[counts]).all():
         raise HvpError(
             "the function is not finite at the Ritz values, which range from "
-            f"{found.nodes[counts].min():.3g} to {found.nodes[counts].max():.3g}",
+            f"{quadrature.nodes[counts].min():.3g} to {quadrature.nodes[counts].max():.3g}",
             "a function of arrays that is finite on the spectrum",
             "damp the operator, as in A.damped(1e-3), if it has to be positive definite",
         )
-    return np.sum(np.where(counts, values, 0) * found.weights, axis=1)
+    return np.sum(np.where(counts, values, 0) * quadrature.weights, axis=1)
 
 
 @Uninterrupted()
@@ -156,6 +162,8 @@ def logdet(
     ------
     NonFiniteError
         If a product is not finite.
+    GraphModeError
+        If the function is called while TensorFlow traces a graph.
     HvpError
         If an argument is invalid, or if the operator is not positive definite.
 
@@ -179,25 +187,30 @@ def logdet(
     >>> abs(hvp.logdet(H, rtol=0.1).estimate - 3.58) < 1
     True
     """
-    rows = Rows(A)
+    rows = symmetric_rows(A, "logdet")
     check_count(steps, "steps")
     steps = min(steps, rows.size)
     stopping = Stopping.of(rtol, atol, max_products, _FEWEST * steps)
     check_progress(progress)
-    probes = Probes(rows, check_seed(seed))
-    with progress_bar(progress, total=max_products, unit="product") as bar:
+    seed = check_seed(seed)
+    total = stopping.max_products
+    with (
+        progress_bar(progress, total=total, unit="product") as bar,
+        rows.in_full_precision() as exact,
+    ):
+        probes = Probes(exact, seed)
 
         def draw(count: int) -> np.ndarray:
-            found = quadratures(rows, probes.draw(count), steps, bar.update)
-            _refuse_indefinite(found)
-            return rows.size * _integrals(found, np.log)
+            quadrature = quadratures(exact, probes.draw(count), steps, bar.update)
+            _refuse_indefinite(quadrature)
+            return rows.size * _integrals(quadrature, np.log)
 
-        samples = stopping.drawn(draw, fewest=_FEWEST, widest=probes.widest, cost=steps)
+        samples = stopping.sample(draw, fewest=_FEWEST, widest=probes.widest, cost=steps)
     return estimate_of(samples, len(samples) * steps, "lanczos quadrature", stopping)
 
 
-def _refuse_indefinite(found: Quadrature) -> None:
-    lowest = found.nodes[found.weights > NOTHING].min()
+def _refuse_indefinite(quadrature: Quadrature) -> None:
+    lowest = quadrature.nodes[quadrature.weights > NOTHING].min()
     if lowest <= 0:
         raise HvpError(
             f"the operator is not positive definite: it has an eigenvalue of {lowest:.3g} or below",

@@ -45,7 +45,7 @@ class Quadrature:
 
 
 def quadratures(
-    rows: Rows, starts: np.ndarray, steps: int, told: Callable[[int], None]
+    rows: Rows, starts: np.ndarray, steps: int, advance: Callable[[int], None]
 ) -> Quadrature:
     """Run the Lanczos method from several vectors.
 
@@ -57,7 +57,7 @@ def quadratures(
         The vectors, as rows of shape `(k, n)`.
     steps : int
         How many products with each vector; at most `n` are of use.
-    told : callable
+    advance : callable
         Called with the number of products after each step.
     """
     steps = min(steps, rows.size)
@@ -70,14 +70,14 @@ def quadratures(
         products = multiply(rows, vectors)
         diagonal[:, step] = np.sum(vectors * products, axis=1, dtype=np.float64)
         rest = basis.orthogonalized(tf.constant(products)[:, tf.newaxis])[:, 0].numpy()
-        told(len(starts))
+        advance(len(starts))
         norms = np.linalg.norm(rest.astype(np.float64), axis=1)
         scale = np.maximum(np.abs(diagonal).max(axis=1), beside.max(axis=1))
-        ended = norms <= _ROUNDING * np.finfo(dtype).eps * scale
-        beside[:, step] = np.where(ended, 0, norms)
+        exhausted = norms <= _ROUNDING * np.finfo(dtype).eps * scale
+        beside[:, step] = np.where(exhausted, 0, norms)
         # What is exhausted goes on with zeros, which have no weight.
         vectors = np.divide(
-            rest, norms[:, np.newaxis], out=np.zeros_like(rest), where=~ended[:, np.newaxis]
+            rest, norms[:, np.newaxis], out=np.zeros_like(rest), where=~exhausted[:, np.newaxis]
         ).astype(dtype)
         if step + 1 < steps:
             basis.append(tf.constant(vectors)[:, tf.newaxis])

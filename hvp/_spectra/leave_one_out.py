@@ -28,8 +28,8 @@ class LeaveOneOut:
     ----------
     probes : Probes
         Draws and multiplies.
-    drawn : ndarray
-        The vectors, as rows of shape `(k, n)`. Twice as many products are computed.
+    vectors : ndarray
+        The random vectors, as rows of shape `(k, n)`. Twice as many products are computed.
 
     Attributes
     ----------
@@ -42,15 +42,15 @@ class LeaveOneOut:
         range is then the same without each of them.
     """
 
-    def __init__(self, probes: Probes, drawn: np.ndarray) -> None:
-        count = len(drawn)
-        products = probes.multiply(drawn).astype(np.float64)
+    def __init__(self, probes: Probes, vectors: np.ndarray) -> None:
+        count = len(vectors)
+        products = probes.multiply(vectors).astype(np.float64)
         Q, R, _ = scipy.linalg.qr(products.T, mode="economic", pivoting=True)
         sizes = np.abs(np.diag(R))
-        rank = int(np.sum(sizes > _ROUNDING * np.finfo(drawn.dtype).eps * sizes.max(initial=0)))
+        rank = int(np.sum(sizes > _ROUNDING * np.finfo(vectors.dtype).eps * sizes.max(initial=0)))
         basis = np.ascontiguousarray(Q[:, :rank].T)
-        self.vectors, self.basis = drawn.astype(np.float64), basis
-        self.images = probes.multiply(basis.astype(drawn.dtype)).astype(np.float64)
+        self.vectors, self.basis = vectors.astype(np.float64), basis
+        self.images = probes.multiply(basis.astype(vectors.dtype)).astype(np.float64)
         self.coefficients = basis @ products.T
         self.directions = np.zeros((rank, count))
         if rank == count:
@@ -68,9 +68,9 @@ class LeaveOneOut:
         H = (H + H.T) / 2
         inside = W - S * np.sum(S * W, axis=0)
         # Vectors of fixed length are the more of one space the less they are of another.
-        left = np.sum(self.vectors**2, axis=1) - np.sum(inside**2, axis=0)
+        rest = np.sum(self.vectors**2, axis=1) - np.sum(inside**2, axis=0)
         room = size - len(self.basis) + (len(self.basis) == count)
-        scale = np.divide(room, left, out=np.ones(count), where=left > 1e-12 * size)
+        scale = np.divide(room, rest, out=np.ones(count), where=rest > 1e-12 * size)
         outside = np.sum(W * R, axis=0) - 2 * np.sum(T * inside, axis=0)
         outside += np.sum(inside * (H @ inside), axis=0)
         return np.trace(H) - np.sum(S * (H @ S), axis=0) + scale * outside
@@ -81,6 +81,6 @@ class LeaveOneOut:
         The entries of the vectors must be random signs.
         """
         along, S = np.sum(self.basis * self.images, axis=0), self.directions
-        lost, images = S.T @ self.basis, S.T @ self.images
-        outside = np.sum(S * self.coefficients, axis=0)[:, np.newaxis] * lost
-        return along - lost * images + self.vectors * outside
+        omitted, images = S.T @ self.basis, S.T @ self.images
+        outside = np.sum(S * self.coefficients, axis=0)[:, np.newaxis] * omitted
+        return along - omitted * images + self.vectors * outside

@@ -173,8 +173,8 @@ class CurvatureMonitor(keras.callbacks.Callback):
         if name == "gradient_norm":
             return float(np.linalg.norm(H.gradient.astype(np.float64))), 0.0
         if name == "trace":
-            found = trace(H, rtol=_TRACE_ERROR, max_products=_PRODUCTS, seed=self._seed)
-            return found.estimate, found.standard_error
+            estimate = trace(H, rtol=_TRACE_ERROR, max_products=_PRODUCTS, seed=self._seed)
+            return estimate.estimate, estimate.standard_error
         which: Any = "LA" if name == "largest" else "SA"
         with warnings.catch_warnings():
             # The history has the residual.

@@ -9,11 +9,11 @@ import numpy as np
 from hvp._errors import HvpError
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.progress import check_progress, progress_bar
-from hvp._solve.rows import Rows
 from hvp._spectra.eigsh import eigsh
 from hvp._spectra.estimate import Estimate
 from hvp._spectra.probes import Probes, check_seed
 from hvp._spectra.sampling import Stopping, mean_and_error
+from hvp._spectra.symmetric import symmetric_rows
 
 _FEWEST = 16
 
@@ -40,8 +40,8 @@ def norm(
           eigenvalues: the root of the mean of `norm(A z)**2` over random signs `z`.
         - ``2`` is the largest absolute eigenvalue, by `eigsh`.
     rtol, atol : float, optional
-        The estimate has converged when its standard error is at most
-        `max(rtol * estimate, atol)`.
+        The estimate has converged when its standard error, or the residual norm of `eigsh`, is at
+        most `max(rtol * estimate, atol)`.
     max_products : int, optional
         Upper bound on the number of products, at least 16.
     seed : int, optional
@@ -52,12 +52,14 @@ def norm(
     Returns
     -------
     Estimate
-        Of the spectral norm, `standard_error` is the norm of the residual.
+        For the spectral norm, `standard_error` is the norm of the residual.
 
     Raises
     ------
     NonFiniteError
         If a product is not finite.
+    GraphModeError
+        If the function is called while TensorFlow traces a graph.
     HvpError
         If an argument is invalid.
 
@@ -72,24 +74,31 @@ def norm(
     >>> round(hvp.norm(H, 2).estimate, 4)
     9.0
     """
-    rows = Rows(A)
+    rows = symmetric_rows(A, "norm")
     stopping = Stopping.of(rtol, atol, max_products, _FEWEST)
     if ord not in ("fro", 2) or isinstance(ord, bool):
         raise HvpError(f"the argument ord is {ord!r}", "'fro' or 2")
     check_progress(progress)
-    probes = Probes(rows, check_seed(seed))
+    seed = check_seed(seed)
     if ord == 2:
-        found = eigsh(A, 1, "LM", max_products=max_products, seed=seed, progress=progress)
-        value, error = float(np.abs(found.eigenvalues[0])), float(found.residual_norms[0])
-        return Estimate(value, error, found.products, bool(found.converged[0]), "eigsh", 0)
-    with progress_bar(progress, total=max_products, unit="product") as bar:
+        tol = stopping.rtol or None
+        result = eigsh(A, 1, "LM", tol=tol, max_products=max_products, seed=seed, progress=progress)
+        value, error = float(np.abs(result.eigenvalues[0])), float(result.residual_norms[0])
+        converged = error <= stopping.allowed(value)
+        return Estimate(value, error, result.products, converged, "eigsh", 0)
+    total = stopping.max_products
+    with (
+        progress_bar(progress, total=total, unit="product") as bar,
+        rows.in_full_precision() as exact,
+    ):
+        probes = Probes(exact, seed)
 
         def draw(count: int) -> np.ndarray:
             products = probes.multiply(probes.draw(count)).astype(np.float64)
             bar.update(count)
             return np.sum(products**2, axis=1)
 
-        samples = stopping.drawn(draw, fewest=_FEWEST, widest=probes.widest, summary=_root)
+        samples = stopping.sample(draw, fewest=_FEWEST, widest=probes.widest, summary=_root)
     value, error = _root(samples)
     count, converged = len(samples), error <= stopping.allowed(value)
     return Estimate(value, error, count, converged, "squared products", count - 1)

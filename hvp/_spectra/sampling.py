@@ -45,7 +45,7 @@ class Stopping:
         """Return the standard error up to which an estimate has converged."""
         return max(self.rtol * float(np.linalg.norm(estimate)), self.atol)
 
-    def wanted(self, count: int, error: float, estimate: Any) -> int:
+    def sufficient(self, count: int, error: float, estimate: Any) -> int:
         """Return how many samples are likely to suffice, given the error of `count` of them.
 
         It is `count` if these do, and no more than twice as many otherwise, since the first samples
@@ -57,7 +57,7 @@ class Stopping:
         ratio = (error / allowed) ** 2 if allowed else np.inf
         return int(min(2 * count, np.ceil(count * min(ratio, 2.0)) + 1))
 
-    def drawn(
+    def sample(
         self,
         draw: Callable[[int], np.ndarray],
         *,
@@ -80,15 +80,15 @@ class Stopping:
             Takes the samples; returns the estimate and its error. By default their mean, with its
             standard error.
         """
-        samples, wanted = draw(min(fewest, widest)), fewest
+        samples, target = draw(min(fewest, widest)), fewest
         while True:
-            if len(samples) >= wanted:
+            if len(samples) >= target:
                 estimate, error = (summary or mean_and_error)(samples)
-                wanted = self.wanted(len(samples), error, estimate)
-                wanted = min(wanted, self.max_products // cost)
-                if len(samples) >= wanted:
+                target = self.sufficient(len(samples), error, estimate)
+                target = min(target, self.max_products // cost)
+                if len(samples) >= target:
                     return samples
-            samples = np.concatenate([samples, draw(min(widest, wanted - len(samples)))])
+            samples = np.concatenate([samples, draw(min(widest, target - len(samples)))])
 
 
 def mean_and_error(samples: np.ndarray) -> tuple[float, float]:

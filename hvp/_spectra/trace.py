@@ -16,6 +16,7 @@ from hvp._spectra.layers import Layers
 from hvp._spectra.leave_one_out import LeaveOneOut
 from hvp._spectra.probes import Probes, check_seed
 from hvp._spectra.sampling import Stopping, mean_and_error
+from hvp._spectra.symmetric import symmetric_rows
 
 TraceMethod = Literal["hutchinson", "hutch++", "xtrace"]
 
@@ -72,6 +73,8 @@ def trace(
     ------
     NonFiniteError
         If a product is not finite.
+    GraphModeError
+        If the function is called while TensorFlow traces a graph.
     HvpError
         If an argument is invalid.
 
@@ -98,15 +101,19 @@ def trace(
     >>> {name: part.estimate for name, part in result.layers.items()}
     {'a': 5.0, 'b': 18.0}
     """
-    rows = Rows(A)
+    rows = symmetric_rows(A, "trace")
     if method not in get_args(TraceMethod):
         raise HvpError(f"the method is {method!r}", " or ".join(map(repr, get_args(TraceMethod))))
     stopping = Stopping.of(rtol, atol, max_products, 3 * _FEWEST_VECTORS)
     check_progress(progress)
-    probes = Probes(rows, check_seed(seed))
+    seed = check_seed(seed)
     run: Any = {"hutchinson": _Hutchinson, "hutch++": _HutchPlusPlus, "xtrace": _XTrace}[method]
-    with progress_bar(progress, total=max_products, unit="product") as bar:
-        return run(rows, probes).run(stopping, bar)
+    total = stopping.max_products
+    with (
+        progress_bar(progress, total=total, unit="product") as bar,
+        rows.in_full_precision() as exact,
+    ):
+        return run(exact, Probes(exact, seed)).run(stopping, bar)
 
 
 class _Hutchinson:
@@ -127,7 +134,7 @@ class _Hutchinson:
         def total(samples: np.ndarray) -> tuple[float, float]:
             return mean_and_error(samples.sum(axis=1))
 
-        samples = stopping.drawn(draw, fewest=_FEWEST, widest=self._probes.widest, summary=total)
+        samples = stopping.sample(draw, fewest=_FEWEST, widest=self._probes.widest, summary=total)
         products, method = self._probes.products, "hutchinson"
         layers = {
             name: estimate_of(part, products, method, stopping)
@@ -153,12 +160,12 @@ class _Doubling:
             before = self._probes.products
             samples = self.samples(min(count, self._size))
             bar.update(self._probes.products - before)
-            found = estimate_of(
+            estimate = estimate_of(
                 samples, self._probes.products, self.name, stopping, correlated=self.correlated
             )
             count *= 2
-            if found.converged or found.products + self.cost * count > stopping.max_products:
-                return found
+            if estimate.converged or estimate.products + self.cost * count > stopping.max_products:
+                return estimate
 
     def samples(self, count: int) -> np.ndarray:
         """Return the samples of a run with so many vectors."""
@@ -177,8 +184,8 @@ class _HutchPlusPlus(_Doubling):
 
     def samples(self, count: int) -> np.ndarray:
         probes = self._probes
-        drawn = probes.multiply(probes.draw(count))
-        Q = np.ascontiguousarray(scipy.linalg.qr(drawn.T, mode="economic")[0].T)
+        products = probes.multiply(probes.draw(count))
+        Q = np.ascontiguousarray(scipy.linalg.qr(products.T, mode="economic")[0].T)
         exact = float(np.sum(Q * probes.multiply(Q), dtype=np.float64))
         rest = probes.draw(count)
         for _ in range(2):  # rounding makes a second pass necessary

@@ -110,8 +110,13 @@ def test_norms(name):
     right = np.linalg.norm(eigenvalues)
     result = hvp.norm(A)
     assert abs(result.estimate - right) <= 5 * result.standard_error + 1e-12
-    spectral = hvp.norm(A, 2)
-    assert spectral.estimate == pytest.approx(np.abs(eigenvalues).max(), rel=1e-6)
+    largest = np.abs(eigenvalues).max()
+    spectral = hvp.norm(A, 2, rtol=1e-8)
+    assert spectral.estimate == pytest.approx(largest, rel=1e-6)
+    coarse = hvp.norm(A, 2)
+    assert abs(coarse.estimate - largest) <= 0.02 * largest
+    assert coarse.converged
+    assert coarse.products <= spectral.products
 
 
 def test_functions():
