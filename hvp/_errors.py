@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections.abc import Sequence
 
 __all__ = [
@@ -147,6 +149,23 @@ class TooLargeError(HvpError, ValueError):
 
 for _name in __all__:  # tracebacks show the public name
     globals()[_name].__module__ = "hvp"
+
+
+def reason_of(error: Exception) -> str:
+    """Return the reason within TensorFlow's message about an operation, without its graph."""
+    lines = [
+        re.sub(r"\{\{.*?\}\}\s*|\[Op:.*\]|\x1b\[\d+m", "", line).strip()
+        for line in str(error).splitlines()
+    ]
+    beside = (
+        "Graph execution error",
+        "Detected at",
+        "<stack traces",
+        "[[",
+        "Exception encountered",
+    )
+    reasons = [line for line in lines if line and not line.startswith(beside)]
+    return textwrap.shorten((reasons or lines or [""])[0], 200, placeholder=" ...")
 
 
 def line_of(error: Exception, number: int = 0, about: str = "") -> str:

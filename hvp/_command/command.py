@@ -3,51 +3,90 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 from hvp._command.load import check_fit, load_data, load_model
-from hvp._command.report import Curvature
+from hvp._command.report import Curvature, Subject
 from hvp._errors import HvpError
 from hvp._operators.gauss_newton import GaussNewtonOperator
 from hvp._operators.hessian import HessianOperator
+
+_DESCRIPTION = """\
+Shows the curvature of the loss of a saved Keras model: whether the Hessian is right, its
+largest and smallest eigenvalues, the trace with that of each layer, and the spectral density.
+"""
 
 _EPILOG = """\
 example:
   %(prog)s model.keras data.npz --figure curvature.png
 
-The model is one that model.compile and model.save were called of; the data are those that
-np.savez("data.npz", x=x, y=y) writes, optionally with sample_weight. Estimates are followed by
-their standard errors, and eigenvalues by the norms of their residuals.
+Compile the model before you save it with model.save("model.keras"). Save the data with
+np.savez("data.npz", x=x, y=y), and sample_weight=... if there are weights. The model has one input
+and one output; for others, use hvp.HessianOperator.from_keras in Python.
+
+Layers run in inference mode, as in model.evaluate, unless you pass --training. Estimates are
+printed with their standard errors, and eigenvalues with the norms of their residuals: an eigenvalue
+of the matrix is no farther away than that.
 """
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive integer")
+    return int(text)
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} is not a nonnegative integer")
+    return int(text)
+
+
+def _tolerance(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a nonnegative number")
+    return value
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     result = argparse.ArgumentParser(
         prog="hvp",
-        description="The curvature of the loss of a saved Keras model.",
+        description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = result.add_argument
-    add("model", type=Path, help="a compiled model, saved by model.save: a .keras file")
+    add("model", type=Path, help="a compiled Keras model: a .keras or .h5 file")
     add("data", type=Path, help="an .npz file with the arrays x and y")
-    add("--matrix", choices=["hessian", "gauss-newton"], default="hessian", help="which matrix")
-    add("--eigenvalues", type=int, default=5, metavar="K", help="how many of the largest (5)")
-    add("--rtol", type=float, default=0.02, help="relative standard error of the trace (0.02)")
-    add("--examples", type=int, metavar="N", help="draw N of the examples, if there are more")
-    add("--batch-size", type=int, metavar="N", help="divide the data into batches of N examples")
-    add("--memory-limit", metavar="SIZE", help='bound on memory, such as "2GiB"')
-    add("--no-check", action="store_true", help="do not check the matrix by differences")
-    add("--no-density", action="store_true", help="leave out the density, 320 products")
-    add("--seed", type=int, default=0, help="what random vectors depend on (0)")
+    add("--matrix", choices=["hessian", "gauss-newton"], default="hessian",
+        help="which matrix to look at (default: hessian)")  # fmt: skip
+    add("--training", action="store_true", help="run the layers in training mode")
+    add("--eigenvalues", type=_count, default=5, metavar="K",
+        help="number of largest eigenvalues (default: 5)")  # fmt: skip
+    add("--rtol", type=_tolerance, default=0.02,
+        help="relative standard error of the trace (default: 0.02)")  # fmt: skip
+    add("--max-products", type=_count, default=1000, metavar="N",
+        help="upper bound on the products for the trace, and on those for the smallest eigenvalue "
+        "(default: 1000)")  # fmt: skip
+    add("--examples", type=_count, metavar="N", help="use a random subset of N examples")
+    add("--batch-size", type=_count, metavar="N", help="process the data in batches of N examples")
+    add("--memory-limit", metavar="SIZE", help='upper bound on memory, such as "2GiB"')
+    add("--no-check", action="store_true", help="skip the comparison with finite differences")
+    add("--no-density", action="store_true", help="skip the density, which takes 320 products")
+    add("--seed", type=_seed, default=0, help="random seed (default: 0)")
     add("--import", dest="modules", action="append", default=[], metavar="MODULE",
         help="a module that registers custom objects; may be repeated")  # fmt: skip
-    add("--json", type=Path, metavar="FILE", help="write everything to FILE")
-    add("--figure", type=Path, metavar="FILE", help="draw everything into FILE; needs matplotlib")
+    add("--json", type=Path, metavar="FILE", help="write all results to FILE as JSON")
+    add("--figure", type=Path, metavar="FILE", help="draw all results into FILE; needs matplotlib")
     return result
 
 
@@ -67,22 +106,35 @@ def run(options: argparse.Namespace) -> None:
     for path in (options.json, options.figure):
         if path is not None and not path.absolute().parent.is_dir():
             raise HvpError(f"there is no folder {path.parent}", "a folder that exists")
+        if path is not None and path.is_dir():
+            raise HvpError(f"{path} is a folder", "the name of a file to write")
     if options.figure is not None:
-        _use_files_only()
-    data = load_data(options.data, options.examples, options.seed)
+        _use_files_only(options.figure)
+    data, unused = load_data(options.data, options.examples, options.seed)
+    if unused:
+        print(f"hvp: arrays that are not used: {', '.join(unused)}", file=sys.stderr)
     model = load_model(options.model, options.modules)
     check_fit(model, data)
     operator = GaussNewtonOperator if options.matrix == "gauss-newton" else HessianOperator
     more = {"batch_size": options.batch_size, "memory_limit": options.memory_limit}
-    with operator.from_keras(model, data, **more) as H:
-        print(f"{H!r}, {len(data[0])} examples", flush=True)
+    with operator.from_keras(model, data, training=options.training, **more) as H:
+        subject = Subject(
+            model=str(options.model),
+            data=str(options.data),
+            examples=len(data[0]),
+            matrix=options.matrix,
+            mode="training" if options.training else "inference",
+            seed=options.seed,
+        )
+        print(subject.as_text(H), flush=True)
         curvature = Curvature.of(
             H,
+            subject,
             eigenvalues=options.eigenvalues,
             rtol=options.rtol,
+            max_products=options.max_products,
             checks=not options.no_check,
             density=not options.no_density,
-            seed=options.seed,
             progress=find_spec("tqdm") is not None,
         )
     print(curvature.as_text())
@@ -92,8 +144,8 @@ def run(options: argparse.Namespace) -> None:
         curvature.save_figure(options.figure)
 
 
-def _use_files_only() -> None:
-    """Let matplotlib draw without a screen; say that it is missing before any work is done."""
+def _use_files_only(path: Path) -> None:
+    """Let matplotlib draw without a screen; refuse what it cannot do before any work is done."""
     try:
         import matplotlib
     except ImportError as error:
@@ -103,3 +155,11 @@ def _use_files_only() -> None:
             "pip install matplotlib, or leave out --figure",
         ) from error
     matplotlib.use("agg")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    endings = [f".{name}" for name in sorted(FigureCanvasAgg.get_supported_filetypes())]
+    if path.suffix.lower() not in endings:
+        raise HvpError(
+            f"the figure is to be written to {path}, whose format is unknown",
+            f"a file name that ends with one of {', '.join(endings)}",
+        )

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import importlib
-import re
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from hvp._errors import HvpError, InvalidDataError, InvalidLossError
+from hvp._errors import HvpError, InvalidDataError, InvalidLossError, reason_of
 
 # Names of the arrays, in the order in which `model.fit` takes them.
 _ARRAYS = ("x", "y", "sample_weight")
 
 
-def load_data(path: Path, examples: int | None, seed: int) -> tuple[np.ndarray, ...]:
+def load_data(
+    path: Path, examples: int | None, seed: int
+) -> tuple[tuple[np.ndarray, ...], list[str]]:
     """Read the arrays `x`, `y` and optionally `sample_weight` of an `.npz` file.
 
     Parameters
@@ -27,7 +29,14 @@ def load_data(path: Path, examples: int | None, seed: int) -> tuple[np.ndarray, 
     examples : int or None
         Draw so many of the examples, if there are more.
     seed : int
-        What these depend on.
+        The random seed of that.
+
+    Returns
+    -------
+    tuple of ndarray
+        The arrays.
+    list of str
+        The names of the other arrays in the file, which are not used.
 
     Raises
     ------
@@ -38,21 +47,32 @@ def load_data(path: Path, examples: int | None, seed: int) -> tuple[np.ndarray, 
     if not path.exists():
         raise InvalidDataError(f"there is no file {path}", expected)
     try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
-    except (ValueError, OSError, EOFError, AttributeError) as error:
-        raise InvalidDataError(
-            f"{path} cannot be read as an .npz file: {error}", expected
-        ) from error
+        with path.open("rb") as stream:
+            content = np.load(stream, allow_pickle=False)
+            is_single = isinstance(content, np.ndarray)
+            arrays = {} if is_single else {name: content[name] for name in content.files}
+    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+        raise InvalidDataError(f"{path} is not an .npz file of numbers", expected) from error
+    if is_single:
+        raise InvalidDataError(f"{path} holds a single array without a name", expected)
     if not {"x", "y"} <= set(arrays):
         raise InvalidDataError(
             f"{path} has the arrays {', '.join(sorted(arrays)) or 'none'}",
             "arrays called x and y, and optionally sample_weight",
-            "write it by np.savez(file, x=..., y=...)",
+            "write it with np.savez(file, x=..., y=...)",
         )
+    for name in _ARRAYS:
+        if name in arrays and arrays[name].dtype.kind not in "fiub":
+            raise InvalidDataError(
+                f"the array {name} in {path} has the dtype {arrays[name].dtype}",
+                "numbers",
+                "encode labels as integers, as by np.unique(y, return_inverse=True)[1]",
+            )
     data = tuple(arrays[name] for name in _ARRAYS if name in arrays)
     lengths = [len(array) if array.ndim else 0 for array in data]
-    if len(set(lengths)) > 1 or not lengths[0]:
+    if not any(lengths):
+        raise InvalidDataError(f"the arrays in {path} contain no examples", "at least one example")
+    if len(set(lengths)) > 1:
         shapes = ", ".join(f"{n} {a.shape}" for n, a in zip(_ARRAYS, data))
         raise InvalidDataError(
             f"the arrays in {path} have the shapes {shapes}", "the same number of examples in all"
@@ -60,7 +80,7 @@ def load_data(path: Path, examples: int | None, seed: int) -> tuple[np.ndarray, 
     if examples is not None and examples < lengths[0]:
         places = np.random.default_rng(seed).choice(lengths[0], examples, replace=False)
         data = tuple(array[np.sort(places)] for array in data)
-    return data
+    return data, sorted(set(arrays) - set(_ARRAYS))
 
 
 def load_model(path: Path, modules: list[str]) -> Any:
@@ -90,16 +110,25 @@ def load_model(path: Path, modules: list[str]) -> Any:
             raise HvpError(
                 f"the module {module} cannot be imported: {error}",
                 "a module in this folder, or one that is installed",
+                f"write --import {module[:-3]}, without .py" if module.endswith(".py") else "",
             ) from error
     if not path.exists():
         raise InvalidLossError(f"there is no file {path}", "a file that model.save wrote")
+    if path.is_dir():
+        raise InvalidLossError(
+            f"{path} is a folder",
+            "a .keras or .h5 file",
+            "load the model in Python, and save it with model.save('model.keras')",
+        )
     try:
         model = keras.models.load_model(path)
     except (TypeError, ValueError, OSError, KeyError) as error:
         text = str(error)
         is_custom = "register" in text or "custom_object" in text or "Could not locate" in text
+        # Keras says of a file of another kind that it was not found.
+        cause = "it is not a Keras model" if "File not found" in text else text.splitlines()[0]
         raise InvalidLossError(
-            f"{path} cannot be loaded: {text.splitlines()[0]}",
+            f"the model in {path} cannot be loaded: {cause}",
             "a file that model.save wrote, ending with .keras",
             "name the modules that register its custom objects by --import MODULE"
             if is_custom
@@ -107,7 +136,7 @@ def load_model(path: Path, modules: list[str]) -> Any:
         ) from error
     if getattr(model, "optimizer", None) is None and not getattr(model, "compiled", False):
         raise InvalidLossError(
-            f"the model in {path} is not compiled, so that it has no loss",
+            f"the model in {path} is not compiled, so it has no loss",
             "a compiled model",
             "call model.compile(loss=...) before model.save",
         )
@@ -120,21 +149,37 @@ def check_fit(model: Any, data: tuple[np.ndarray, ...]) -> None:
     Raises
     ------
     InvalidDataError
-        If the model or its loss does not take the arrays.
+        If the model or its loss does not accept the arrays.
+    InvalidLossError
+        If the model has several inputs or outputs, or no loss.
     """
+    for name in ("inputs", "outputs"):
+        count = len(getattr(model, name, None) or [None])
+        if count > 1:
+            raise InvalidLossError(
+                f"the model has {count} {name}",
+                "one input and one output",
+                "use hvp.HessianOperator.from_keras(model, data) in Python",
+            )
+    if getattr(model, "loss", None) is None:
+        raise InvalidLossError(
+            "the model was compiled without a loss",
+            "a compiled loss",
+            "call model.compile(loss=...) before model.save",
+        )
     x, *rest = (array[:1] for array in data)
+    expected = f"arrays like those the model was trained with: x of shape {model.input_shape}"
     try:
-        model.compute_loss(x, rest[0], model(x), *rest[1:])
+        outputs = model(x)
     except (TypeError, ValueError, tf.errors.OpError) as error:
-        cause = next(line for line in _plain(str(error)).splitlines() if "xception" not in line)
-        shapes = ", ".join(f"{name} {array.shape}" for name, array in zip(_ARRAYS, data))
         raise InvalidDataError(
-            f"the model does not take the data: {cause}; their shapes are {shapes}",
-            f"what the model was trained with: x of shape {model.input_shape}",
+            f"the model does not accept x of shape {data[0].shape}: {reason_of(error)}", expected
         ) from error
-
-
-def _plain(text: str) -> str:
-    """Return a text without colors and empty lines."""
-    lines = re.sub(r"\x1b\[\d+m", "", text).splitlines()
-    return "\n".join(line for line in lines if line.strip()) or "an error without a message"
+    try:
+        model.compute_loss(x, rest[0], outputs, *rest[1:])
+    except (TypeError, ValueError, tf.errors.OpError) as error:
+        shapes = ", ".join(f"{name} of shape {a.shape}" for name, a in zip(_ARRAYS[1:], data[1:]))
+        raise InvalidDataError(
+            f"the loss does not accept {shapes}: {reason_of(error)}",
+            f"targets for outputs of shape {model.output_shape}",
+        ) from error

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import warnings
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,42 @@ from hvp._operators.operator import SymmetricOperator
 from hvp._spectra.density import SpectralDensity, spectral_density
 from hvp._spectra.eigsh import EigenResult, eigsh
 from hvp._spectra.estimate import Estimate
-from hvp._spectra.trace import trace
+from hvp._spectra.trace import FEWEST_PRODUCTS, trace
 
-# Products for the smallest eigenvalue, which is among many close ones.
-_PRODUCTS = 500
+
+@dataclass(frozen=True)
+class Subject:
+    """Whose curvature was computed.
+
+    Attributes
+    ----------
+    model, data : str
+        The files.
+    examples : int
+        How many examples of them.
+    matrix : str
+        The name of the matrix.
+    mode : str
+        ``"training"`` or ``"inference"``.
+    seed : int
+        The random seed.
+    """
+
+    model: str
+    data: str
+    examples: int
+    matrix: str
+    mode: str
+    seed: int
+
+    def as_text(self, H: SymmetricOperator) -> str:
+        """Return a line about the operator."""
+        examples = f"{self.examples} example{'' if self.examples == 1 else 's'}"
+        name = {"hessian": "Hessian", "gauss-newton": "Gauss-Newton matrix"}[self.matrix]
+        return (
+            f"{name} of {self.model}, {H.shape[0]:,} variables, {examples} of {self.data}, "
+            f"{self.mode} mode"
+        )
 
 
 @dataclass(frozen=True)
@@ -29,6 +62,8 @@ class Curvature:
 
     Attributes
     ----------
+    subject : Subject
+        What it is the curvature of.
     value, gradient_norm : float
         The loss, and the norm of its gradient.
     check : CheckReport or None
@@ -43,6 +78,7 @@ class Curvature:
         The number of variables of each layer.
     """
 
+    subject: Subject
     value: float
     gradient_norm: float
     check: CheckReport | None
@@ -56,12 +92,13 @@ class Curvature:
     def of(
         cls,
         H: SymmetricOperator,
+        subject: Subject,
         *,
         eigenvalues: int,
         rtol: float,
+        max_products: int,
         checks: bool,
         density: bool,
-        seed: int,
         progress: Any,
     ) -> Curvature:
         """Compute everything.
@@ -70,31 +107,35 @@ class Curvature:
         ----------
         H : SymmetricOperator
             The operator.
+        subject : Subject
+            Whose curvature it is.
         eigenvalues : int
             How many of the largest.
         rtol : float
             The relative standard error of the trace.
+        max_products : int
+            Upper bound on the products for the trace, and for the smallest eigenvalue.
         checks, density : bool
             Whether to run these.
-        seed : int
-            What random vectors depend on.
         progress : bool or "always"
             Whether to show bars.
         """
-        more: Any = {"seed": seed, "progress": progress}
+        more: Any = {"seed": subject.seed, "progress": progress}
         size = H.shape[0]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)  # the text says so
             largest = eigsh(H, min(eigenvalues, size), "LA", **more)
-            limit = max(_PRODUCTS, 2 * size + 1) if size <= _PRODUCTS else _PRODUCTS
-            smallest = eigsh(H, 1, "SA", tol=1e-2, max_products=limit, **more)
+            # The smallest one is among many that are close to it.
+            limit = max(max_products, 4)
+            smallest = eigsh(H, 1, "SA", max_products=limit, **more)
         return cls(
+            subject,
             H.value,
             float(np.linalg.norm(H.gradient.astype(np.float64))),
             check(H) if checks else None,
             largest,
             smallest,
-            trace(H, rtol=rtol, **more),
+            trace(H, rtol=rtol, max_products=max(max_products, FEWEST_PRODUCTS), **more),
             spectral_density(H, **more) if density else None,
             {name: block.shape[0] for name, block in H.blocks().items()},
         )
@@ -102,6 +143,7 @@ class Curvature:
     def as_dict(self) -> dict[str, Any]:
         """Return everything as numbers, lists and dicts, for JSON."""
         result: dict[str, Any] = {
+            "subject": {**asdict(self.subject), "version": version("hvp")},
             "value": self.value,
             "gradient_norm": self.gradient_norm,
             "size": sum(self.sizes.values()),
@@ -135,7 +177,10 @@ class Curvature:
         ]
         if self.check is not None:
             bad = [f for f in self.check.findings if f.outcome not in ("ok", "note")]
-            lines.append(f"check               {'nothing failed' if self.check.ok else 'FAILED'}")
+            outcome = "passed" if self.check.ok else "FAILED"
+            if bad:
+                outcome += f", {len(bad)} remark{'' if len(bad) == 1 else 's'}"
+            lines.append(f"check               {outcome}")
             lines += [f"  {f.outcome:<9} {f.name}: {f.message}" for f in bad]
         lines += ["largest eigenvalues", *_eigenvalue_lines(self.largest)]
         lines += ["smallest eigenvalue", *_eigenvalue_lines(self.smallest)]
@@ -144,12 +189,15 @@ class Curvature:
             width = max(map(len, self.trace.layers))
             lines.append(f"  {'layer':<{width}}  variables    trace")
             for name, part in self.trace.layers.items():
-                lines.append(f"  {name:<{width}}  {self.sizes[name]:>9,}    {_with_error(part)}")
+                lines.append(
+                    f"  {name:<{width}}  {self.sizes[name]:>9,}    "
+                    f"{part.estimate:.5g} +- {part.standard_error:.2g}"
+                )
         if self.density is not None:
             low, high = self.density.bulk
             lines += [
-                f"density             bulk from {low:.4g} to {high:.4g}, {self.density.below} "
-                f"eigenvalues below and {self.density.above} above",
+                f"density             bulk from {low:.4g} to {high:.4g}; number of separate "
+                f"eigenvalues: {self.density.below} below, {self.density.above} above",
             ]
         return "\n".join(lines)
 
@@ -169,6 +217,10 @@ class Curvature:
             self.trace.plot(row.pop(0)).set_title("Trace of each layer", loc="left")
         if self.density is not None:
             self.density.plot(row.pop(0)).set_title("Spectral density", loc="left")
+        figure.suptitle(
+            f"{self.subject.model}, {self.subject.matrix}, {self.subject.mode} mode",
+            fontsize="medium",
+        )
         figure.savefig(path, dpi=120)
         plt.close(figure)
 

@@ -25,11 +25,14 @@ from hvp._engines.plan import Plan
 from hvp._engines.rule import Arguments, Evaluated, HessianRule, Parts, Rule, WeightedSum
 from hvp._engines.settings import Settings
 from hvp._engines.single_plan import SinglePlan
-from hvp._errors import HvpError, InvalidDataError, RecomputeError
+from hvp._errors import HvpError, InvalidDataError, InvalidLossError, RecomputeError, reason_of
 from hvp._recompute.keras_segments import segments_of
 from hvp._snapshots.snapshot import Snapshot
 from hvp._vectors.strategies import process_count, strategy_of
 from hvp._vectors.variables import VariableNest, collect_variables
+
+# What TensorFlow raises when an operation does not take its arguments.
+_OF_AN_OPERATION = (tf.errors.InvalidArgumentError, tf.errors.UnimplementedError)
 
 
 @dataclass(frozen=True)
@@ -141,10 +144,17 @@ class Problem:
 
         try:
             snapshot = Snapshot(make_plan, settings.on_stale, rule=self.rule)
-        except (tf.errors.InvalidArgumentError, TypeError, ValueError) as error:
+        except (*_OF_AN_OPERATION, TypeError, ValueError) as error:
             explain_mixed_precision(
                 error, self.data, lambda: collect_variables(self.variables).dtypes
             )
+            if isinstance(error, _OF_AN_OPERATION):
+                raise InvalidLossError(
+                    f"an operation of the loss failed: {reason_of(error)}",
+                    "a loss that can be computed from the data",
+                    "check the data: whether labels are integers from 0 to the number of classes "
+                    "less one, for example",
+                ) from error
             raise
         if settings.recompute is not False and snapshot.facts.recomputes is False:
             snapshot.close()

@@ -171,7 +171,7 @@ def spectral_density(
     steps : int, optional
         Steps of the Lanczos method for each vector. More steps resolve finer details.
     seed : int, optional
-        What the random vectors depend on.
+        The random seed.
     progress : bool or "always", optional
         Whether to show a progress bar over the products, as for `trace`.
 

@@ -55,7 +55,7 @@ def diagonal(
     max_products : int, optional
         Upper bound on the number of products, at least 32.
     seed : int, optional
-        What the random vectors depend on.
+        The random seed.
     progress : bool or "always", optional
         Whether to show a progress bar over the products, as for `trace`.
 

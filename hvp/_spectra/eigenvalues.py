@@ -81,7 +81,7 @@ class BlockLanczos:
     tol : float
         Bound on residuals, relative to the largest absolute Ritz value.
     seed : int
-        What the random vectors depend on.
+        The random seed.
     advance : callable
         Called with the number of products, block by block.
     """

@@ -140,7 +140,7 @@ def eigsh(
         Vectors to begin with, of shape `(n,)` or `(n, m)`, such as the eigenvectors of an earlier
         point. The result is the same; it is there sooner.
     seed : int, optional
-        What the random vectors depend on.
+        The random seed.
     progress : bool or "always", optional
         Whether to show the number of products, with tqdm, if the output is a terminal. With
         ``"always"`` it is shown in any case.

@@ -148,7 +148,7 @@ def logdet(
     max_products : int, optional
         Upper bound on the number of products, at least ``8 * steps``.
     seed : int, optional
-        What the random vectors depend on.
+        The random seed.
     progress : bool or "always", optional
         Whether to show a progress bar over the products, as for `trace`.
 

@@ -46,7 +46,7 @@ class CurvatureMonitor(keras.callbacks.Callback):
     sample : int, optional
         Upper bound on the number of examples: of more, so many are drawn once. Only for arrays.
     seed : int, optional
-        What random vectors and the sample depend on. Nothing global is drawn from.
+        The random seed of vectors and of the sample. No global state is used or changed.
     prefix : str, optional
         What the names in the logs begin with.
     **options

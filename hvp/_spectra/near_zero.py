@@ -58,7 +58,7 @@ class NearZero:
     tol : float
         Bound on residuals, relative to the largest absolute eigenvalue.
     seed : int
-        What the random vectors depend on.
+        The random seed.
     advance : callable
         Called with the number of products of each step.
     """

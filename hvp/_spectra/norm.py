@@ -45,7 +45,7 @@ def norm(
     max_products : int, optional
         Upper bound on the number of products, at least 16.
     seed : int, optional
-        What the random vectors depend on.
+        The random seed.
     progress : bool or "always", optional
         Whether to show a progress bar over the products, as for `trace`.
 

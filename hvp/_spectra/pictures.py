@@ -65,7 +65,9 @@ def draw_density(density: SpectralDensity, ax: Any, scale: str) -> Any:
     if scale != "linear":
         ax.set_yscale("log")
         ax.set_ylim(floor, 2 * (y + 2 * error).max())
-        ax.axhline(one, color=_OTHER, linewidth=0.8, linestyle="--", label="one eigenvalue")
+        ax.axhline(
+            one, color=_OTHER, linewidth=0.8, linestyle="--", label="height of a single eigenvalue"
+        )
     if scale == "symlog":
         ax.set_xscale("symlog", linthresh=4 * density.bandwidth)
     ax.set(xlabel="eigenvalue", ylabel="density")
@@ -87,7 +89,7 @@ def draw_eigenvalues(result: EigenResult, ax: Any) -> Any:
         capsize=2,
     )
     ax.axhline(0, color="0.6", linewidth=0.8, linestyle=":")
-    ax.set(xlabel="number", ylabel="eigenvalue")
+    ax.set(xlabel="rank", ylabel="eigenvalue")
     ax.xaxis.get_major_locator().set_params(integer=True)
     return ax
 

@@ -23,7 +23,7 @@ class Probes:
     rows : Rows
         The operator.
     seed : int
-        What they depend on.
+        The random seed.
 
     Attributes
     ----------

@@ -22,7 +22,9 @@ TraceMethod = Literal["hutchinson", "hutch++", "xtrace"]
 
 # Fewer samples do not tell the standard error: of the mean, and of methods that also approximate
 # the operator by them.
-_FEWEST, _FEWEST_VECTORS = 16, 24
+_FEWEST, _FEWEST_VECTORS = 32, 24
+# The least value of `max_products`, with which each method can begin.
+FEWEST_PRODUCTS = 3 * _FEWEST_VECTORS
 
 
 @Uninterrupted()
@@ -51,14 +53,14 @@ def trace(
         - ``"xtrace"`` makes every vector serve for both [ETW]_. The last two need fewer products
           where few eigenvalues make up most of the Frobenius norm, or for a high accuracy, and
           keep as many vectors of `n` numbers as they multiply. The samples of ``"xtrace"`` share
-          their vectors; its standard error takes that into account, and is rather too large.
+          their vectors; its standard error allows for that, and is conservative.
     rtol, atol : float, optional
         The estimate has converged when its standard error is at most
         `max(rtol * abs(estimate), atol)`.
     max_products : int, optional
         Upper bound on the number of products, at least 72.
     seed : int, optional
-        What the random vectors depend on.
+        The random seed.
     progress : bool or "always", optional
         Whether to show a progress bar over the products, with tqdm, if the output is a terminal.
         With ``"always"`` the bar is shown in any case.
@@ -104,7 +106,7 @@ def trace(
     rows = symmetric_rows(A, "trace")
     if method not in get_args(TraceMethod):
         raise HvpError(f"the method is {method!r}", " or ".join(map(repr, get_args(TraceMethod))))
-    stopping = Stopping.of(rtol, atol, max_products, 3 * _FEWEST_VECTORS)
+    stopping = Stopping.of(rtol, atol, max_products, FEWEST_PRODUCTS)
     check_progress(progress)
     seed = check_seed(seed)
     run: Any = {"hutchinson": _Hutchinson, "hutch++": _HutchPlusPlus, "xtrace": _XTrace}[method]

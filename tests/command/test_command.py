@@ -75,7 +75,7 @@ def test_everything_is_right(files, options, capsys):
     assert found["check"]["symmetry"][0] == "ok"
     assert np.sum(found["density"]["weights"]) == pytest.approx(8)
     text = capsys.readouterr().out
-    assert "nothing failed" in text
+    assert "check               passed" in text
     assert f"{largest[0]:.6g}" in text
     assert "last" in text
     assert figure.read_bytes().startswith(b"\x89PNG")
@@ -107,7 +107,7 @@ def test_a_new_process(files):
         env=environment,
     )
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.startswith("HessianOperator(44 x 44, float32")
+    assert re.match(r"Hessian of \S+, 44 variables, 60 examples of .*, inference", ended.stdout)
     assert "largest eigenvalues" in ended.stdout
 
 
@@ -145,6 +145,19 @@ def test_what_is_wrong_is_said(files, capsys):
     make(compiled=False).save(folder / "plain.keras")
     (folder / "broken.keras").write_text("no model")
     (folder / "broken.npz").write_text("no data")
+    (folder / "zipped.npz").write_bytes(b"PK\x03\x04 no data")
+    np.save(folder / "single.npy", X)
+    np.savez(folder / "words.npz", x=X, y=np.array(["a"] * len(X)))
+    np.savez(folder / "empty.npz", x=X[:0], y=Y[:0])
+    np.savez(folder / "targets.npz", x=X, y=Y[:, :1, np.newaxis] * np.ones((1, 3, 5)))
+    (folder / "saved").mkdir()
+    two = [layers.Input((2,)), layers.Input((2,))]
+    sums = keras.Model(two, layers.Dense(1)(layers.Add()(two)))
+    sums.compile("sgd", "mse")
+    sums.save(folder / "two.keras")
+    aimless = make(compiled=False)
+    aimless.compile("sgd")
+    aimless.save(folder / "aimless.keras")
     np.savez(folder / "named.npz", inputs=X, targets=Y)
     np.savez(folder / "uneven.npz", x=X, y=Y[:3])
     np.savez(folder / "unfit.npz", x=X[:, :3], y=Y)
@@ -154,17 +167,66 @@ def test_what_is_wrong_is_said(files, capsys):
         ([str(folder / "plain.keras"), data], "not compiled.*model.compile"),
         ([str(folder / "broken.keras"), data], "cannot be loaded"),
         ([model, str(folder / "none.npz")], "no file"),
-        ([model, str(folder / "broken.npz")], "cannot be read"),
+        ([model, str(folder / "broken.npz")], "not an .npz file"),
+        ([model, str(folder / "zipped.npz")], "not an .npz file"),
+        ([model, str(folder / "single.npy")], "single array without a name"),
+        ([model, str(folder / "words.npz")], "array y.*<U1.*integers"),
+        ([model, str(folder / "empty.npz")], "no examples"),
+        ([model, str(folder / "targets.npz")], r"loss does not accept y of shape \(60, 3, 5\)"),
+        ([str(folder / "two.keras"), data], "2 inputs.*from_keras"),
+        ([str(folder / "aimless.keras"), data], "without a loss"),
+        ([str(folder / "saved"), data], "is a folder"),
+        ([model, data, "--figure", str(folder / "out.xyz")], "format is unknown.*[.]png"),
+        ([model, data, "--json", str(folder)], "is a folder"),
+        ([model, data, "--import", "mine.py"], "--import mine, without .py"),
         ([model, str(folder / "named.npz")], "arrays inputs, targets.*np.savez"),
         ([model, str(folder / "uneven.npz")], r"x \(60, 4\), y \(3, 2\)"),
-        ([model, str(folder / "unfit.npz")], r"does not take the data.*x \(60, 3\).*\(None, 4\)"),
+        ([model, str(folder / "unfit.npz")], r"accept x of shape \(60, 3\).*\(None, 4\)"),
         ([model, data, "--json", str(folder / "none" / "out.json")], "no folder"),
-        ([model, data, "--eigenvalues", "0"], "k is 0"),
     ):
         assert main(changed) == 2, said
         error = capsys.readouterr().err.replace("\n", " ")
         assert re.search(said, error), error
+    for option, value in (
+        ("--eigenvalues", "0"),
+        ("--rtol", "-1"),
+        ("--examples", "-1"),
+        ("--seed", "x"),
+        ("--max-products", "1.5"),
+    ):
+        with pytest.raises(SystemExit):
+            main([model, data, f"{option}={value}"])
+        assert f"{value} is not a" in capsys.readouterr().err
     with pytest.raises(SystemExit) as ended:
         main(["--help"])
     assert ended.value.code == 0
     assert "example:" in capsys.readouterr().out
+
+
+def test_training_mode_arrays_beside_and_labels_that_are_out_of_range(tmp_path, capsys):
+    model = keras.Sequential(
+        [layers.Input((4,)), layers.BatchNormalization(), layers.Dense(3, name="last")]
+    )
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model.save(tmp_path / "model.keras")
+    labels = np.arange(60) % 3
+    np.savez(tmp_path / "data.npz", x=X, y=labels, class_weight=np.ones(3))
+    arguments = [str(tmp_path / "model.keras"), str(tmp_path / "data.npz")]
+    more = ["--no-density", "--no-check", "--json", str(tmp_path / "out.json")]
+    values = {}
+    for mode in ("inference", "training"):
+        assert main([*arguments, *more, *(["--training"] if mode == "training" else [])]) == 0
+        printed = capsys.readouterr()
+        assert f"{mode} mode" in printed.out
+        assert "not used: class_weight" in printed.err
+        results = json.loads((tmp_path / "out.json").read_text())
+        assert results["subject"]["mode"] == mode
+        assert results["subject"]["examples"] == 60
+        logits = model(X, training=mode == "training")
+        loss = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
+        assert results["value"] == pytest.approx(float(tf.reduce_mean(loss)), rel=1e-5)
+        values[mode] = results["value"]
+    assert values["training"] != values["inference"]
+    np.savez(tmp_path / "data.npz", x=X, y=1 + labels)
+    assert main([*arguments, *more]) == 2
+    assert "label value of 3 which is outside the valid range" in capsys.readouterr().err
