@@ -30,9 +30,11 @@ The public names:
 `trace`, `diagonal`, `norm`, `logdet`, `quadratic_forms`
     Numbers that describe any symmetric operator, with their standard errors.
 `eigsh`
-    Eigenvalues at the ends of a spectrum, with residuals that were checked.
+    Eigenvalues at the ends of a spectrum or nearest to zero, with residuals that were checked.
 `spectral_density`
     The density of all eigenvalues.
+`loss_slice`
+    The loss along eigenvectors or other directions, with its quadratic model.
 `plot_layers`
     A picture of one number for each layer.
 `InfluenceFunctions`
@@ -48,6 +50,11 @@ The public names:
 `HvpError`
     The base of all errors, which the documentation lists.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
 
 from hvp._check.check import check
 from hvp._check.report import CheckReport, Finding
@@ -97,6 +104,7 @@ from hvp._spectra.diagonal import diagonal
 from hvp._spectra.eigsh import EigenResult, eigsh
 from hvp._spectra.estimate import Estimate
 from hvp._spectra.functions import logdet, quadratic_forms
+from hvp._spectra.landscape import LossSlice, loss_slice
 from hvp._spectra.norm import norm
 from hvp._spectra.pictures import plot_layers
 from hvp._spectra.trace import trace
@@ -131,6 +139,7 @@ __all__ = [
     "InvalidVectorError",
     "JacobianOperator",
     "Linearization",
+    "LossSlice",
     "NeumannInverse",
     "NewtonCG",
     "NewtonStep",
@@ -153,6 +162,7 @@ __all__ = [
     "hessian_vector_product",
     "linearize",
     "logdet",
+    "loss_slice",
     "minimize",
     "norm",
     "plot_layers",
@@ -163,3 +173,10 @@ __all__ = [
     "spectral_density",
     "trace",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import `hvp.keras` when it is first used: Keras has to be importable for it."""
+    if name == "keras":
+        return importlib.import_module("hvp.keras")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import warnings
 from typing import Any, Literal
@@ -9,12 +10,15 @@ from typing import Any, Literal
 import keras
 import numpy as np
 
-from hvp._errors import ConvergenceWarning, HvpError, InvalidDataError
+from hvp._errors import ConvergenceWarning, HvpError, InvalidDataError, NonFiniteError
 from hvp._operators.hessian import HessianOperator
 from hvp._runtime.arguments import check_count
 from hvp._spectra.eigsh import eigsh
+from hvp._spectra.landscape import loss_slice
 from hvp._spectra.probes import check_seed, check_tolerance
 from hvp._spectra.trace import trace
+
+_log = logging.getLogger("hvp")
 
 _QUANTITIES = ("largest", "smallest", "trace", "gradient_norm")
 # Eigenvalues to watch need few digits.
@@ -41,14 +45,18 @@ class CurvatureMonitor(keras.callbacks.Callback):
         measurement are logged at the end of the epoch.
     budget : float, optional
         The part of the training time that measurements may take. A measurement is left out, and NaN
-        logged, while those before have taken more. The first one, which traces the Hessian, is
-        made in any case.
+        logged, if it would exceed that, judged by the time of the last one. The first one, which
+        traces the Hessian and takes seconds, is made in any case. If measurements were left out, a
+        line at the end of the training tells how many.
     sample : int, optional
         Upper bound on the number of examples: of more, so many are drawn once. Only for arrays.
     seed : int, optional
         The random seed of vectors and of the sample. No global state is used or changed.
     prefix : str, optional
         What the names in the logs begin with.
+    slice_radius : float, optional
+        Also evaluate the loss along the eigenvector of the largest eigenvalue, up to this distance
+        on both sides, as `loss_slice` does. The result is in `history` as ``"slice"``.
     **options
         Further arguments of `HessianOperator.from_keras`, such as ``batch_size``.
 
@@ -57,21 +65,24 @@ class CurvatureMonitor(keras.callbacks.Callback):
     history : list of dict
         All measurements: the quantities and their errors (``"largest_error"`` is a residual norm,
         ``"trace_error"`` a standard error), ``"epoch"``, ``"batch"`` (counted from the start of
-        training), ``"seconds"`` and ``"products"``.
+        training), ``"seconds"`` and ``"products"``. Quantities are NaN if the loss is not
+        finite.
 
     Raises
     ------
     InvalidDataError
         If `sample` is given and the data are not arrays.
     HvpError
-        If another argument is invalid. What is wrong with the model or the data is raised by the
-        first measurement.
+        If another argument is invalid. What is wrong with the model or the data is raised when the
+        training begins.
 
     Notes
     -----
     The logs have ``curvature_largest`` and so on, so that `History`, `CSVLogger` and `TensorBoard`
-    have them too. Eigenvalues are computed to a residual of one percent of the largest, from the
-    last eigenvectors, and traces to a standard error of 10 %.
+    have them too, if they come after the monitor in the list of callbacks. The layers run in
+    inference mode, as in `evaluate`, unless ``training=True`` is passed. Eigenvalues are computed
+    to a residual of one percent of the largest, from the last eigenvectors, and traces to a
+    standard error of 10 %, from other random vectors each time.
 
     Examples
     --------
@@ -97,6 +108,7 @@ class CurvatureMonitor(keras.callbacks.Callback):
         sample: int | None = None,
         seed: int = 0,
         prefix: str = "curvature_",
+        slice_radius: float | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -111,24 +123,39 @@ class CurvatureMonitor(keras.callbacks.Callback):
             check_count(every, "every")
         self._every = every
         self._budget, self._seed = check_tolerance("budget", budget), check_seed(seed)
-        self._data = data if sample is None else _drawn(data, sample, seed)
+        self._data = data if sample is None else _subset(data, sample, seed)
+        self._radius = None if slice_radius is None else _checked_radius(slice_radius)
         self._prefix, self._options = prefix, options
         self._operator: HessianOperator | None = None
         self._vectors: dict[str, Any] = {}
         self.history: list[dict[str, Any]] = []
-        self._spent = self._start = 0.0
-        self._epoch = self._batch = 0
+        self._spent = self._building = self._start = self._seconds = 0.0
+        self._epoch = self._batch = self._omitted = 0
         self._last: dict[str, Any] | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Begin to count the time, and forget the eigenvectors of another training."""
+        """Build the Hessian, which checks the model and the data, and begin to count the time."""
         self._close()
-        self._spent, self._start, self._batch = 0.0, time.perf_counter(), 0
+        before = time.perf_counter()
         self._vectors, self.history = {}, []
+        self._batch = self._omitted = 0
+        self._operator = HessianOperator.from_keras(self.model, self._data, **self._options)
+        self._start = time.perf_counter()
+        self._building = self._spent = self._start - before
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Release the Hessian."""
+        """Release the Hessian, and tell how many measurements were left out."""
         self._close()
+        if self._omitted:
+            _log.warning(
+                "CurvatureMonitor left out %d of %d measurements to keep to budget=%g of the "
+                "training time, as the last one took %.2g s: raise budget, or measure more rarely "
+                "or on fewer examples (every=, sample=)",
+                self._omitted,
+                self._omitted + len(self.history),
+                self._budget,
+                self._seconds,
+            )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Note the epoch."""
@@ -148,24 +175,36 @@ class CurvatureMonitor(keras.callbacks.Callback):
                 logs[self._prefix + name] = np.nan if last is None else last[name]
 
     def _measure(self) -> dict[str, Any] | None:
-        elapsed = time.perf_counter() - self._start
-        if self._spent > self._budget * (elapsed - self._spent):
+        training = time.perf_counter() - self._start - (self._spent - self._building)
+        if self.history and self._spent + self._seconds > self._budget * training:
+            self._omitted += 1
             return None
         before = time.perf_counter()
-        if self._operator is None:
-            self._operator = HessianOperator.from_keras(self.model, self._data, **self._options)
-        else:
-            self._operator.refresh()
         H = self._operator
+        assert H is not None
         products = H.stats.products
+        try:
+            H.refresh()
+            measured = self._quantities_of(H)
+        except NonFiniteError:  # a training that diverges is not ended here
+            measured = {key: np.nan for q in self._quantities for key in (q, f"{q}_error")}
+        self._seconds = time.perf_counter() - before
+        self._spent += self._seconds
+        measured |= {"epoch": self._epoch, "batch": self._batch, "seconds": self._seconds}
+        measured["products"] = H.stats.products - products
+        self.history.append(measured)
+        return measured
+
+    def _quantities_of(self, H: HessianOperator) -> dict[str, Any]:
+        """Return the quantities with their errors, and the slice."""
         measured: dict[str, Any] = {}
         for name in self._quantities:
             measured[name], measured[f"{name}_error"] = self._value(H, name)
-        seconds = time.perf_counter() - before
-        self._spent += seconds
-        measured |= {"epoch": self._epoch, "batch": self._batch, "seconds": seconds}
-        measured["products"] = H.stats.products - products
-        self.history.append(measured)
+        if self._radius is not None:
+            if "largest" not in self._quantities:
+                self._value(H, "largest")
+            direction = self._vectors["largest"][:, 0]
+            measured["slice"] = loss_slice(H, direction, radius=self._radius)
         return measured
 
     def _value(self, H: HessianOperator, name: str) -> tuple[float, float]:
@@ -173,7 +212,9 @@ class CurvatureMonitor(keras.callbacks.Callback):
         if name == "gradient_norm":
             return float(np.linalg.norm(H.gradient.astype(np.float64))), 0.0
         if name == "trace":
-            estimate = trace(H, rtol=_TRACE_ERROR, max_products=_PRODUCTS, seed=self._seed)
+            # The same vectors each time would repeat their error, like a trend.
+            seed = self._seed + len(self.history)
+            estimate = trace(H, rtol=_TRACE_ERROR, max_products=_PRODUCTS, seed=seed)
             return estimate.estimate, estimate.standard_error
         which: Any = "LA" if name == "largest" else "SA"
         with warnings.catch_warnings():
@@ -197,13 +238,19 @@ class CurvatureMonitor(keras.callbacks.Callback):
             self._operator = None
 
 
-def _drawn(data: Any, sample: Any, seed: int) -> Any:
-    """Draw some of the examples of arrays."""
+def _checked_radius(radius: Any) -> float:
+    if check_tolerance("slice_radius", radius) == 0:
+        raise HvpError("the argument slice_radius is 0", "a positive number")
+    return float(radius)
+
+
+def _subset(data: Any, sample: Any, seed: int) -> Any:
+    """Return a random subset of the examples of arrays."""
     check_count(sample, "sample")
     is_arrays = isinstance(data, tuple) and all(hasattr(part, "shape") for part in data)
     if not is_arrays:
         raise InvalidDataError(
-            f"a sample is to be drawn of data that are {type(data).__name__}",
+            f"sample is {sample}, but the data are {type(data).__name__}",
             "a tuple of arrays",
             "leave out sample, and pass the examples themselves",
         )

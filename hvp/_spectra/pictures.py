@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from hvp._spectra.density import SpectralDensity
     from hvp._spectra.eigsh import EigenResult
     from hvp._spectra.estimate import Estimate
+    from hvp._spectra.landscape import LossSlice
 
 _COLOR, _OTHER = "#0f766e", "#c2410c"
 # More bars than this are not labelled.
@@ -110,6 +111,31 @@ def draw_estimate(estimate: Estimate, ax: Any) -> Any:
     ax.fill_between(places, values - 2 * errors, values + 2 * errors, color=_COLOR, alpha=0.2, lw=0)
     ax.plot(places, values, color=_COLOR, linewidth=0.8)
     ax.set(xlabel="entry", ylabel="estimate")
+    return ax
+
+
+def draw_slice(loss_slice: LossSlice, ax: Any) -> Any:
+    """Draw the loss along a line, or contours in a plane, with the quadratic model."""
+    offsets, losses = loss_slice.offsets, loss_slice.losses
+    ax = axes(ax, height=3.2 if losses.ndim == 1 else 4.4)
+    if losses.ndim == 1:
+        ax.plot(offsets, losses, color=_COLOR, linewidth=1.4, label="loss")
+        ax.plot(offsets, loss_slice.quadratic, "--", color=_OTHER, lw=1, label="quadratic model")
+        ax.axvline(0, color="0.6", linewidth=0.8, linestyle=":")
+        finite = losses[np.isfinite(losses)]
+        if len(finite):  # the model may leave the range of the loss by far
+            room = 0.1 * (np.ptp(finite) or 1.0)
+            ax.set_ylim(finite.min() - room, finite.max() + room)
+        ax.set(xlabel="offset", ylabel="loss")
+        ax.legend(frameon=False, fontsize="small")
+        return ax
+    contours = ax.contourf(offsets, offsets, losses.T, 20, cmap="viridis")
+    ax.contour(offsets, offsets, loss_slice.quadratic.T, contours.levels, colors="white",
+               linewidths=0.6, linestyles="--")  # fmt: skip
+    ax.plot(0, 0, "o", color=_OTHER, markersize=4)
+    ax.figure.colorbar(contours, ax=ax, label="loss (dashed: quadratic model)")
+    ax.grid(visible=False)
+    ax.set(xlabel="offset along the first direction", ylabel="offset along the second")
     return ax
 
 

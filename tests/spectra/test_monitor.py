@@ -66,7 +66,10 @@ def test_values_are_those_of_the_hessian():
         assert measured["products"] > 0
 
 
-@pytest.mark.parametrize("options", [{}, {"every": 2}, {"batch_size": 16}, {"engine": "tape"}])
+@pytest.mark.parametrize(
+    "options",
+    [{"slice_radius": 0.5}, {"every": 2}, {"batch_size": 16}, {"engine": "tape"}],
+)
 def test_the_training_is_the_same_to_the_bit(options, tmp_path):
     def train(*callbacks):
         model = make("float32")
@@ -83,7 +86,7 @@ def test_the_training_is_the_same_to_the_bit(options, tmp_path):
     assert "curvature_largest" in (tmp_path / "log.csv").read_text()
 
 
-def test_a_budget_and_a_sample():
+def test_a_budget_and_a_sample(caplog):
     model = make("float32")
     monitor = hvp.keras.CurvatureMonitor(
         (X, Y), budget=0.0, sample=10, quantities=["largest"], prefix="c/"
@@ -92,10 +95,31 @@ def test_a_budget_and_a_sample():
     assert len(monitor.history) == 1
     assert np.isfinite(history["c/largest"]).tolist() == [True, False, False]
     assert "c/trace" not in history
+    assert "left out 2 of 3 measurements to keep to budget=0" in caplog.text
+    caplog.clear()
     again = hvp.keras.CurvatureMonitor((X, Y), sample=10, quantities=["largest"])
     model = make("float32")
     model.fit(X, Y, epochs=1, verbose=0, callbacks=[again])
     assert again.history[0]["largest"] == monitor.history[0]["largest"]
+    assert not caplog.text
+
+
+def test_slices_and_traces_of_each_measurement():
+    model = make()
+    monitor = hvp.keras.CurvatureMonitor((X, Y), budget=1e6, slice_radius=0.3)
+    model.fit(X, Y, epochs=2, verbose=0, callbacks=[monitor])
+    last = monitor.history[-1]
+    middle = last["slice"].losses[10]
+    assert middle == pytest.approx(model.evaluate(X, Y, verbose=0)[0], rel=1e-5)
+    # The curvature of the quadratic model along the eigenvector is the eigenvalue.
+    second = np.diff(last["slice"].quadratic, 2) / np.diff(last["slice"].offsets)[0] ** 2
+    assert second == pytest.approx(last["largest"], rel=1e-3)
+    # Without training, only the random vectors differ between measurements.
+    model.compile(keras.optimizers.SGD(0.0), "mse")
+    model.fit(X, Y, epochs=2, verbose=0, callbacks=[monitor])
+    first, second = monitor.history
+    assert first["gradient_norm"] != 0
+    assert first["trace"] != second["trace"]
 
 
 def test_what_is_refused():
@@ -106,11 +130,25 @@ def test_what_is_refused():
         ({"budget": -1}, "budget is -1"),
         ({"seed": -1}, "seed is -1"),
         ({"sample": 0}, "sample is 0"),
+        ({"slice_radius": 0.0}, "slice_radius is 0"),
     ):
         with pytest.raises(hvp.HvpError, match=said):
             hvp.keras.CurvatureMonitor((X, Y), **options)
     with pytest.raises(hvp.InvalidDataError, match="a tuple of arrays"):
         hvp.keras.CurvatureMonitor([(X, Y)], sample=3)
     model = make("float32")
+    before = model.get_weights()
     with pytest.raises(hvp.HvpError):
         model.fit(X, Y, verbose=0, callbacks=[hvp.keras.CurvatureMonitor((X, Y[:, :0]))])
+    for one, other in zip(before, model.get_weights()):  # refused before the first step
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_training_that_diverges_is_not_ended():
+    model = make("float32")
+    model.compile(keras.optimizers.SGD(1e30), "mse")
+    monitor = hvp.keras.CurvatureMonitor((X, Y), budget=1e6)
+    history = model.fit(X, Y, epochs=3, verbose=0, callbacks=[monitor]).history
+    assert np.isnan(history["loss"][-1])
+    assert np.isnan(history["curvature_largest"][-1])
+    assert np.isnan(monitor.history[-1]["trace_error"])

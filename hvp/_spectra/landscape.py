@@ -1,0 +1,160 @@
+"""Values of the loss along directions, such as eigenvectors."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import tensorflow as tf
+
+from hvp._errors import HvpError, NonFiniteError
+from hvp._operators.operator import core_of
+from hvp._runtime.arguments import check_count
+from hvp._runtime.interrupts import Uninterrupted, deliver_interrupt
+from hvp._runtime.progress import check_progress, progress_bar
+from hvp._spectra.symmetric import symmetric_rows
+from hvp._vectors.arrays import check_array
+
+
+@dataclass(frozen=True, repr=False)
+class LossSlice:
+    """The loss on a line or in a plane through the present point.
+
+    Attributes
+    ----------
+    offsets : ndarray
+        The distances from the present point, of shape `(points,)`, in units of the directions.
+    losses : ndarray
+        The loss, of shape `(points,)`, or `(points, points)` for two directions, the first one
+        along the first axis. It is NaN where the loss is not finite.
+    quadratic : ndarray
+        The quadratic model there, from the value, the gradient and the curvature at the present
+        point, of the same shape.
+    """
+
+    offsets: np.ndarray
+    losses: np.ndarray
+    quadratic: np.ndarray
+
+    def __repr__(self) -> str:
+        low, high = np.nanmin(self.losses), np.nanmax(self.losses)
+        return (
+            f"LossSlice({' x '.join(map(str, self.losses.shape))} points, offsets up to "
+            f"{self.offsets.max():.3g}, losses from {low:.4g} to {high:.4g})"
+        )
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw the loss and its quadratic model: as curves, or as contours of a plane.
+
+        Parameters
+        ----------
+        ax : matplotlib Axes, optional
+            Where to draw; by default a new figure.
+
+        Returns
+        -------
+        matplotlib Axes
+
+        Raises
+        ------
+        HvpError
+            If matplotlib is not installed.
+        """
+        from hvp._spectra.pictures import draw_slice
+
+        return draw_slice(self, ax)
+
+
+@Uninterrupted()
+def loss_slice(
+    H: Any,
+    directions: Any,
+    *,
+    radius: float = 1.0,
+    points: int = 21,
+    progress: bool | Literal["always"] = False,
+) -> LossSlice:
+    """Evaluate the loss along one direction, or in the plane of two.
+
+    Parameters
+    ----------
+    H : HessianOperator, or another symmetric operator of this package
+        The operator of the loss.
+    directions : array_like
+        One vector, of shape `(n,)` or `(n, 1)`, or two, of shape `(n, 2)`, such as
+        ``eigsh(H, 2).eigenvectors``.
+    radius : float, optional
+        The largest offset, in units of the directions.
+    points : int, optional
+        The number of points on a line, at least 3. If it is odd, the present point is among them.
+    progress : bool or "always", optional
+        Whether to show a progress bar over the points, as for `trace`.
+
+    Returns
+    -------
+    LossSlice
+        With `offsets`, `losses`, `quadratic` and `plot`.
+
+    Raises
+    ------
+    InvalidVectorError
+        If `directions` has another shape or kind, or entries that are not finite.
+    GraphModeError
+        If the function is called while TensorFlow traces a graph.
+    HvpError
+        If another argument is invalid.
+
+    Notes
+    -----
+    The variables are moved to each point and back. Afterwards they have the same bits as before.
+    The cost is one trace, one gradient for each point, and one product for each direction.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import tensorflow as tf
+    >>> import hvp
+    >>> w = tf.Variable([1.0, 2.0])
+    >>> H = hvp.HessianOperator(lambda: tf.reduce_sum(w**2), w)
+    >>> hvp.loss_slice(H, np.array([1.0, 0.0]), points=3).losses
+    array([4., 5., 8.])
+    """
+    rows = symmetric_rows(H, "loss_slice")
+    if not rows.native:
+        raise HvpError(f"the operator is {type(H).__name__}", "an operator of this package")
+    vectors = np.asarray(directions)
+    dimensions = (2,) if vectors.ndim == 2 else (1,)
+    vectors = check_array(
+        vectors, rows.size, rows.dtype.as_numpy_dtype, ndims=dimensions, name="directions"
+    )
+    vectors = np.ascontiguousarray(vectors.reshape(rows.size, -1).T)
+    if len(vectors) not in (1, 2):
+        raise HvpError(f"there are {len(vectors)} directions", "one or two")
+    check_count(points, "points", 3)
+    if isinstance(radius, bool) or not isinstance(radius, (int, float, np.number)) or radius <= 0:
+        raise HvpError(f"the argument radius is {radius!r}", "a positive number")
+    check_progress(progress)
+    offsets = np.linspace(-radius, radius, points)
+    grid = np.stack(np.meshgrid(*[offsets] * len(vectors), indexing="ij"), axis=-1)
+    shape, steps = grid.shape[:-1], grid.reshape(-1, len(vectors))
+    products = rows.multiply(tf.constant(vectors)).numpy().astype(np.float64)
+    curvature = vectors.astype(np.float64) @ products.T
+    slope = vectors.astype(np.float64) @ H.gradient.astype(np.float64)
+    quadratic = H.value + steps @ slope + np.einsum("ij,jk,ik->i", steps, curvature, steps) / 2
+    losses = np.full(len(steps), np.nan)
+    gradients = core_of(H).gradients()
+    if gradients is None:
+        raise HvpError("the operator has no loss", "an operator of a loss")
+    try:
+        with progress_bar(progress, total=len(steps), unit="point") as bar:
+            for place, step in enumerate(steps):
+                deliver_interrupt()
+                change = (step @ vectors).astype(vectors.dtype)
+                with gradients.moved(change), contextlib.suppress(NonFiniteError):
+                    losses[place] = gradients.again()[0]
+                bar.update(1)
+    finally:
+        gradients.close()
+    return LossSlice(offsets, losses.reshape(shape), quadratic.reshape(shape))
