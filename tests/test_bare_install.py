@@ -79,7 +79,7 @@ except hvp.HvpError as error:
 def test_the_readmes_code_and_everything_else_works_with_the_required_packages_alone(tmp_path):
     readme = (ROOT / "README.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
-    assert len(blocks) == 11
+    assert len(blocks) == 12
     script = tmp_path / "script.py"
     script.write_text("\n".join([*blocks, OF_THE_README, EVERYTHING]))
     command = [sys.executable, str(ROOT / "tests" / "bare.py"), str(script)]

@@ -6,6 +6,7 @@ turns in one process, in another random order in every round. Eigenvalues are co
 scipy's `eigsh` on the operator in float64, to full accuracy.
 
     python docs/benchmarks/spectra.py [--networks mlp,cnn] [--rounds 3] [--tasks eigenvalues,trace]
+    python docs/benchmarks/spectra.py --tasks '' --monitor
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ import hvp
 JSON = Path(__file__).with_suffix(".json")
 EIGENVALUES, PROBES, STEPS = 5, 8, 40
 TRACE_ERROR = 0.01
+# The training that is monitored: noisy copies of the digits, and epochs.
+COPIES, EPOCHS, BUDGET = 20, 30, 0.05
 
 Variant = Callable[[int], Any]
 
@@ -232,22 +235,61 @@ def run(name: str, task: str, rounds: int) -> dict[str, Any]:
     return {"parameters": H.shape[0], "products": products, "rows": rows, "missed": missed}
 
 
+def monitored(rounds: int) -> dict[str, Any]:
+    """Time trainings with and without `CurvatureMonitor`, in turn."""
+    x, y = digits()
+    rng = np.random.default_rng(0)
+    x = np.concatenate([x + 0.1 * rng.standard_normal(x.shape) for _ in range(COPIES)])
+    x, y = x.astype(np.float32), np.tile(y, COPIES)
+
+    def train(callbacks: list[Any]) -> float:
+        keras.utils.set_random_seed(0)
+        model = make("cnn")
+        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        model.fit(x[:64], y[:64], verbose=0)  # traces
+        start = time.perf_counter()
+        model.fit(x, y, batch_size=64, epochs=EPOCHS, verbose=0, callbacks=callbacks)
+        return time.perf_counter() - start
+
+    plain, watched, counts = [], [], []
+    for _ in tqdm(range(rounds), "monitor", leave=False):
+        monitor = hvp.keras.CurvatureMonitor((x, y), sample=500, budget=BUDGET)
+        for is_watched in rng.permutation([False, True]):
+            gc.collect()
+            seconds = train([monitor] if is_watched else [])
+            (watched if is_watched else plain).append(seconds)
+        counts.append(len(monitor.history))
+    return {
+        "epochs": EPOCHS,
+        "seconds": float(np.median(plain)),
+        "monitored": float(np.median(watched)),
+        "ratio": float(np.median(np.array(watched) / np.array(plain))),
+        "measurements": float(np.median(counts)),
+    }
+
+
 def main() -> None:
     """Run what the command line asks for, and write it down."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--networks", default="mlp,cnn")
     parser.add_argument("--tasks", default="eigenvalues,trace,density")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--monitor", action="store_true", help="time the callback as well")
     options = parser.parse_args()
     tf.get_logger().setLevel("ERROR")
     results = json.loads(JSON.read_text()) if JSON.exists() else {"results": {}}
     results |= {"versions": report.versions(), "machine": report.machine()}
     for name in options.networks.split(","):
-        for task in options.tasks.split(","):
+        for task in filter(None, options.tasks.split(",")):
             result = run(name, task, options.rounds)
             print(name, task, json.dumps(result, indent=1), flush=True)
             results["results"][f"{name}, {task}"] = report.rounded(result)
             JSON.write_text(json.dumps(results, indent=1) + "\n")
+
+    if options.monitor:
+        results["results"]["monitor"] = report.rounded(monitored(options.rounds))
+        print(results["results"]["monitor"])
+        JSON.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -167,8 +167,8 @@ class GradientInspection:
             return Finding(
                 name,
                 "warning",
-                f"no verdict: {comparison}, but the differences are accurate only to "
-                f"{uncertainty:.1g}, because of kinks or rounding{advice}",
+                f"inconclusive: {comparison}, but kinks (such as those of ReLU) or rounding limit "
+                f"the accuracy of the differences to {uncertainty:.1g}{advice}",
             )
         if relative_error <= max(_MAX_RATIO * uncertainty, inspected.tolerance):
             return Finding(name, "ok", comparison)

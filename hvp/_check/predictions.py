@@ -148,8 +148,8 @@ class PredictionInspection:
             return Finding(
                 name,
                 "warning",
-                f"no verdict: {text}, but the differences are accurate only to {uncertainty:.1g}, "
-                "because of kinks or rounding",
+                f"inconclusive: {text}, but kinks (such as those of ReLU) or rounding limit the "
+                f"accuracy of the differences to {uncertainty:.1g}",
             )
         if error <= max(_MAX_RATIO * uncertainty, self._inspected.tolerance):
             return Finding(name, "ok", text)

@@ -176,7 +176,7 @@ class ProductInspection:
         facts = f"condition number {condition:.2g} or more, rtol {rtol:.0e}"
         if attainable <= rtol:
             return Finding("precision", "ok", f"{dtype} is enough: {facts}")
-        error = f"solutions may be wrong by {attainable:.1g} of their size"
+        error = f"solutions of linear systems may have a relative error of {attainable:.1g}"
         if attainable >= 1:
             error = "solutions may consist of rounding errors"
         is_float64 = inspected.epsilon < 1e-12

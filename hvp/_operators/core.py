@@ -123,7 +123,7 @@ class Core:
         if not self.is_low:
             yield self
             return
-        self._refuse_another_matrix()
+        self._refuse_another_matrix("in full precision", "leave out precision")
         assert self._evaluate_in_full is not None
         with self.snapshot.with_seeds():
             if self._in_full is None:
@@ -155,18 +155,12 @@ class Core:
         ------
         StaleOperatorError
             If a variable has changed since the operator was evaluated.
+        HvpError
+            If the loss draws random numbers that cannot be repeated.
         """
         assert self.problem is not None
         assert self._settings is not None
-        self.snapshot.make_sure()
-        changed = self.snapshot.changed()
-        if changed:
-            raise StaleOperatorError(
-                f"variables that the loss reads have changed: {quoted(changed)}; the matrix can be "
-                "evaluated once more at the variables' present values only",
-                "the values at which the operator was evaluated",
-                "call refresh()",
-            )
+        self._refuse_another_matrix("with other targets", "")
         problem = dataclasses.replace(self.problem, rule=rule)
         settings = dataclasses.replace(self._settings, on_stale="ignore")
         with self.snapshot.with_seeds():
@@ -184,24 +178,31 @@ class Core:
         """Whether it is known that no eigenvalue is negative."""
         return self.problem is not None and self.problem.is_positive_semidefinite
 
-    def _refuse_another_matrix(self) -> None:
-        """Refuse to evaluate again where that would be another matrix."""
+    def _refuse_another_matrix(self, how: str, instead: str) -> None:
+        """Refuse to evaluate again where that would be another matrix.
+
+        Parameters
+        ----------
+        how : str
+            The way in which it would be evaluated, for the message.
+        instead : str
+            What to do instead, or an empty text.
+        """
         self.snapshot.make_sure()
+        instead = f", or {instead}" if instead else ""
         if self.snapshot.facts.draws:
             raise HvpError(
-                "the loss draws random numbers, so that it cannot be evaluated once more in full "
-                "precision, which refines what products in low precision give",
+                f"the loss draws random numbers, so it cannot be evaluated once more {how}",
                 "a loss that is the same in every evaluation",
-                "leave out precision, or draw with a Keras seed generator or tf.random.stateless_*",
+                f"draw with a Keras seed generator or tf.random.stateless_*{instead}",
             )
         changed = self.snapshot.changed()
         if changed:
             raise StaleOperatorError(
-                f"variables that the loss reads have changed: {quoted(changed)}; full precision, "
-                "which refines what products in low precision give, can be evaluated at the "
-                "variables' present values only",
+                f"variables that the loss reads have changed: {quoted(changed)}; the matrix can be "
+                f"evaluated {how} at the variables' present values only",
                 "the values at which the operator was evaluated",
-                "call refresh(), or leave out precision",
+                f"call refresh(){instead}",
             )
 
     @property

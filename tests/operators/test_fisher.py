@@ -375,3 +375,22 @@ def test_arguments_that_are_refused():
             (x, y),
             kind="empirical",
         )
+
+
+def test_standard_errors_of_a_model_that_draws_are_refused():
+    """Its own draws would count as those of the targets."""
+    w = tf.Variable([[1.0, 0.5]])
+
+    def model(x):
+        return x @ w + tf.random.normal([len(x), 2])
+
+    def loss(logits, y):
+        return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits))
+
+    data = np.ones((5, 1), "float32"), np.zeros(5, "int32")
+    options = {"kind": "monte-carlo", "likelihood": "categorical"}
+    with (
+        hvp.FisherOperator(model, loss, w, data, **options) as F,
+        pytest.raises(hvp.HvpError, match=r"draws random numbers.*with other targets"),
+    ):
+        F.standard_error(np.ones(2))
