@@ -2,17 +2,17 @@
 
 Each iteration minimizes over the search directions of every column, so that k columns need a
 fraction of the iterations that each of them would need alone. With right-hand sides, residuals of
-the system and directions as the rows of `B`, `R` and `P`, from `X = 0`::
+the system and directions as the rows of `B`, `R` and `P`, and a preconditioner `M`, from `X = 0`::
 
-    B = C Q,  P = Q                (Q has orthonormal rows)
+    B = C Q,  P = Q M              (Q M Q^T is the identity)
     T = (P A P^T)^{-1}
     X <- X + C T P
-    L Q <- Q - T P A               (the rows of Q made orthonormal, L is the factor)
+    L Q <- Q - T P A               (so that Q M Q^T is the identity again, L is the factor)
     C <- C L
-    P <- Q + L^T P
+    P <- Q M + L^T P
 
 The residual of the system is `R = C Q` throughout. The implementation differs from the original
-method of O'Leary in three ways:
+method of O'Leary in four ways:
 
 1. The residual is stored as the factor `C` and the orthonormal block `Q`, which is Dubrulle's
    variant BCGrQ. It does not break down when columns become linearly dependent, as they do when
@@ -21,6 +21,8 @@ method of O'Leary in three ways:
    accurate. This takes a few matrix products; TensorFlow's QR takes a hundred times as long.
 3. A negative eigenvalue of `P A P^T` gives a direction of negative curvature and ends the
    iteration.
+4. Dubrulle's variant is applied to `K^T A K` for a preconditioner `M = K K^T`, written so that
+   only `M` itself is needed.
 
 Neither scipy nor TensorFlow has a block method.
 
@@ -48,9 +50,8 @@ _MAX_PASSES = 4
 
 def _initial_state(residual: tf.Tensor, system: System) -> list[tf.Tensor]:
     """Return `X`, `Q`, `C` and `P` at `X = 0`."""
-    del system
-    factor, block = orthonormal(residual)
-    return [tf.zeros_like(residual), block, factor, block]
+    factor, block, image = orthonormal(residual, system.precondition(residual))
+    return [tf.zeros_like(residual), block, factor, image]
 
 
 def _iterate(state: State, running: tf.Tensor, system: System) -> Step:
@@ -61,18 +62,24 @@ def _iterate(state: State, running: tf.Tensor, system: System) -> Step:
     steps = factor @ inverse
     x += steps @ directions
     gain = dots(steps, factor) / 2
-    lower, block = orthonormal(block - inverse @ image)
+    block -= inverse @ image
+    lower, block, image = orthonormal(block, system.precondition(block))
     factor @= lower
-    conjugate = block + tf.transpose(lower) @ directions
+    conjugate = image + tf.transpose(lower) @ directions
     # If curvature is negative, every row of the directions becomes that direction.
     directions = tf.where(negative, combination @ directions, conjugate)
-    norm = tf.norm(factor, axis=1)
+    # A preconditioned block is not orthonormal itself.
+    norm = tf.norm(factor if image is block else factor @ block, axis=1)
     outcome = tf.where(
         norm <= system.tolerance, int(SolveOutcome.CONVERGED), int(SolveOutcome.RUNNING)
     )
     all_negative = tf.fill(tf.shape(norm), int(SolveOutcome.NEGATIVE_CURVATURE))
     outcome = tf.where(negative, all_negative, outcome)
     outcome = tf.where(tf.math.is_finite(norm), outcome, int(SolveOutcome.NOT_FINITE))
+    if image is not block:
+        is_definite = tf.reduce_all(tf.linalg.diag_part(_inner_products(block, image)) >= 0)
+        indefinite = tf.where(running, int(SolveOutcome.INDEFINITE_PRECONDITIONER), outcome)
+        outcome = tf.where(is_definite, outcome, indefinite)
     x = tf.where(negative, state[0], x)
     return Step(outcome, norm, gain, [x, block, factor, directions])
 
@@ -113,8 +120,12 @@ def _invert(matrix: tf.Tensor, directions: tf.Tensor) -> tuple[tf.Tensor, tf.Ten
     return tf.cast(inverse, dtype), values[0] < -rounding, tf.cast(combination, dtype)
 
 
-def orthonormal(rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+def orthonormal(
+    rows: tf.Tensor, images: tf.Tensor | None = None
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """Factor a block as `rows = factor @ block`, where the block has orthonormal rows.
+
+    With a preconditioner `M`, the rows are orthonormal in its inner product `x M y^T`.
 
     Each pass scales the rows to unit length, decomposes their matrix of inner products as
     `V E V^T`, and multiplies the block by `E^{-1/2} V^T`. Eigenvalues at rounding level are raised
@@ -125,6 +136,9 @@ def orthonormal(rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     ----------
     rows : tf.Tensor
         Shape `(k, n)`.
+    images : tf.Tensor, optional
+        The rows times the preconditioner. By default, or if they are the same tensor, there is
+        none.
 
     Returns
     -------
@@ -132,6 +146,8 @@ def orthonormal(rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         Shape `(k, k)`.
     block : tf.Tensor
         Shape `(k, n)`.
+    image : tf.Tensor
+        The block times the preconditioner. Without one this is the block itself.
 
     References
     ----------
@@ -152,23 +168,31 @@ def orthonormal(rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         del rest
         return (passes == 0) | ((passes < _MAX_PASSES) & (deviation(products) > np.sqrt(eps)))
 
+    blocks = [rows] if images is None or images is rows else [rows, images]
+
     def orthonormalize(
-        passes: tf.Tensor, products: tf.Tensor, factor: tf.Tensor, block: tf.Tensor
+        passes: tf.Tensor, products: tf.Tensor, factor: tf.Tensor, *blocks: tf.Tensor
     ) -> tuple[tf.Tensor, ...]:
-        lengths = tf.sqrt(tf.linalg.diag_part(products))
+        lengths = tf.sqrt(tf.maximum(tf.linalg.diag_part(products), 0))
         lengths = tf.where(lengths > 0, lengths, tf.ones_like(lengths))
         cosines = products / (lengths[:, tf.newaxis] * lengths)
         values, vectors = tf.linalg.eigh(cosines)
-        roots = tf.sqrt(tf.maximum(values, 4 * count * eps * tf.reduce_max(values)))
-        transform = tf.transpose(vectors / roots) / lengths
+        # The largest one is at least 1, unless a preconditioner is not positive definite.
+        largest = tf.maximum(tf.reduce_max(values), 1)
+        roots = tf.sqrt(tf.maximum(values, 4 * count * eps * largest))
+        transform = tf.cast(tf.transpose(vectors / roots) / lengths, dtype)
         inverse_transform = lengths[:, tf.newaxis] * vectors * roots
-        block = tf.cast(transform, dtype) @ block
-        return passes + 1, _inner_products(block, block), factor @ inverse_transform, block
+        blocks = tuple(transform @ block for block in blocks)
+        products = _inner_products(blocks[0], blocks[-1])
+        return passes + 1, products, factor @ inverse_transform, *blocks
 
     identity = tf.eye(tf.shape(rows)[0], dtype=tf.float64)
-    start = (tf.constant(0), _inner_products(rows, rows), identity, rows)
-    _, _, factor, block = tf.while_loop(is_inaccurate, orthonormalize, start, parallel_iterations=1)
-    return tf.cast(factor, dtype), tf.ensure_shape(block, rows.shape)
+    start = (tf.constant(0), _inner_products(blocks[0], blocks[-1]), identity, *blocks)
+    _, _, factor, *blocks = tf.while_loop(
+        is_inaccurate, orthonormalize, start, parallel_iterations=1
+    )
+    blocks = [tf.ensure_shape(block, rows.shape) for block in blocks]
+    return tf.cast(factor, dtype), blocks[0], blocks[-1]
 
 
 def _inner_products(one: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
@@ -183,6 +207,6 @@ BLOCK_CONJUGATE_GRADIENTS = Method(
     iterate=_iterate,
     state_shapes=lambda size: [[None, size], [None, size], [None, None], [None, size]],
     separable=False,
-    preconditioned=False,
+    preconditioned=True,
     direction=3,
 )

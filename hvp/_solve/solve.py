@@ -139,7 +139,7 @@ def solve(
         - ``"minres"`` is for indefinite and singular operators.
         - ``"exact"`` computes all eigenvalues, for small `n`.
         - ``"auto"``, the default, chooses ``"exact"`` if that is cheapest, otherwise ``"cg"`` for
-          a single column or with a preconditioner and ``"block_cg"`` for more columns. The columns
+          a single column and ``"block_cg"`` for more columns. The columns
           in which these meet negative curvature are then solved by ``"exact"`` for `n` up to 2048,
           and by ``"minres"`` for larger `n`.
     damping : float, optional
@@ -150,8 +150,8 @@ def solve(
     maxiter : int, optional
         Upper bound on the iterations of each column; `10 * n` by default.
     M : {"nystrom", "diagonal"}, preconditioner or LinearOperator, optional
-        A positive definite approximation of the inverse, for ``"cg"`` and ``"minres"``. A name
-        computes a preconditioner for this call.
+        A positive definite approximation of the inverse. A name computes a preconditioner for this
+        call.
     x0 : like `b`, optional
         Initial guess; zero by default.
     progress : bool or "always", optional
@@ -253,7 +253,7 @@ def solve(
                 if file is not None:
                     file.save(solution.arrays())
             return _result(right_hand_sides, solution, ["exact"])
-        methods = _methods(method, rows.size, len(columns), M)
+        methods = _methods(method, rows.size, len(columns))
         solution, used = solve_iteratively(
             equations, columns, start, methods, precondition, progress, file
         )
@@ -280,11 +280,11 @@ def _check(method: Any, damping: Any, rtol: Any, atol: Any, maxiter: Any, M: Any
             raise HvpError(f"the argument {name} is {value!r}", "a nonnegative number")
     if maxiter is not None:
         check_count(maxiter, "maxiter")
-    if M is not None and method in ("block_cg", "exact"):
+    if M is not None and method == "exact":
         raise HvpError(
-            f"the method is {method!r}, which takes no preconditioner M",
-            "the method 'cg' or 'minres'",
-            "choose one of these methods, or leave M out",
+            "the method is 'exact', which takes no preconditioner M",
+            "an iterative method",
+            "leave M or method out",
         )
 
 
@@ -293,14 +293,14 @@ def _is_dense(size: int, count: int) -> bool:
     return size <= max(_SMALL, min(_DENSE, _PER_COLUMN * count))
 
 
-def _methods(method: str, size: int, count: int, M: Any) -> list[Method]:
+def _methods(method: str, size: int, count: int) -> list[Method]:
     """Return the Krylov methods to try, in order.
 
     For `method="auto"` and a small size, the columns that remain are solved exactly instead.
     """
     if method != "auto":
         return [_KRYLOV[method]]
-    first = BLOCK_CONJUGATE_GRADIENTS if count > 1 and M is None else CONJUGATE_GRADIENTS
+    first = BLOCK_CONJUGATE_GRADIENTS if count > 1 else CONJUGATE_GRADIENTS
     return [first] if size <= _DENSE else [first, MINRES]
 
 
