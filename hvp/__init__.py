@@ -23,6 +23,8 @@ The public names:
     A report on whether an operator is the Hessian you meant.
 `solve`
     Linear systems with a Hessian, for one or many right-hand sides.
+`Solver`
+    Solves with one operator, each of which uses what the earlier ones have learned.
 `NystromPreconditioner`, `DiagonalPreconditioner`, `BlockDiagonalPreconditioner`
     Approximate inverses that make such systems easier; they also serve as scipy's `M`.
 `ExactInverse`, `NeumannInverse`, `ArnoldiInverse`
@@ -99,6 +101,7 @@ from hvp._solve.preconditioners import (
     NystromPreconditioner,
 )
 from hvp._solve.solve import SolveResult, solve
+from hvp._solve.solver import Solver
 from hvp._spectra.density import SpectralDensity, spectral_density
 from hvp._spectra.diagonal import diagonal
 from hvp._spectra.eigsh import EigenResult, eigsh
@@ -151,6 +154,7 @@ __all__ = [
     "ScipyObjective",
     "SecondDerivativeError",
     "SolveResult",
+    "Solver",
     "SpectralDensity",
     "StaleOperatorError",
     "Statistics",

@@ -13,6 +13,7 @@ from hvp._operators.hessian import HessianOperator
 from hvp._runtime.digest import digest
 from hvp._solve.inverses import ArnoldiInverse, ExactInverse, NeumannInverse
 from hvp._solve.solve import solve
+from hvp._solve.solver import Solver
 
 _KrylovMethod = Literal["cg", "block_cg", "minres"]
 _KRYLOV_METHODS: tuple[_KrylovMethod, ...] = ("cg", "block_cg", "minres")
@@ -24,8 +25,10 @@ _INVERSES: dict[str, Any] = {
 # "auto" stands for "exact" up to this many variables, and for "block_cg" beyond.
 _MAX_EXACT = 1024
 # A block has at most this many right-hand sides. A solver needs this many vectors for each of them,
-# which take at most this many bytes by default.
+# which take at most this many bytes by default. The part _RECYCLED of that is for directions of
+# earlier solves, at most _MAX_DIRECTIONS of them with their products.
 _MAX_WIDTH, _VECTORS, _BYTES = 128, 12, 2**30
+_RECYCLED, _MAX_DIRECTIONS = 0.25, 512
 # Warnings point to the line that calls `InfluenceFunctions`. The levels are the method here that
 # warns, `apply`, the method of `Scoring`, the public method, its decorator, and that line.
 _STACKLEVEL = 6
@@ -74,7 +77,10 @@ class DampedInverse:
             solver = "exact" if size <= _MAX_EXACT else "block_cg"
         self.solver = solver
         bytes_per_side = size * operator.dtype.itemsize * _VECTORS
-        self.width = max(1, min(_MAX_WIDTH, (nbytes or _BYTES) // bytes_per_side))
+        nbytes = nbytes or _BYTES
+        directions = int(_RECYCLED * nbytes) // (2 * size * operator.dtype.itemsize)
+        self._solver = Solver(operator, capacity=max(1, min(_MAX_DIRECTIONS, directions)))
+        self.width = max(1, min(_MAX_WIDTH, int((1 - _RECYCLED) * nbytes) // bytes_per_side))
         self._inverse: Any = None
         # Number of evaluations of the operator when `_inverse` was built.
         self._evaluations = -1
@@ -114,14 +120,12 @@ class DampedInverse:
     def _solve(self, method: _KrylovMethod, rows: np.ndarray, checkpoint: Any) -> np.ndarray:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            result = solve(
-                self._operator,
-                np.asarray(rows.T, order="C"),
-                method=method,
-                rtol=self._rtol,
-                maxiter=self._maxiter,
-                checkpoint=checkpoint,
-            )
+            b = np.asarray(rows.T, order="C")
+            options: Any = {"rtol": self._rtol, "maxiter": self._maxiter}
+            if method == "block_cg" and checkpoint is None:
+                result = self._solver.solve(b, method=method, **options)
+            else:  # what resumes must not depend on what came before
+                result = solve(self._operator, b, method=method, checkpoint=checkpoint, **options)
         if "negative curvature" in result.outcomes:
             self._refuse_curvature(result.negative_curvature)
         for warning in caught:

@@ -49,15 +49,15 @@ _MAX_PASSES = 4
 
 
 def _initial_state(residual: tf.Tensor, system: System) -> list[tf.Tensor]:
-    """Return `X`, `Q`, `C` and `P` at `X = 0`."""
+    """Return `X`, `Q`, `C` and `P` at `X = 0`, and zeros for the product of the last `P`."""
     factor, block, image = orthonormal(residual, system.precondition(residual))
-    return [tf.zeros_like(residual), block, factor, image]
+    return [tf.zeros_like(residual), block, factor, image, tf.zeros_like(residual)]
 
 
 def _iterate(state: State, running: tf.Tensor, system: System) -> Step:
     """Take one step; the names are those of the formulas in the module's docstring."""
-    x, block, factor, directions = state
-    image = system.multiply(directions)
+    x, block, factor, directions, _ = state
+    product = image = system.multiply(directions)
     inverse, negative, combination = _invert(_inner_products(directions, image), directions)
     steps = factor @ inverse
     x += steps @ directions
@@ -81,7 +81,7 @@ def _iterate(state: State, running: tf.Tensor, system: System) -> Step:
         indefinite = tf.where(running, int(SolveOutcome.INDEFINITE_PRECONDITIONER), outcome)
         outcome = tf.where(is_definite, outcome, indefinite)
     x = tf.where(negative, state[0], x)
-    return Step(outcome, norm, gain, [x, block, factor, directions])
+    return Step(outcome, norm, gain, [x, block, factor, directions, product])
 
 
 def _invert(matrix: tf.Tensor, directions: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
@@ -205,8 +205,9 @@ BLOCK_CONJUGATE_GRADIENTS = Method(
     name="block_cg",
     initial_state=_initial_state,
     iterate=_iterate,
-    state_shapes=lambda size: [[None, size], [None, size], [None, None], [None, size]],
+    state_shapes=lambda size: [*[[None, size]] * 2, [None, None], *[[None, size]] * 2],
     separable=False,
     preconditioned=True,
     direction=3,
+    product=4,
 )

@@ -17,6 +17,7 @@ from hvp._solve.krylov import Krylov
 from hvp._solve.method import Method
 from hvp._solve.outcome import SolveOutcome
 from hvp._solve.preconditioners import NO_PRECONDITION, Precondition
+from hvp._solve.recycled import RecycledSpace
 from hvp._solve.rows import Rows, norms, system_residual
 
 # Upper bounds on the columns of a block and on the memory of its vectors, and the number of vectors
@@ -42,6 +43,8 @@ class Equations:
         Upper bound on the iterations of each column.
     low : Rows or None
         The operator in low precision, for most of the iterations; None if there is no such thing.
+    recycled : RecycledSpace or None
+        Receives the directions of the first iterations.
     """
 
     rows: Rows
@@ -49,6 +52,7 @@ class Equations:
     tolerance: np.ndarray
     maxiter: int
     low: Rows | None = None
+    recycled: RecycledSpace | None = None
 
     def residual(self, b: np.ndarray, x: np.ndarray) -> np.ndarray:
         """Return the residual of the system, by a product."""
@@ -289,7 +293,7 @@ class _BlockwiseSolver:
             run(Krylov(equations.low, method, precondition, equations.rows))
             progress.go_on_in_full_precision(equations.maxiter)
         if (progress.outcome == SolveOutcome.RUNNING).any():
-            run(Krylov(equations.rows, method, precondition))
+            run(Krylov(equations.rows, method, precondition, recycled=equations.recycled))
         # From here until the method's index is advanced, an interrupt must not save anything.
         self._changing = True
         if self._x0 is None:

@@ -23,6 +23,7 @@ from hvp._solve.krylov_graph import ENDED_PART, KrylovGraph
 from hvp._solve.method import Method
 from hvp._solve.outcome import SolveOutcome
 from hvp._solve.preconditioners import UNKNOWN, Precondition
+from hvp._solve.recycled import RecycledSpace
 from hvp._solve.rows import Rows, norms, system_residual
 
 # Upper bound on the iterations in one call of the graph, and the seconds that a call should take.
@@ -51,6 +52,8 @@ class Krylov:
         The preconditioner, or `NO_PRECONDITION`.
     exact : Rows, optional
         The operator in full precision, if `rows` multiplies in low precision.
+    recycled : RecycledSpace, optional
+        Receives the directions of the first iterations, if the method keeps their products.
     """
 
     def __init__(
@@ -59,11 +62,13 @@ class Krylov:
         method: Method,
         precondition: Precondition,
         exact: Rows | None = None,
+        recycled: RecycledSpace | None = None,
     ) -> None:
         self._rows, self._method, self._precondition = rows, method, precondition
         self._exact, self._is_low = exact or rows, exact is not None
         # The rows that a cycle has ended for, and its state, to go on from.
         self._ended: tuple[np.ndarray, list[tf.Tensor]] | None = None
+        self._recycled = recycled if method.product is not None else None
         graph = KrylovGraph(rows, method, precondition, continues=self._is_low)
         if precondition.key is UNKNOWN or graph.eager:
             self._compiled = graph.compile()
@@ -156,7 +161,8 @@ class Krylov:
                 self._remove_ended(progress, running)
             parameters = self._parameters(progress, progress.active, tolerance, damping)
             started = time.perf_counter()
-            count = tf.constant(min(per_call, maxiter - used))
+            directions = self._directions_to_recycle(progress)
+            count = tf.constant(1 if directions is not None else min(per_call, maxiter - used))
             *results, products = self._compiled.advance(
                 count, *progress.counters, *progress.state, *parameters
             )
@@ -165,11 +171,29 @@ class Krylov:
             progress.products += product_count
             progress.counters, progress.state = results[:COUNTERS], results[COUNTERS:]
             progress.changing = False
+            if directions is not None:
+                self._recycle(directions, progress, damping)
             done = int(progress.active_iterations.max()) - used
             seconds = (time.perf_counter() - started) / max(1, done)
             longest = min(_MAX_ITERATIONS, 4 * per_call)
             per_call = int(np.clip(_SECONDS / max(seconds, 1e-9), 1, longest))
             report(progress)
+
+    def _directions_to_recycle(self, progress: BlockProgress) -> np.ndarray | None:
+        """Return the directions of the next iteration, if they have a place."""
+        if self._recycled is None or not self._recycled.wants(len(progress.active)):
+            return None
+        assert self._method.direction is not None
+        return progress.state[self._method.direction].numpy()
+
+    def _recycle(self, directions: np.ndarray, progress: BlockProgress, damping: float) -> None:
+        """Keep directions with their products, without the damping."""
+        assert self._recycled is not None
+        assert self._method.product is not None
+        product = progress.state[self._method.product].numpy()
+        product -= np.asarray(damping, product.dtype) * directions
+        if np.isfinite(product).all():
+            self._recycled.add(directions, product)
 
     def _remove_ended(self, progress: BlockProgress, running: np.ndarray) -> None:
         """Store the results of the rows that have ended, and make them inactive."""

@@ -78,6 +78,9 @@ class Method:
     direction : int or None
         Index of the state's tensor that holds, at the end, a direction of negative curvature. None
         if the method finds no such direction.
+    product : int or None
+        Index of the state's tensor that holds the products of the last iteration's directions, at
+        `direction` before it; None if the method does not keep them.
     """
 
     name: str
@@ -88,3 +91,4 @@ class Method:
     preconditioned: bool
     direction: int | None
     continued_state: Callable[[State, tf.Tensor, System], list[tf.Tensor]] | None = None
+    product: int | None = None

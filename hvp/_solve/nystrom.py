@@ -60,28 +60,46 @@ class NystromSketch:
         eigenvectors : ndarray
             Shape `(n, rank)`, one in each column. Zero where only rounding errors are left.
         """
-        core = (self._basis @ self._images.T).astype(np.float64)
-        values, vectors = scipy.linalg.eigh((core + core.T) / 2)
-        eps = np.finfo(self._images.dtype).eps
-        rounding = np.abs(values).max(initial=0) * len(values) * _ROUNDING * eps
-        # For an indefinite operator the approximation would have eigenvalues that are far too
-        # large. A shift makes the operator positive definite, approximately; it is subtracted from
-        # the eigenvalues afterwards.
-        shift = -_SHIFT * values[0] if values[0] < -rounding else 0.0
-        images = self._images + np.asarray(shift, self._images.dtype) * self._basis
-        values = values + shift
-        usable = values > rounding
-        # With F = (Q^T A Q)^{-1/2} (A Q)^T the approximation is F^T F, whose eigenvectors are the
-        # right singular vectors of F.
-        roots = np.where(usable, 1 / np.sqrt(np.where(usable, values, 1)), 0)
-        factor = (vectors * roots).T.astype(images.dtype) @ images
-        squares, mixing = scipy.linalg.eigh((factor @ factor.T).astype(np.float64))
-        squares, mixing = squares[::-1], mixing[:, ::-1]
-        positive = squares > 0
-        scale = np.where(positive, 1 / np.sqrt(np.where(positive, squares, 1)), 0)
-        eigenvectors = ((mixing * scale).T.astype(factor.dtype) @ factor).T
-        eigenvalues = np.where(positive, squares - shift, 0)
-        return np.maximum(eigenvalues, 0), np.ascontiguousarray(eigenvectors)
+        return nystrom_eigen(self._basis, self._images)
+
+
+def nystrom_eigen(basis: np.ndarray, images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the eigenvalues and eigenvectors of a Nystrom approximation.
+
+    Parameters
+    ----------
+    basis, images : ndarray
+        Orthonormal vectors and their products, as rows, of shape `(rank, n)`.
+
+    Returns
+    -------
+    eigenvalues : ndarray
+        Shape `(rank,)`, decreasing, not negative.
+    eigenvectors : ndarray
+        Shape `(n, rank)`, one in each column. Zero where only rounding errors are left.
+    """
+    core = (basis @ images.T).astype(np.float64)
+    values, vectors = scipy.linalg.eigh((core + core.T) / 2)
+    eps = np.finfo(images.dtype).eps
+    rounding = np.abs(values).max(initial=0) * len(values) * _ROUNDING * eps
+    # For an indefinite operator the approximation would have eigenvalues that are far too
+    # large. A shift makes the operator positive definite, approximately; it is subtracted from
+    # the eigenvalues afterwards.
+    shift = -_SHIFT * values[0] if values[0] < -rounding else 0.0
+    images = images + np.asarray(shift, images.dtype) * basis
+    values = values + shift
+    usable = values > rounding
+    # With F = (Q^T A Q)^{-1/2} (A Q)^T the approximation is F^T F, whose eigenvectors are the
+    # right singular vectors of F.
+    roots = np.where(usable, 1 / np.sqrt(np.where(usable, values, 1)), 0)
+    factor = (vectors * roots).T.astype(images.dtype) @ images
+    squares, mixing = scipy.linalg.eigh((factor @ factor.T).astype(np.float64))
+    squares, mixing = squares[::-1], mixing[:, ::-1]
+    positive = squares > 0
+    scale = np.where(positive, 1 / np.sqrt(np.where(positive, squares, 1)), 0)
+    eigenvectors = ((mixing * scale).T.astype(factor.dtype) @ factor).T
+    eigenvalues = np.where(positive, squares - shift, 0)
+    return np.maximum(eigenvalues, 0), np.ascontiguousarray(eigenvectors)
 
 
 def nystrom_factors(eigenvalues: np.ndarray, damping: float) -> np.ndarray:

@@ -140,6 +140,12 @@ def _solve_blocks(rows: tf.Tensor, tensors: Tensors) -> tf.Tensor:
     return tf.gather(tf.concat(solved, axis=-1), back, axis=-1)
 
 
+def nystrom_precondition(vectors: tf.Tensor, factors: tf.Tensor) -> Precondition:
+    """Return the preconditioner `I + U diag(f) U^T`, with `U` of shape `(n, rank)`."""
+    tensors = [vectors, factors]
+    return Precondition(("nystrom", *(tuple(t.shape) for t in tensors)), tensors, _solve_nystrom)
+
+
 PRECONDITIONERS = {
     "diagonal": Kind(
         make=_make_diagonal,

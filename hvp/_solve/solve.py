@@ -39,6 +39,7 @@ from hvp._solve.preconditioners import (
     Precondition,
     Preconditioner,
 )
+from hvp._solve.recycled import RecycledSpace
 from hvp._solve.right_hand_sides import RightHandSides
 from hvp._solve.rows import Rows, norms
 
@@ -208,6 +209,40 @@ def solve(
     >>> result.x, result.converged
     (array([1., 1., 1.], dtype=float32), True)
     """
+    call = Call(method, damping, rtol, atol, maxiter, M, x0, progress, checkpoint)
+    return solve_with(H, b, call, None)
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of `solve` besides the operator and the right-hand sides."""
+
+    method: Any = "auto"
+    damping: Any = 0.0
+    rtol: Any = 1e-5
+    atol: Any = 0.0
+    maxiter: Any = None
+    M: Any = None
+    x0: Any = None
+    progress: Any = False
+    checkpoint: Any = None
+
+
+def solve_with(H: Any, b: Any, call: Call, recycled: RecycledSpace | None) -> SolveResult:
+    """Solve as `solve` does, and remember directions.
+
+    Parameters
+    ----------
+    H, b
+        As for `solve`.
+    call : Call
+        The other arguments.
+    recycled : RecycledSpace or None
+        Preconditions block conjugate gradients, in place of `M`, and receives their directions.
+    """
+    method, damping, M, progress = call.method, call.damping, call.M, call.progress
+    rtol, atol, maxiter, checkpoint = call.rtol, call.atol, call.maxiter, call.checkpoint
+    x0 = call.x0
     rows = Rows(H)
     if rows.native:
         _ = H.value  # raises if the operator is closed or stale
@@ -227,10 +262,13 @@ def solve(
             np.maximum(rtol * norms(columns), atol),
             _ITERATIONS * rows.size if maxiter is None else int(maxiter),
             None if exact is rows else rows,
+            recycled,
         )
         if method == "auto" and M is None and len(columns) and _is_dense(rows.size, len(columns)):
             method = "exact"
         precondition, setup_products = _precondition(rows, M, damping)
+        if recycled is not None and M is None:
+            precondition = recycled.precondition(equations.damping)
         file = None
         if checkpoint is not None:
             settings: list[Any] = [method, equations.damping, rtol, atol, equations.maxiter]
@@ -253,7 +291,7 @@ def solve(
                 if file is not None:
                     file.save(solution.arrays())
             return _result(right_hand_sides, solution, ["exact"])
-        methods = _methods(method, rows.size, len(columns))
+        methods = _methods(method, rows.size, 2 if recycled is not None else len(columns))
         solution, used = solve_iteratively(
             equations, columns, start, methods, precondition, progress, file
         )
