@@ -148,7 +148,8 @@ class Problem:
             explain_mixed_precision(
                 error, self.data, lambda: collect_variables(self.variables).dtypes
             )
-            if isinstance(error, _OF_AN_OPERATION):
+            # A missing kernel is not the fault of the data.
+            if isinstance(error, _OF_AN_OPERATION) and "OpKernel" not in str(error):
                 raise InvalidLossError(
                     f"an operation of the loss failed: {reason_of(error)}",
                     "a loss that can be computed from the data",

@@ -31,14 +31,14 @@ def test_operators_of_this_package(way, method):
         return hvp.HessianOperator(loss, model, data, **options)
 
     with build(damping=0.25, **options_of(way, build)) as H:
-        result = hvp.trace(H, method=method, rtol=0.05)
+        result = hvp.trace(H, method=method, rtol=0.1)
         right = np.trace(want) + 0.25 * len(want)
         assert abs(result.estimate - right) < 5 * result.standard_error
-        assert result.converged == (result.standard_error <= 0.05 * abs(result.estimate))
+        assert result.converged == (result.standard_error <= 0.1 * abs(result.estimate))
         assert result.products <= 1000
-        again = hvp.trace(H, method=method, rtol=0.05)
+        again = hvp.trace(H, method=method, rtol=0.1)
         assert again.estimate == result.estimate
-        assert hvp.trace(H, method=method, rtol=0.05, seed=1).estimate != result.estimate
+        assert hvp.trace(H, method=method, rtol=0.1, seed=1).estimate != result.estimate
         if method == "hutchinson":
             layers = {name.split("/")[-1]: part for name, part in result.layers.items()}
             assert list(layers) == list(PLACES)
@@ -46,14 +46,14 @@ def test_operators_of_this_package(way, method):
                 layer = layers[name]
                 exact = np.trace(want[part, part]) + 0.25 * (part.stop - part.start)
                 assert abs(layer.estimate - exact) < 5 * layer.standard_error
-                own = hvp.trace(H.block(name), rtol=0.05)
+                own = hvp.trace(H.block(name), rtol=0.1)
                 assert abs(own.estimate - exact) < 5 * own.standard_error
             total = sum(layer.estimate for layer in result.layers.values())
             assert total == pytest.approx(result.estimate, rel=1e-12)
         diagonal = hvp.diagonal(H, rtol=0.3)
         error = np.abs(diagonal.estimate - np.diag(want) - 0.25)
         assert (error < 6 * diagonal.standard_error).all()
-        frobenius = hvp.norm(H, rtol=0.1)
+        frobenius = hvp.norm(H, rtol=0.2)
         right = np.linalg.norm(want + 0.25 * np.eye(len(want)))
         assert abs(frobenius.estimate - right) < 5 * frobenius.standard_error
 
