@@ -159,7 +159,9 @@ def torch_variants(task: str, model: keras.Model, products: int) -> dict[str, Va
         B = hessian(network, criterion, data=batch, cuda=False)
         theirs = {
             "eigenvalues": lambda seed: B.eigenvalues(top_n=EIGENVALUES, maxIter=1000)[0],
-            "trace": lambda seed: [pyhessian_trace(B, products)],
+            "trace": lambda seed: [
+                mean_of_parts(lambda n: float(np.mean(B.trace(maxIter=n, tol=0))), products)
+            ],
             "density": lambda seed: [B.density(iter=STEPS, n_v=PROBES) and 0.0],
         }
         found["PyHessian"] = theirs[task]
@@ -173,20 +175,23 @@ def torch_variants(task: str, model: keras.Model, products: int) -> dict[str, Va
         S = C.to_scipy(np.float32)
         theirs = {
             "eigenvalues": lambda seed: eigsh(S, EIGENVALUES, which="LA")[0][::-1],
-            "trace": lambda seed: [float(curvlinops.hutchinson_trace(C, num_matvecs=products))],
+            "trace": lambda seed: [
+                mean_of_parts(lambda n: float(curvlinops.hutchinson_trace(C, n)), products)
+            ],
         }
         if task in theirs:
             found["curvlinops"] = theirs[task]
     return found
 
 
-def pyhessian_trace(B: Any, products: int) -> float:
-    """Return PyHessian's trace, some products at a time, as each one leaves its graph behind."""
+def mean_of_parts(estimate: Callable[[int], float], products: int) -> float:
+    """Return a mean of so many samples, some at a time: all at once would exhaust the memory."""
     parts = []
     for start in range(0, products, 50):
-        parts += B.trace(maxIter=min(50, products - start), tol=0)
+        count = min(50, products - start)
+        parts.append(count * estimate(count))
         gc.collect()
-    return float(np.mean(parts))
+    return sum(parts) / products
 
 
 def right_eigenvalues(name: str, model: keras.Model) -> np.ndarray:

@@ -21,8 +21,13 @@ import tensorflow as tf
 from hvp._solve.nystrom import nystrom_eigen, nystrom_factors
 from hvp._solve.preconditioners import NO_PRECONDITION, Precondition, nystrom_precondition
 
-# Directions that depend on others up to this part are left out: their products would be inaccurate.
-_DEPENDENT = 1e-5
+# Directions of which others leave less than this part, squared, are left out, as that would raise
+# the errors of their products: rounding, and the change of an operator since they were computed.
+_DEPENDENT, _DEPENDENT_OF_BEFORE = 1e-5, 0.1
+# So many directions are kept of one solve at most, or those of so many iterations, which may be
+# more: later ones of a single column are not orthogonal to rounding. As many are kept in all when
+# the operator has changed.
+_FEW, _ITERATIONS = 128, 8
 
 
 class RecycledSpace:
@@ -50,6 +55,8 @@ class RecycledSpace:
         self._new: list[tuple[np.ndarray, np.ndarray]] = []
         self._eigen: tuple[np.ndarray, np.ndarray] | None = None
         self.is_current = True
+        # Whether the operator has changed since the products of the basis were computed.
+        self._has_changed = False
 
     def __len__(self) -> int:
         """Return the number of directions, at most the capacity."""
@@ -63,17 +70,27 @@ class RecycledSpace:
         """
         if self.is_current and len(self._basis) == self._capacity:
             return False
-        return sum(len(part) for part, _ in self._new) + count <= self._capacity
+        most = min(self._capacity, max(_FEW, _ITERATIONS * count))
+        return sum(len(part) for part, _ in self._new) + count <= most
 
     def add(self, directions: np.ndarray, images: np.ndarray) -> None:
         """Add directions of the running solve, with their products, as rows."""
         self._new.append((directions, images))
 
     def end_solve(self) -> None:
-        """Note that the directions that were added are those of the present operator."""
+        """Note that the directions that were added are those of the present operator.
+
+        Older ones stay beside them, with products that are approximations now. Where these are
+        wrong, the iterations search such directions again, and replace them.
+        """
         if self._new and not self.is_current:
-            self._basis, self._images = self._basis[:0], self._images[:0]
-            self._eigen, self.is_current = None, True
+            self.is_current, self._has_changed = True, True
+
+    def clear(self) -> None:
+        """Forget all directions."""
+        self._basis, self._images = self._basis[:0], self._images[:0]
+        self._new, self._eigen = [], None
+        self.is_current, self._has_changed = True, False
 
     def precondition(self, damping: float) -> Precondition:
         """Return the preconditioner of the damped operator."""
@@ -95,24 +112,44 @@ class RecycledSpace:
             return
         directions, images = (np.concatenate(parts) for parts in zip(*self._new))
         self._new = []
-        directions = np.concatenate([self._basis, directions])
-        images = np.concatenate([self._images, images])
-        basis, images = _orthonormal(directions, images)
-        if len(basis) > self._capacity:  # those of the largest eigenvalues
+        basis, images = _orthonormal(directions, images, _DEPENDENT)
+        along = self._basis @ basis.T
+        least = _DEPENDENT_OF_BEFORE if self._has_changed else _DEPENDENT
+        before = self._basis - along @ basis, self._images - along @ images
+        parts = (basis, images), _orthonormal(*before, least, of_units=True)
+        basis, images = (np.concatenate(pair) for pair in zip(*parts))
+        most = self._capacity
+        if self._has_changed:
+            most = min(most, max(_FEW, len(parts[0][0])))
+        if len(basis) > most:  # those of the largest eigenvalues
             projected = (basis @ images.T).astype(np.float64)
             values, mixing = scipy.linalg.eigh((projected + projected.T) / 2)
-            best = mixing[:, np.argsort(-np.abs(values))[: self._capacity]].T.astype(basis.dtype)
+            best = mixing[:, np.argsort(-np.abs(values))[:most]].T.astype(basis.dtype)
             basis, images = best @ basis, best @ images
         self._basis, self._images, self._eigen = basis, images, None
+        self._has_changed = False
 
 
-def _orthonormal(directions: np.ndarray, images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return orthonormal combinations of directions, and the same ones of their products."""
+def _orthonormal(
+    directions: np.ndarray, images: np.ndarray, least: float, *, of_units: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return orthonormal combinations of directions, and the same ones of their products.
+
+    Parameters
+    ----------
+    directions, images : ndarray
+        As rows.
+    least : float
+        The least squared length of a combination with coefficients of norm 1, relative to the
+        largest, that is not left out.
+    of_units : bool, optional
+        Whether the directions are what others left of unit vectors: then this is absolute.
+    """
     lengths = np.linalg.norm(directions, axis=1)
     used = lengths > 0
-    scale = 1 / lengths[used, np.newaxis]
+    scale = 1.0 if of_units else 1 / lengths[used, np.newaxis]
     directions, images = directions[used] * scale, images[used] * scale
     values, vectors = scipy.linalg.eigh((directions @ directions.T).astype(np.float64))
-    independent = values > _DEPENDENT * values.max(initial=0)
+    independent = values > least * (1.0 if of_units else values.max(initial=0))
     mixing = (vectors[:, independent] / np.sqrt(values[independent])).T.astype(directions.dtype)
     return mixing @ directions, mixing @ images

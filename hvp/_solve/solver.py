@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import numpy as np
+
 from hvp._errors import HvpError
 from hvp._runtime.arguments import check_count
 from hvp._runtime.interrupts import Uninterrupted
@@ -21,7 +23,7 @@ class Solver:
     The directions of the first iterations of a solve are kept with their products. They make a
     preconditioner for the next solve, which then needs about half of the products, or fewer, and no
     product is spent on the preconditioner itself. After `refresh` of the operator, as between
-    Newton steps, the preconditioner of the point before serves until there is a new one.
+    Newton steps, the products from the point before serve as approximations.
 
     Parameters
     ----------
@@ -72,6 +74,8 @@ class Solver:
         self._H, self._rows = H, rows
         self._space = RecycledSpace(rows.size, rows.dtype.as_numpy_dtype, capacity)
         self._evaluations = self._count_evaluations()
+        # The products of the first solve with each damping, tolerance and number of columns.
+        self._fewest: dict[tuple[float, float, int], int] = {}
         self.products = 0
 
     @property
@@ -134,12 +138,20 @@ class Solver:
         finally:
             self._space.end_solve()
         self.products += result.products
+        self._forget_unless_it_pays(result, damping, rtol)
         return result
 
-    def changed(self) -> None:
-        """Say that an operator of scipy is another one now: its products are not used as such.
+    def _forget_unless_it_pays(self, result: SolveResult, damping: float, rtol: float) -> None:
+        """Forget all directions if such a solve has taken more products than without them."""
+        count = np.size(result.converged)
+        fewest = self._fewest.setdefault((damping, rtol, count), result.products)
+        if result.products > fewest:
+            self._space.clear()
 
-        Operators of this package tell that themselves.
+    def changed(self) -> None:
+        """Say that an operator of scipy has changed; operators of this package tell so themselves.
+
+        The solutions are right in any case. The directions are brought up to date by the next one.
         """
         self._space.is_current = False
 
