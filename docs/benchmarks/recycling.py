@@ -6,11 +6,12 @@ of single digits: block conjugate gradients, the same with a Nystrom preconditio
 whose products count, and one `Solver` for all sets. Then ten Newton steps, one system each. Damping
 is relative to the largest eigenvalue. Variants take turns in one process.
 
-    python docs/benchmarks/recycling.py
+    python docs/benchmarks/recycling.py [--networks autoencoder]
 """
 
 from __future__ import annotations
 
+import argparse
 import csv
 import os
 import time
@@ -110,12 +111,8 @@ def sets_of_systems(problem: Problem, damping: float) -> list[list[Any]]:
         "block_cg, Nystrom of rank 100": with_nystrom,
         "Solver": lambda b: solver.solve(b, method="block_cg", **options),
     }
-    for variant in variants.values():  # traces, without teaching the solver anything
-        if variant is not variants["Solver"]:
-            variant(blocks[0])
-    warm = hvp.Solver(H)
-    for b in blocks[:2]:
-        warm.solve(b, method="block_cg", **options)
+    for name in ("block_cg", "block_cg, Nystrom of rank 100"):
+        variants[name](blocks[0])  # traces
     rows: dict[str, list[list[Any]]] = {name: [] for name in variants}
     rng = np.random.default_rng(0)
     for b in blocks:
@@ -142,7 +139,9 @@ def main() -> None:
         ["network", "damping", "method", "set 1", "set 2", "set 3", "set 4"]
         + ["seconds, sets 2 to 4", "not converged"]
     ]
-    for name in ("autoencoder", "cnn"):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--networks", default="autoencoder,cnn")
+    for name in parser.parse_args().networks.split(","):
         problem = Problem(name)
         for damping in DAMPINGS:
             for row in sets_of_systems(problem, damping * problem.largest):

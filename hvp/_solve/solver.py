@@ -75,7 +75,8 @@ class Solver:
         self._space = RecycledSpace(rows.size, rows.dtype.as_numpy_dtype, capacity)
         self._evaluations = self._count_evaluations()
         # The products of the first solve with each damping, tolerance and number of columns.
-        self._fewest: dict[tuple[float, float, int], int] = {}
+        self._first: dict[tuple[float, float, int], int] = {}
+        self._has_changed = False
         self.products = 0
 
     @property
@@ -121,7 +122,8 @@ class Solver:
         """
         evaluations = self._count_evaluations()
         if evaluations != self._evaluations:
-            self._space.is_current, self._evaluations = False, evaluations
+            self._evaluations = evaluations
+            self.changed()
         if method not in ("auto", "block_cg"):
             raise HvpError(f"the method is {method!r}", "'auto' or 'block_cg'")
         call = Call(
@@ -142,10 +144,13 @@ class Solver:
         return result
 
     def _forget_unless_it_pays(self, result: SolveResult, damping: float, rtol: float) -> None:
-        """Forget all directions if such a solve has taken more products than without them."""
+        """Forget all directions if such a solve has taken more products than without them.
+
+        When the operator has changed, that is not known. Twice as many would be a bad sign.
+        """
         count = np.size(result.converged)
-        fewest = self._fewest.setdefault((damping, rtol, count), result.products)
-        if result.products > fewest:
+        first = self._first.setdefault((damping, rtol, count), result.products)
+        if result.products > first * (2 if self._has_changed else 1):
             self._space.clear()
 
     def changed(self) -> None:
@@ -153,7 +158,7 @@ class Solver:
 
         The solutions are right in any case. The directions are brought up to date by the next one.
         """
-        self._space.is_current = False
+        self._space.is_current, self._has_changed = False, True
 
     def _count_evaluations(self) -> int:
         return self._H.stats.gradient_evaluations if self._rows.native else 0
