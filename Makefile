@@ -60,7 +60,8 @@ benchmark: $(VENV)/.examples
 	$(BIN)/python docs/benchmarks/products.py --figure
 	$(BIN)/python docs/benchmarks/matrices.py
 	$(BIN)/python docs/benchmarks/matrices.py --blocks
-	$(BIN)/python docs/benchmarks/spectra.py
+	$(BIN)/python docs/benchmarks/spectra.py --monitor
+	$(BIN)/python docs/benchmarks/recycling.py
 	$(BIN)/python docs/benchmarks/memory.py --figure
 	$(BIN)/python docs/benchmarks/scale.py --figure
 	$(BIN)/python docs/benchmarks/precision.py

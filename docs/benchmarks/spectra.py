@@ -12,6 +12,7 @@ scipy's `eigsh` on the operator in float64, to full accuracy.
 from __future__ import annotations
 
 import argparse
+import csv
 import gc
 import importlib.util
 import json
@@ -282,6 +283,33 @@ def monitored(rounds: int) -> dict[str, Any]:
     }
 
 
+def write_table(results: dict[str, Any]) -> None:
+    """Write the seconds of all libraries to a table."""
+    peers = ("hvp", "PyHessian", "curvlinops", "hessian-eigenthings")
+    titles = {
+        "eigenvalues": "five largest eigenvalues",
+        "trace": "trace to one percent",
+        "density": f"density, {PROBES} x {STEPS}",
+    }
+
+    def cell(task: str, row: dict[str, Any] | None) -> str:
+        if row is None:
+            return "not offered"
+        if "error" in row:
+            return "fails"
+        wrong = row.get("relative_error", 0) if task == "eigenvalues" else 0
+        return f"{row['seconds']:.3g}" + (f" (wrong by {wrong:.0%})" if wrong > 1e-3 else "")
+
+    with JSON.with_suffix(".csv").open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["seconds", *peers])
+        for task, title in titles.items():
+            for name in ("mlp", "cnn"):
+                rows = results.get(f"{name}, {task}", {}).get("rows", {})
+                cells = [cell(task, rows.get(peer)) for peer in peers]
+                writer.writerow([f"{title}, {name.upper()}", *cells])
+
+
 def main() -> None:
     """Run what the command line asks for, and write it down."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -304,6 +332,7 @@ def main() -> None:
         results["results"]["monitor"] = report.rounded(monitored(options.rounds))
         print(results["results"]["monitor"])
         JSON.write_text(json.dumps(results, indent=1) + "\n")
+    write_table(results["results"])
 
 
 if __name__ == "__main__":
