@@ -35,8 +35,6 @@ class Solver:
 
     Attributes
     ----------
-    directions : int
-        How many directions are kept.
     products : int
         Number of products of all solves so far.
 
