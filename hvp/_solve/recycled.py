@@ -145,6 +145,8 @@ def _orthonormal(
     of_units : bool, optional
         Whether the directions are what others left of unit vectors: then this is absolute.
     """
+    if not len(directions):
+        return directions, images
     lengths = np.linalg.norm(directions, axis=1)
     used = lengths > 0
     scale = 1.0 if of_units else 1 / lengths[used, np.newaxis]

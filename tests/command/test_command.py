@@ -124,7 +124,6 @@ class Twice(keras.layers.Layer):
 def test_custom_objects(files, monkeypatch, capsys):
     _, folder, arguments = files
     (folder / "mine_for_test.py").write_text(CUSTOM)
-    monkeypatch.syspath_prepend(str(folder))
     script = (
         "import keras, mine_for_test\n"
         "m = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2), mine_for_test.Twice()])\n"
@@ -135,6 +134,7 @@ def test_custom_objects(files, monkeypatch, capsys):
     options = ["--no-density", "--no-check"]
     assert main([*arguments, *options]) == 2
     assert "--import MODULE" in capsys.readouterr().err
+    monkeypatch.syspath_prepend(str(folder))
     assert main([*arguments, *options, "--import", "mine_for_test"]) == 0
     assert main([*arguments, *options, "--import", "no_such_module"]) == 2
     assert "no_such_module cannot be imported" in capsys.readouterr().err

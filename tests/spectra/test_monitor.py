@@ -110,7 +110,7 @@ def test_slices_and_traces_of_each_measurement():
     model.fit(X, Y, epochs=2, verbose=0, callbacks=[monitor])
     last = monitor.history[-1]
     middle = last["slice"].losses[10]
-    assert middle == pytest.approx(model.evaluate(X, Y, verbose=0)[0], rel=1e-5)
+    assert middle == pytest.approx(model.evaluate(X, Y, len(X), verbose=0)[0], rel=1e-5)
     # The curvature of the quadratic model along the eigenvector is the eigenvalue.
     second = np.diff(last["slice"].quadratic, 2) / np.diff(last["slice"].offsets)[0] ** 2
     assert second == pytest.approx(last["largest"], rel=1e-3)
