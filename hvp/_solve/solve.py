@@ -140,9 +140,9 @@ def solve(
         - ``"minres"`` is for indefinite and singular operators.
         - ``"exact"`` computes all eigenvalues, for small `n`.
         - ``"auto"``, the default, chooses ``"exact"`` if that is cheapest, otherwise ``"cg"`` for
-          a single column and ``"block_cg"`` for more columns. The columns
-          in which these meet negative curvature are then solved by ``"exact"`` for `n` up to 2048,
-          and by ``"minres"`` for larger `n`.
+          a single column and ``"block_cg"`` for more columns. The columns in which these meet
+          negative curvature are then solved by ``"exact"`` for `n` up to 2048, and by ``"minres"``
+          for larger `n`.
     damping : float, optional
         Multiple of the identity that is added to the operator's own damping.
     rtol, atol : float, optional
@@ -402,7 +402,8 @@ def _result(right_hand_sides: RightHandSides, solution: Solution, used: list[str
         products=solution.products,
     )
     if not converged.all():
-        warnings.warn(_warning(solution), ConvergenceWarning, stacklevel=3)
+        # The levels are this function, `solve_with`, the public one, its decorator, and the caller.
+        warnings.warn(_warning(solution), ConvergenceWarning, stacklevel=5)
     return result
 
 

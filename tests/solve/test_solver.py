@@ -99,11 +99,15 @@ def test_negative_curvature_and_arguments():
     solver = hvp.Solver(A)
     for seed in range(2):
         b = columns(N, 4, seed)
-        with pytest.warns(hvp.ConvergenceWarning, match="not positive definite"):
+        with pytest.warns(hvp.ConvergenceWarning, match="not positive definite") as caught:
             result = solver.solve(b, method="block_cg")
+        assert caught[0].filename == __file__
         direction = result.negative_curvature[:, 0]
         assert direction @ A @ direction < 0
         assert relative_error(solver.solve(b, rtol=1e-10).x, np.linalg.solve(A, b)) < 1e-6
+    with pytest.warns(hvp.ConvergenceWarning, match="not positive definite") as caught:
+        hvp.solve(A, columns(N, 4), method="block_cg")
+    assert caught[0].filename == __file__
     for call, said in (
         (lambda: hvp.Solver(A, capacity=0), "capacity is 0"),
         (lambda: hvp.Solver("A"), "is str"),
