@@ -39,6 +39,8 @@ The public names:
     The loss along eigenvectors or other directions, with its quadratic model.
 `plot_layers`
     A picture of one number for each layer.
+`KFAC`, `EKFAC`
+    Kronecker-factored approximations of these matrices, with their inverses in closed form.
 `InfluenceFunctions`
     Predictions of how weights and losses change if training examples are left out.
 `linearize`
@@ -83,6 +85,8 @@ from hvp._errors import (
     TooLargeError,
 )
 from hvp._influence.influence import InfluenceFunctions, TopInfluences
+from hvp._kronecker.factored import FactoredOperator
+from hvp._kronecker.kfac import EKFAC, KFAC, BlockDescription
 from hvp._minimize.minimize import minimize
 from hvp._minimize.newton_cg import NewtonCG, NewtonStep
 from hvp._minimize.objective import ScipyObjective
@@ -115,7 +119,10 @@ from hvp._spectra.trace import trace
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "EKFAC",
+    "KFAC",
     "ArnoldiInverse",
+    "BlockDescription",
     "BlockDiagonalPreconditioner",
     "CheckReport",
     "CheckpointError",
@@ -128,6 +135,7 @@ __all__ = [
     "EigenResult",
     "Estimate",
     "ExactInverse",
+    "FactoredOperator",
     "FailedCheckError",
     "Finding",
     "FisherOperator",

@@ -25,7 +25,7 @@ FLOORS = [
     ["_data"],
     ["_snapshots"],
     ["_operators"],
-    ["_solve", "_check"],
+    ["_solve", "_check", "_kronecker"],
     ["_minimize", "_influence", "_spectra"],
     ["_command"],
 ]

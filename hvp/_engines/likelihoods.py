@@ -37,6 +37,23 @@ class Likelihood(abc.ABC):
             Two integers.
         """
 
+    @abc.abstractmethod
+    def root(self, prepared: Any) -> tf.Tensor:
+        """Return vectors whose outer products add up to the Fisher matrix of each prediction.
+
+        A prediction is a position of all axes but the last.
+
+        Parameters
+        ----------
+        prepared : object
+            What `prepare` returned.
+
+        Returns
+        -------
+        tf.Tensor
+            The vectors, of the shape of the predictions, preceded by their number.
+        """
+
     def outer(self, scores: tf.Tensor, tangents: tf.Tensor) -> tf.Tensor:
         """Multiply by the mean, over draws, of the outer products of scores.
 
@@ -56,6 +73,14 @@ class Categorical(Likelihood):
         mean = tf.reduce_sum(prepared * tangents, axis=-1, keepdims=True)
         return prepared * (tangents - mean)
 
+    def root(self, prepared: tf.Tensor) -> tf.Tensor:
+        # diag(p) - p p^T is the sum over classes of p_c (e_c - p) (e_c - p)^T.
+        axes = len(prepared.shape) - 1
+        unit = tf.eye(tf.shape(prepared)[-1], dtype=prepared.dtype)
+        probabilities = tf.transpose(prepared, [axes, *range(axes)])[..., tf.newaxis]
+        units = tf.reshape(unit, [tf.shape(unit)[0], *[1] * axes, tf.shape(unit)[0]])
+        return tf.sqrt(probabilities) * (units - prepared)
+
     def scores(self, predictions: tf.Tensor, shape: Any, seed: tf.Tensor) -> tf.Tensor:
         # The largest of logits with Gumbel noise is a draw.
         tiny = predictions.dtype.as_numpy_dtype(1e-30)
@@ -74,6 +99,14 @@ class _Elementwise(Likelihood):
 
     def multiply(self, prepared: tf.Tensor, tangents: tf.Tensor) -> tf.Tensor:
         return prepared * tangents
+
+    def root(self, prepared: tf.Tensor) -> tf.Tensor:
+        axes = len(prepared.shape) - 1
+        if axes == 0:
+            return tf.sqrt(prepared)[tf.newaxis]
+        size = tf.shape(prepared)[-1]
+        unit = tf.reshape(tf.eye(size, dtype=prepared.dtype), [size, *[1] * axes, size])
+        return unit * tf.sqrt(prepared)
 
 
 class Bernoulli(_Elementwise):

@@ -150,19 +150,7 @@ class FisherOperator(SymmetricOperator):
                 "there are no data", "examples, over which the matrix is a mean", "pass data=(x, y)"
             )
         functions = checked_model(model), checked_output_loss(output_loss)
-        rule: PredictionRule
-        if _checked_kind(kind) == "empirical":
-            if likelihood is not None:
-                raise HvpError(
-                    "a likelihood is passed for the empirical Fisher matrix",
-                    "None: it takes the targets of the data",
-                    "pass kind='type-2' or kind='monte-carlo'",
-                )
-            rule = EmpiricalFisherRule(*functions, weight)
-        else:
-            draws = _positive("samples", samples) if kind == "monte-carlo" else 0
-            names = _checked_likelihoods(likelihood)
-            rule = FisherRule(*functions, weight, names, draws, _checked_seed(seed))
+        rule = fisher_rule(functions, weight, kind, likelihood, samples, seed)
         self._rule = rule
         super().__init__(evaluated(rule, variables, data, weight=weight, **options), damping)
 
@@ -309,6 +297,36 @@ class FisherOperator(SymmetricOperator):
             likelihood=likelihood,
             **options,
         )
+
+
+def fisher_rule(
+    functions: tuple[Callable[..., Any], Callable[..., Any]],
+    weight: Callable[..., Any] | None,
+    kind: Any,
+    likelihood: Any,
+    samples: Any,
+    seed: Any,
+) -> PredictionRule:
+    """Return the rule of a Fisher matrix, of arguments that are checked here.
+
+    Parameters
+    ----------
+    functions : (callable, callable)
+        The model and the output loss.
+    weight, kind, likelihood, samples, seed
+        As for `FisherOperator`.
+    """
+    if _checked_kind(kind) == "empirical":
+        if likelihood is not None:
+            raise HvpError(
+                "a likelihood is passed for the empirical Fisher matrix",
+                "None: it takes the targets of the data",
+                "pass kind='type-2' or kind='monte-carlo'",
+            )
+        return EmpiricalFisherRule(*functions, weight)
+    draws = _positive("samples", samples) if kind == "monte-carlo" else 0
+    names = _checked_likelihoods(likelihood)
+    return FisherRule(*functions, weight, names, draws, _checked_seed(seed))
 
 
 def _checked_kind(kind: Any) -> Any:

@@ -1,0 +1,222 @@
+"""Where the weights of a model enter its graph: which operations combine them with the data.
+
+A weight may pass through operations that do not depend on the data before it meets them: it is
+cast, reshaped, transposed, sliced, or multiplied by other weights, entry by entry. What arrives is
+a *view* of the weight, whose entries are entries of the weight in another order.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvp._graphs.parts import ancestors, cut_out, data_inputs, import_part, node_of, with_index
+from hvp._graphs.sizes import ENTRYWISE, shapes_of
+
+_UNCHANGED = frozenset(["Identity", "Cast", "StopGradient", "PreventGradient", "EnsureShape"])
+_RESHAPED = frozenset(["Reshape", "ExpandDims", "Squeeze"])
+_SLICED = frozenset(["Slice", "StridedSlice", "Split", "SplitV", "Unpack", "GatherV2"])
+
+
+@dataclass(frozen=True)
+class Use:
+    """An operation that combines a weight with the data.
+
+    Attributes
+    ----------
+    weight : int
+        The number of the weight.
+    node : NodeDef
+        The operation.
+    place : int
+        The place of the weight among the inputs of the operation.
+    value : str
+        The tensor that holds the values of the whole weight; empty if the operation reads the
+        variable itself.
+    view : ndarray of int, or None
+        For each entry of the tensor that enters the operation, the number of the entry of the
+        weight that it is; None if it is not one entry each.
+    is_scaled : bool
+        Whether the entries of the view are functions of the entries of the weight, rather than
+        these themselves.
+    """
+
+    weight: int
+    node: Any
+    place: int
+    value: str
+    view: np.ndarray | None
+    is_scaled: bool
+
+    @property
+    def tensor(self) -> str:
+        """The tensor that enters the operation."""
+        return with_index(data_inputs(self.node)[self.place])
+
+
+class WeightedGraph:
+    """A graph of a model, and what in it depends on the data.
+
+    Parameters
+    ----------
+    flat : GraphDef
+        The graph without calls, in which the shapes of results are noted.
+    data : iterable of str
+        The tensors that hold the data.
+    results : sequence of str
+        The predictions.
+
+    Attributes
+    ----------
+    nodes : dict of str to NodeDef
+        The operations by name.
+    """
+
+    def __init__(self, flat: Any, data: Iterable[str], results: Sequence[str]) -> None:
+        self._flat = flat
+        self.nodes = {node.name: node for node in flat.node}
+        self._needed = ancestors(self.nodes, results)
+        self._consumers: dict[str, list[tuple[Any, int]]] = defaultdict(list)
+        for node in flat.node:
+            for place, tensor in enumerate(data_inputs(node)):
+                if node.name in self._needed:
+                    self._consumers[with_index(tensor)].append((node, place))
+        self._of_data = self._descendants(map(node_of, data))
+
+    def uses(self, weight: int, handle: str, shape: Sequence[int]) -> list[Use]:
+        """Return the uses of a weight.
+
+        Parameters
+        ----------
+        weight : int
+            The number of the weight.
+        handle : str
+            The tensor that stands for the variable.
+        shape : sequence of int
+            The shape of the weight.
+        """
+        entries = np.arange(int(np.prod(shape, dtype=np.int64))).reshape(shape)
+        found = []
+        for node, place in self._consumers_of_handle(handle):
+            if node.op != "ReadVariableOp":
+                is_gather = node.op == "ResourceGather"
+                found.append(Use(weight, node, place, "", entries if is_gather else None, False))
+                continue
+            found += self._uses_of_value(weight, f"{node.name}:0", entries)
+        return found
+
+    def shape(self, tensor: str) -> tf.TensorShape:
+        """Return the shape of a tensor, as far as it is known."""
+        shapes = shapes_of(self.nodes[node_of(tensor)])
+        index = int(tensor.partition(":")[2] or 0)
+        return tf.TensorShape(shapes[index]) if index < len(shapes) else tf.TensorShape(None)
+
+    def consumers(self, tensor: str) -> list[tuple[Any, int]]:
+        """Return the operations that take a tensor, with its place among their inputs."""
+        return self._consumers[with_index(tensor)]
+
+    def depends_on_data(self, tensor: str) -> bool:
+        """Whether a tensor depends on the data."""
+        return node_of(tensor) in self._of_data
+
+    def _consumers_of_handle(self, handle: str) -> list[tuple[Any, int]]:
+        found = []
+        for node, place in self._consumers[with_index(handle)]:
+            if node.op == "Identity":
+                found += self._consumers_of_handle(f"{node.name}:0")
+            else:
+                found.append((node, place))
+        return found
+
+    def _uses_of_value(self, weight: int, value: str, entries: np.ndarray) -> list[Use]:
+        found = []
+        seen: set[str] = {value}
+        queue: deque[tuple[str, np.ndarray | None, bool]] = deque([(value, entries, False)])
+        while queue:
+            tensor, view, is_scaled = queue.popleft()
+            for node, place in self._consumers[tensor]:
+                if node.name in self._of_data:
+                    found.append(Use(weight, node, place, value, view, is_scaled))
+                    continue
+                scaled = is_scaled or node.op not in _UNCHANGED | _RESHAPED | _SLICED | {
+                    "Transpose"
+                }
+                for index in range(max(1, len(shapes_of(node)))):
+                    output = f"{node.name}:{index}"
+                    if output not in seen:
+                        seen.add(output)
+                        queue.append((output, self._viewed(node, place, index, view), scaled))
+        return found
+
+    def _viewed(
+        self, node: Any, place: int, index: int, view: np.ndarray | None
+    ) -> np.ndarray | None:
+        """Return the view of a weight that an operation returns, given the one it takes."""
+        shape = self.shape(f"{node.name}:{index}")
+        if view is None or not shape.is_fully_defined():
+            return None
+        if node.op in _UNCHANGED | ENTRYWISE:
+            return view if tuple(shape) == view.shape else None
+        if node.op in _RESHAPED and place == 0:
+            return view.reshape(shape)
+        others = [None if i == place else self.constant(t) for i, t in enumerate(data_inputs(node))]
+        if any(other is None for i, other in enumerate(others) if i != place):
+            return None
+        if node.op == "Transpose" and place == 0:
+            return view.transpose(others[1])
+        if node.op in _SLICED:
+            with tf.init_scope():  # evaluated now, also where a graph is being traced
+                return self._sliced(node, index, view, others)
+        return None
+
+    def _sliced(self, node: Any, index: int, view: np.ndarray, others: list[Any]) -> Any:
+        attributes = node.attr
+        if node.op == "Slice":
+            sliced = tf.slice(view, others[1], others[2])
+        elif node.op == "StridedSlice":
+            masks = ("begin", "end", "ellipsis", "new_axis", "shrink_axis")
+            sliced = tf.strided_slice(
+                view,
+                *others[1:4],
+                **{f"{mask}_mask": int(attributes[f"{mask}_mask"].i) for mask in masks},
+            )
+        elif node.op == "Split":
+            sliced = tf.split(view, attributes["num_split"].i, int(others[0]))[index]
+        elif node.op == "SplitV":
+            sliced = tf.split(view, others[1], int(others[2]))[index]
+        elif node.op == "Unpack":
+            sliced = tf.unstack(view, axis=attributes["axis"].i)[index]
+        elif attributes["batch_dims"].i == 0:
+            sliced = tf.gather(view, others[1], axis=int(others[2]))
+        else:
+            return None
+        return sliced.numpy()
+
+    def constant(self, tensor: str) -> np.ndarray | None:
+        """Return the value of a tensor that depends on no input; None if it depends on one."""
+        names = ancestors(self.nodes, [tensor])
+        inputs = ("Placeholder", "ReadVariableOp", "VarHandleOp", "Random")
+        if any(self.nodes[name].op.startswith(inputs) for name in names):
+            return None
+        part = cut_out(self._flat, names, keep_controls=False)
+        result = with_index(tensor)
+        with tf.init_scope():
+            return tf.function(lambda: import_part(part, {}, [result]))()[0].numpy()
+
+    def _descendants(self, starts: Iterable[str]) -> set[str]:
+        users: Mapping[str, set[str]] = defaultdict(set)
+        for tensor, consumers in self._consumers.items():
+            users[node_of(tensor)].update(node.name for node, _ in consumers)
+        found: set[str] = set()
+        queue = list(starts)
+        while queue:
+            name = queue.pop()
+            if name not in found:
+                found.add(name)
+                queue += users[name]
+        return found

@@ -1,0 +1,36 @@
+"""Recurrent layers of Keras without a loop, so that each step is an operation of the graph."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from hvp._keras.private import layers_of
+
+
+@contextlib.contextmanager
+def unrolled(source: Any) -> Iterator[None]:
+    """Let the recurrent layers of models and layers write out their steps in this context.
+
+    Parameters
+    ----------
+    source : nest
+        Models, layers and variables, as the caller passed them.
+    """
+    layers = [
+        layer
+        for leaf in tf.nest.flatten(source)
+        if hasattr(leaf, "trainable_variables") and not isinstance(leaf, (tf.Variable, type))
+        for layer in layers_of(leaf)
+        if getattr(layer, "unroll", None) is False
+    ]
+    for layer in layers:
+        layer.unroll = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.unroll = False

@@ -1,0 +1,154 @@
+"""A block `Q diag(s) Q^T`, where `Q` is the Kronecker product of two bases of eigenvectors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import scipy.linalg
+import tensorflow as tf
+
+
+@dataclass(frozen=True)
+class Block:
+    """A symmetric block of weights that are `K` matrices of shape `(I, O)`.
+
+    Its product with matrices `V` is `P ((P^T V Q) * scales) Q^T`, with the eigenvectors `P` and `Q`
+    of the two Kronecker factors. An exact block is the case `O = 1`, a diagonal that without
+    eigenvectors.
+
+    Attributes
+    ----------
+    names : tuple of str
+        The names of the weights.
+    kind : {"kronecker", "exact", "diagonal"}
+        What it is.
+    entries : ndarray of int
+        The places of the entries in the flat vector, of shape `(K, I, O)`.
+    left, right : tf.Tensor or None
+        The eigenvectors `P` of shape `(K, I, I)`, and `Q` of shape `(K, O, O)`, as columns; None
+        for unit vectors.
+    scales : ndarray
+        The eigenvalues, of shape `(K, I, O)`, in float64.
+    tensor : tf.Tensor
+        The same in the type of the vectors, of shape `(K, I, 1, O)`.
+    """
+
+    names: tuple[str, ...]
+    kind: str
+    entries: np.ndarray
+    left: tf.Tensor | None
+    right: tf.Tensor | None
+    scales: np.ndarray
+    tensor: tf.Tensor
+
+    @classmethod
+    def of(
+        cls,
+        names: tuple[str, ...],
+        kind: str,
+        entries: np.ndarray,
+        bases: Sequence[np.ndarray | None],
+        scales: np.ndarray,
+        dtype: tf.DType,
+    ) -> Block:
+        """Return a block of arrays; see the attributes."""
+        left, right = (None if b is None else tf.constant(b, dtype) for b in bases)
+        return cls(names, kind, entries, left, right, scales, _tensor(scales, dtype))
+
+    @property
+    def size(self) -> int:
+        """The number of weights."""
+        return self.entries.size
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that eigenvectors and eigenvalues take."""
+        bases = [basis for basis in (self.left, self.right) if basis is not None]
+        return sum(int(np.prod(b.shape)) * b.dtype.size for b in bases) + self.scales.nbytes
+
+    def scaled(self, function: Callable[[np.ndarray], np.ndarray], dtype: tf.DType) -> Block:
+        """Return the block with functions of the eigenvalues in their place."""
+        scales = function(self.scales)
+        return replace(self, scales=scales, tensor=_tensor(scales, dtype))
+
+    def multiply(self, rows: tf.Tensor) -> tf.Tensor:
+        """Multiply by each row, of shape `(k, K I O)`."""
+        groups, size, width = self.entries.shape
+        count = tf.shape(rows)[0]
+        matrices = tf.transpose(tf.reshape(rows, [count, groups, size, width]), [1, 2, 0, 3])
+        matrices = self._from_left(matrices, adjoint=True)
+        matrices = self._from_right(matrices, adjoint=False)
+        matrices *= self.tensor
+        matrices = self._from_right(matrices, adjoint=True)
+        matrices = self._from_left(matrices, adjoint=False)
+        return tf.reshape(tf.transpose(matrices, [2, 0, 1, 3]), [count, groups * size * width])
+
+    def rotate(self, rows: tf.Tensor, *, back: bool = False) -> tf.Tensor:
+        """Multiply each row by the transposed eigenvectors, or by the eigenvectors."""
+        groups, size, width = self.entries.shape
+        count = tf.shape(rows)[0]
+        matrices = tf.transpose(tf.reshape(rows, [count, groups, size, width]), [1, 2, 0, 3])
+        matrices = self._from_left(matrices, adjoint=not back)
+        matrices = self._from_right(matrices, adjoint=back)
+        return tf.reshape(tf.transpose(matrices, [2, 0, 1, 3]), [count, groups * size * width])
+
+    def _from_left(self, matrices: tf.Tensor, *, adjoint: bool) -> tf.Tensor:
+        if self.left is None:
+            return matrices
+        shape = tf.shape(matrices)
+        flat = tf.reshape(matrices, [shape[0], shape[1], -1])
+        return tf.reshape(_product(self.left, flat, adjoint_left=adjoint), shape)
+
+    def _from_right(self, matrices: tf.Tensor, *, adjoint: bool) -> tf.Tensor:
+        if self.right is None:
+            return matrices
+        shape = tf.shape(matrices)
+        flat = tf.reshape(matrices, [shape[0], -1, shape[3]])
+        return tf.reshape(_product(flat, self.right, adjoint_right=adjoint), shape)
+
+
+def _tensor(scales: np.ndarray, dtype: tf.DType) -> tf.Tensor:
+    return tf.constant(scales[:, :, np.newaxis], dtype)
+
+
+def _product(
+    left: tf.Tensor, right: tf.Tensor, *, adjoint_left: bool = False, adjoint_right: bool = False
+) -> tf.Tensor:
+    """Multiply the matrices of each group; of one group as plain matrices, which is faster."""
+    if 1 in (left.shape[0], right.shape[0]):
+        one = tf.matmul(left[0], right[0], transpose_a=adjoint_left, transpose_b=adjoint_right)
+        return one[tf.newaxis]
+    return tf.matmul(left, right, transpose_a=adjoint_left, transpose_b=adjoint_right)
+
+
+def eigen(moment: np.ndarray, *, full: bool) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return the eigenvalues, of shape `(K, d)`, and eigenvectors of a factor of each group.
+
+    Negative eigenvalues are rounding errors, and become zeros.
+
+    Parameters
+    ----------
+    moment : ndarray
+        Of shape `(K, d, d)`, or `(K, d)` if only the diagonal is kept.
+    full : bool
+        Which of these.
+    """
+    if not full:
+        return np.maximum(moment.astype(np.float64), 0), None
+    values, vectors = zip(*(_eigh(one) for one in moment))
+    return np.maximum(np.stack(values), 0), np.stack(vectors)
+
+
+def _eigh(moment: np.ndarray) -> Any:
+    symmetric = (moment + moment.T) / 2
+    # In its own precision: in float64 large factors of float32 models would take twice as long.
+    values, vectors = scipy.linalg.eigh(symmetric, overwrite_a=True, check_finite=False)
+    return values.astype(np.float64), vectors
+
+
+def exact(entries: np.ndarray) -> np.ndarray:
+    """Arrange the entries of an exact or diagonal block."""
+    return entries.reshape(1, -1, 1)

@@ -1,0 +1,337 @@
+"""Block-diagonal operators whose eigenvectors are known, so that functions of them are cheap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvp._errors import HvpError, TooLargeError
+from hvp._graphs.compiled import Compiled
+from hvp._kronecker.block import Block
+from hvp._operators.arithmetic import DtypePreserving
+from hvp._operators.damping import check_damping
+from hvp._runtime.arguments import check_count
+from hvp._runtime.guard import OneProcess
+from hvp._runtime.interrupts import Uninterrupted
+from hvp._vectors.arrays import check_array
+from hvp._vectors.selection import select
+from hvp._vectors.space import Space, as_tensor
+from hvp._vectors.variables import VariableNest
+
+# Columns in one block when a dense matrix is assembled.
+_DENSE_BLOCK = 64
+# An eigenvalue counts as zero up to this many rounding errors of the largest.
+_ROUNDING_ERRORS = 8.0
+
+
+class FactoredOperator(OneProcess, DtypePreserving):
+    """A symmetric block-diagonal matrix that is held as eigenvalues and eigenvectors.
+
+    Parameters
+    ----------
+    space : Space
+        The space of the vectors.
+    nest : VariableNest
+        The variables.
+    blocks : sequence of Block
+        The blocks, which together have all entries of the vectors.
+    """
+
+    def __init__(self, space: Space, nest: VariableNest, blocks: Sequence[Block]) -> None:
+        self._space, self._nest = space, nest
+        self._set(blocks)
+        super().__init__(np.dtype(space.dtype.as_numpy_dtype), (space.size, space.size))
+
+    def _set(self, blocks: Sequence[Block]) -> None:
+        self._blocks = list(blocks)
+        self._compiled: dict[str, Compiled] = {}
+        order = np.concatenate([block.entries.reshape(-1) for block in blocks])
+        is_sorted = bool(np.all(order[1:] > order[:-1]))
+        # The place of each entry of the vector among the entries of the blocks.
+        self._order = None if is_sorted else tf.constant(order)
+        self._places = None if is_sorted else tf.constant(np.argsort(order))
+
+    def __repr__(self) -> str:
+        counts = {kind: sum(b.kind == kind for b in self._blocks) for kind in _KINDS}
+        blocks = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
+        size = self.shape[0]
+        return f"{type(self).__name__}({size} x {size}, {self.dtype.name}, blocks: {blocks})"
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that eigenvectors and eigenvalues take."""
+        return sum(block.nbytes for block in self._blocks)
+
+    @property
+    def trace(self) -> float:
+        """The trace."""
+        return float(sum(block.scales.sum() for block in self._blocks))
+
+    @property
+    def eigenvalues(self) -> np.ndarray:
+        """All eigenvalues, in increasing order; shape `(n,)`, in float64."""
+        return np.sort(np.concatenate([block.scales.reshape(-1) for block in self._blocks]))
+
+    @property
+    def logdet(self) -> float:
+        """The logarithm of the determinant; minus infinity if the matrix is singular."""
+        with np.errstate(divide="ignore"):
+            return float(sum(np.log(block.scales).sum() for block in self._blocks))
+
+    def damped(self, damping: float) -> FactoredOperator:
+        """Return the matrix plus a multiple of the identity.
+
+        Parameters
+        ----------
+        damping : float
+            The multiple, which is not negative.
+        """
+        damping = _not_negative(damping)
+        return self._function(lambda scales: scales + damping)
+
+    def inverse(self, damping: float = 0.0) -> FactoredOperator:
+        """Return the inverse of the matrix plus a multiple of the identity.
+
+        Parameters
+        ----------
+        damping : float, optional
+            The multiple, which is not negative.
+
+        Returns
+        -------
+        FactoredOperator
+            The exact inverse of ``K.damped(damping)``, which costs no products. It can be passed as
+            a preconditioner `M`, and has all that this operator has.
+
+        Raises
+        ------
+        HvpError
+            If the damped matrix is singular, up to rounding.
+        """
+        damping = _not_negative(damping)
+        self._refuse_singular(damping)
+        return self._function(lambda scales: 1 / (scales + damping))
+
+    def sqrt(self, damping: float = 0.0) -> FactoredOperator:
+        """Return the symmetric square root of the matrix plus a multiple of the identity.
+
+        Parameters
+        ----------
+        damping : float, optional
+            The multiple, which is not negative.
+        """
+        damping = _not_negative(damping)
+        return self._function(lambda scales: np.sqrt(scales + damping))
+
+    def sample(self, count: int, damping: float = 0.0, *, seed: int = 0) -> np.ndarray:
+        """Draw from the normal distribution whose precision matrix this is.
+
+        Parameters
+        ----------
+        count : int
+            How many vectors to draw.
+        damping : float, optional
+            The precision of an independent prior: a multiple of the identity that is added.
+        seed : int, optional
+            What the draws depend on.
+
+        Returns
+        -------
+        ndarray
+            Vectors of mean zero and covariance ``K.inverse(damping)``, as the columns of an array
+            of shape `(n, count)`.
+
+        Raises
+        ------
+        HvpError
+            If the damped matrix is singular, up to rounding.
+
+        Notes
+        -----
+        The matrix belongs to a mean over examples. For the Laplace approximation of a posterior it
+        is to be multiplied by their number: divide the vectors by its square root, and `damping` by
+        it.
+        """
+        check_count(count, "count")
+        damping = _not_negative(damping)
+        self._refuse_singular(damping)
+        root = self._function(lambda scales: 1 / np.sqrt(scales + damping))
+        normal = np.random.default_rng(seed).standard_normal((self.shape[0], count))
+        return root @ normal.astype(self.dtype)
+
+    def block(self, variables: Any) -> FactoredOperator:
+        """Return the diagonal block of some of the variables.
+
+        Parameters
+        ----------
+        variables : str, variable, layer, module or list of these
+            The variables, as for `HessianOperator.block`.
+
+        Returns
+        -------
+        FactoredOperator
+
+        Raises
+        ------
+        HvpError
+            If they share a block with variables that are left out, as a kernel does with its bias.
+        """
+        names = [name.partition(":")[0] for name in self._nest.names]
+        places = select(variables, names, self._nest.variables)
+        chosen = {self._nest.names[place] for place in places}
+        blocks = []
+        for block in self._blocks:
+            own = set(block.names) & chosen
+            if own and set(block.names) - chosen:
+                raise HvpError(
+                    f"the variables {', '.join(sorted(block.names))} share a block",
+                    "all variables of a block, or none",
+                    "choose the layer, which has all of them",
+                )
+            blocks += [block] if own else []
+        starts = np.cumsum([0, *self._space.sizes])
+        entries = np.concatenate([np.arange(starts[p], starts[p + 1]) for p in places])
+        moved = np.full(self._space.size, -1)
+        moved[entries] = np.arange(len(entries))
+        nest = VariableNest(
+            [0] * len(places),
+            tuple(self._nest.variables[p] for p in places),
+            tuple(self._nest.names[p] for p in places),
+            self._nest.source,
+        )
+        own_blocks = [_with_entries(block, moved[block.entries]) for block in blocks]
+        return FactoredOperator(self._space.subspace(places), nest, own_blocks)
+
+    def to_dense(self, *, max_size: int = 4096) -> np.ndarray:
+        """Return the whole matrix.
+
+        Parameters
+        ----------
+        max_size : int, optional
+            The largest `n` to accept.
+
+        Raises
+        ------
+        TooLargeError
+            If `n` is larger than `max_size`.
+        """
+        size = self.shape[0]
+        if size > max_size:
+            raise TooLargeError(
+                f"a dense matrix of {size} x {size} numbers was asked for",
+                f"at most {max_size} x {max_size}",
+                f"pass max_size={size} if {size**2 * self.dtype.itemsize / 2**30:.2g} GiB are what "
+                "you want",
+            )
+        columns = [np.eye(size, _DENSE_BLOCK, -i, self.dtype) for i in range(0, size, _DENSE_BLOCK)]
+        return np.concatenate([self.matmat(block) for block in columns], axis=1)[:, :size]
+
+    def product(self, v: Any) -> Any:
+        """Multiply by a vector of tensors: a nest like the variables, or a flat tensor.
+
+        Parameters
+        ----------
+        v : nest of tensors, or tf.Tensor
+            As for `HessianOperator.product`.
+
+        Returns
+        -------
+        nest of tf.Tensor, or tf.Tensor
+            The product in the form of `v`.
+        """
+        space = self._space
+        if space.is_flat(v):
+            return self._rows(as_tensor(v, space.dtype)[tf.newaxis])[0]
+        parts = space.parts_of_nest(v)
+        vector = [as_tensor(part, dtype) for part, dtype in zip(parts, space.dtypes)]
+        return space.nest_of_parts(space.split(self._rows(space.join(vector)[tf.newaxis])[0]))
+
+    def product_of_rows(self, rows: tf.Tensor) -> tf.Tensor:
+        """Multiply by each row of a tensor of shape `(k, n)`."""
+        return self._rows(rows)
+
+    def rotate(self, rows: tf.Tensor) -> tf.Tensor:
+        """Write each row, of shape `(k, n)`, in terms of the eigenvectors, block by block."""
+        return self._run("rotate", lambda block, piece: block.rotate(piece), rows)
+
+    def scales(self) -> np.ndarray:
+        """Return the eigenvalues in the order of what `rotate` returns; shape `(n,)`."""
+        return np.concatenate([block.scales.reshape(-1) for block in self._blocks])
+
+    def _matvec(self, x: np.ndarray) -> np.ndarray:
+        return self._matmat(x.reshape(-1, 1)).reshape(x.shape)
+
+    def _matmat(self, X: np.ndarray) -> np.ndarray:
+        X = check_array(X, self.shape[0], self.dtype, ndims=(2,))
+        return self._rows(tf.constant(np.ascontiguousarray(X.T))).numpy().T
+
+    def _adjoint(self) -> FactoredOperator:
+        return self
+
+    def _transpose(self) -> FactoredOperator:
+        return self
+
+    def _rows(self, rows: tf.Tensor) -> tf.Tensor:
+        return self._run("multiply", lambda block, piece: block.multiply(piece), rows, back=True)
+
+    @Uninterrupted()
+    def _run(
+        self,
+        name: str,
+        function: Callable[[Block, tf.Tensor], tf.Tensor],
+        rows: tf.Tensor,
+        *,
+        back: bool = False,
+    ) -> tf.Tensor:
+        if name not in self._compiled:
+
+            def run(rows: tf.Tensor) -> tf.Tensor:
+                if self._order is not None:
+                    rows = tf.gather(rows, self._order, axis=1)
+                sizes = [block.size for block in self._blocks]
+                pieces = tf.split(rows, sizes, axis=1) if len(sizes) > 1 else [rows]
+                done = [function(block, piece) for block, piece in zip(self._blocks, pieces)]
+                whole = tf.concat(done, axis=1) if len(done) > 1 else done[0]
+                if back and self._places is not None:
+                    whole = tf.gather(whole, self._places, axis=1)
+                return whole
+
+            spec = tf.TensorSpec([None, self._space.size], self._space.dtype)
+            self._compiled[name] = Compiled(run, [spec], False)
+        return self._compiled[name](rows)
+
+    def _function(self, function: Callable[[np.ndarray], np.ndarray]) -> FactoredOperator:
+        blocks = [block.scaled(function, self._space.dtype) for block in self._blocks]
+        return FactoredOperator(self._space, self._nest, blocks)
+
+    def _refuse_singular(self, damping: float) -> None:
+        for block in self._blocks:
+            scales = block.scales + damping
+            least, largest = float(scales.min()), float(scales.max())
+            unit = np.finfo(self.dtype).eps * _ROUNDING_ERRORS
+            if not least > unit * largest:
+                raise HvpError(
+                    f"the damped block of {', '.join(block.names)} is singular up to rounding: its "
+                    f"eigenvalues go from {least:.3g} to {largest:.3g}",
+                    "a positive definite matrix",
+                    f"pass damping > {unit * largest:.1g}",
+                )
+
+
+_KINDS = ("kronecker", "exact", "diagonal")
+
+
+def _not_negative(damping: Any) -> float:
+    damping = check_damping(damping)
+    if damping < 0:
+        raise HvpError(f"the damping is {damping:g}", "a number that is not negative")
+    return damping
+
+
+def _with_entries(block: Block, entries: np.ndarray) -> Block:
+    return Block(
+        block.names, block.kind, entries, block.left, block.right, block.scales, block.tensor
+    )

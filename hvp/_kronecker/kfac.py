@@ -1,0 +1,534 @@
+"""Kronecker-factored approximations of the Gauss-Newton and Fisher matrices."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
+import tensorflow as tf
+
+from hvp._derivatives.exact import exact_functions
+from hvp._engines.gauss_newton import GaussNewtonRule
+from hvp._engines.prediction_rule import PredictionRule
+from hvp._errors import HvpError, InvalidDataError, quoted
+from hvp._keras.compiled_loss import compiled_parts, likelihoods_of
+from hvp._kronecker.block import Block, eigen, exact
+from hvp._kronecker.factored import FactoredOperator
+from hvp._kronecker.layers import EntrywiseLayer, Layer
+from hvp._kronecker.rule import Arrangement, ScalesRule, StatisticsRule
+from hvp._kronecker.traced_model import TracedModel
+from hvp._operators.core import evaluated
+from hvp._operators.fisher import fisher_rule
+from hvp._operators.operator import SymmetricOperator
+from hvp._operators.predictions import checked_model, checked_output_loss, refuse_dict
+from hvp._runtime.arguments import check_count
+from hvp._runtime.interrupts import Uninterrupted
+from hvp._runtime.strategies import outside_strategies
+from hvp._snapshots.problem import Problem, problem_of
+from hvp._snapshots.snapshot import Snapshot
+from hvp._vectors.space import Space
+from hvp._vectors.variables import VariableNest, collect_variables
+
+Fisher = Literal["type-2", "monte-carlo", "empirical"]
+Sharing = Literal["expand", "reduce"]
+
+# Weights that belong to no layer have an exact block, computed from products, up to this number.
+_MOST_UNCOVERED = 1024
+
+
+class BlockDescription(NamedTuple):
+    """One block of a Kronecker-factored matrix.
+
+    Attributes
+    ----------
+    variables : tuple of str
+        The names of its variables.
+    kind : {"kronecker", "exact", "diagonal"}
+        How it is approximated.
+    shape : tuple of int
+        The number of groups, of rows and of columns of its weights: a Kronecker-factored block has
+        factors of the sizes of these rows and columns for each group.
+    """
+
+    variables: tuple[str, ...]
+    kind: str
+    shape: tuple[int, ...]
+
+
+class KFAC(FactoredOperator):
+    """The K-FAC approximation of a Gauss-Newton or Fisher matrix, as a scipy `LinearOperator`.
+
+    The blocks of different layers are independent of each other. The block of a layer that
+    multiplies by a matrix is approximated by a Kronecker product `A x G`: of the second moments of
+    what enters the layer, and of the gradients in what comes out (Martens and Grosse 2015 [MG]_).
+    Its inverse costs the eigenvalues of these two small matrices, and no linear solve.
+
+    Layers are found in the graph of the model, by the operations that read its weights: products of
+    matrices, einsums, embeddings and convolutions with any stride, dilation, padding and groups;
+    biases that are added to their results join them. Weights that multiply or are added entry by
+    entry, such as those of normalization layers, have exact blocks.
+
+    Parameters
+    ----------
+    model, output_loss, variables, data
+        As for `FisherOperator`. Recurrent layers of Keras write out their steps.
+    fisher : {"type-2", "monte-carlo", "empirical"}, optional
+        Which matrix to approximate, as `kind` for `FisherOperator`. ``"type-2"`` takes one backward
+        pass for each class, ``"monte-carlo"`` one for each sample.
+    likelihood : str or nest of str, optional
+        As for `FisherOperator`. Without one, ``"type-2"`` stands for the Gauss-Newton matrix of any
+        convex output loss with up to 256 predictions for each example.
+    samples, seed, weight
+        As for `FisherOperator`.
+    sharing : {"expand", "reduce"}, optional
+        How to treat weights that several positions share, such as those of convolutions and those
+        that all tokens of a sequence pass: as if they were independent of each other, or averaged
+        first (Eschenhagen et al. 2023 [Esch]_).
+    largest : int, optional
+        Kronecker factors with more rows are kept as diagonals, as those of an embedding always are
+        on the side of its rows.
+    largest_exact : int, optional
+        Exact blocks with more rows are kept as diagonals.
+    **options
+        Of `HessianOperator`: `batch_size`, `memory_limit`, `devices`, `device_timeout`, `progress`.
+
+    Attributes
+    ----------
+    value : float
+        The loss.
+    blocks : list of BlockDescription
+        What the approximation of each block is.
+
+    Raises
+    ------
+    HvpError
+        If a weight is used in two ways, as where an embedding is also the last layer; if weights
+        belong to no layer and are too many for an exact block; and as `FisherOperator`.
+
+    Notes
+    -----
+    K-FAC is an approximation, whose error `distance` estimates. It is exact for one layer and one
+    example, and, in expectation, for deep linear networks. As a preconditioner of an exact solve it
+    does little: what slows conjugate gradients down are directions that several layers share.
+
+    References
+    ----------
+    .. [MG] J. Martens and R. Grosse, "Optimizing neural networks with Kronecker-factored
+       approximate curvature", ICML 2015. https://proceedings.mlr.press/v37/martens15.html
+    .. [Esch] R. Eschenhagen et al., "Kronecker-factored approximate curvature for modern neural
+       network architectures", NeurIPS 2023. https://arxiv.org/abs/2311.00636
+
+    Examples
+    --------
+    A linear layer and one example, for which the approximation is exact:
+
+    >>> import numpy as np
+    >>> import tensorflow as tf
+    >>> import hvp
+    >>> W = tf.Variable(np.eye(2, dtype="float32"))
+    >>> square = lambda predictions, y: tf.reduce_mean(tf.reduce_sum((predictions - y) ** 2, 1)) / 2
+    >>> data = np.array([[1.0, 2.0]], "float32"), np.zeros((1, 2), "float32")
+    >>> K = hvp.KFAC(lambda x: x @ W, square, W, data)
+    >>> K.to_dense().round(4)
+    array([[1., 0., 2., 0.],
+           [0., 1., 0., 2.],
+           [2., 0., 4., 0.],
+           [0., 2., 0., 4.]], dtype=float32)
+    >>> K.inverse(damping=1.0) @ np.array([1.0, 0.0, 2.0, 0.0], "float32")
+    array([0.16666667, 0.        , 0.33333334, 0.        ], dtype=float32)
+    """
+
+    @outside_strategies
+    @Uninterrupted()
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        output_loss: Callable[..., Any],
+        variables: Any,
+        data: Any,
+        *,
+        fisher: Fisher = "type-2",
+        likelihood: Any = None,
+        samples: int = 1,
+        seed: int = 0,
+        weight: Callable[..., Any] | None = None,
+        sharing: Sharing = "expand",
+        largest: int = 8192,
+        largest_exact: int = 1024,
+        **options: Any,
+    ) -> None:
+        refuse_dict(data)
+        if data is None:
+            raise InvalidDataError(
+                "there are no data", "examples, over which the matrix is a mean", "pass data=(x, y)"
+            )
+        for name, value, choices in (
+            ("fisher", fisher, get_args(Fisher)),
+            ("sharing", sharing, get_args(Sharing)),
+        ):
+            if value not in choices:
+                names = ", ".join(map(repr, choices))
+                raise HvpError(f"the argument {name} is {value!r}", f"one of {names}")
+        check_count(largest, "largest", 0)
+        check_count(largest_exact, "largest_exact", 0)
+        unsupported = sorted(set(options) - _OPTIONS)
+        if unsupported:
+            raise HvpError(
+                f"the argument {unsupported[0]} is given, which {type(self).__name__} does not have",
+                f"arguments among {', '.join(sorted(_OPTIONS))}",
+            )
+        nest = collect_variables(variables)
+        functions = checked_model(model), checked_output_loss(output_loss)
+        matrix: PredictionRule
+        if fisher == "type-2" and likelihood is None:
+            matrix = GaussNewtonRule(*functions, weight)
+        else:
+            matrix = fisher_rule(functions, weight, fisher, likelihood, samples, seed)
+        space = Space.of_variables(nest)
+        self._options = {"weight": weight, **options}
+        self._data, self._matrix = data, matrix
+        arrangement = Arrangement(sharing == "reduce", largest, largest_exact, space.dtype)
+        layers = getattr(model, "layers_of", model)
+        self._rule = StatisticsRule(matrix, nest, arrangement, [layers, nest.source])
+        self._nest, self._space = nest, space
+        self._find_layers()
+        self._snapshot = self._evaluated(self._rule, self._stand_ins)
+        self._averages = self._statistics()
+        super().__init__(space, nest, self._make_blocks(self._averages))
+
+    @classmethod
+    def from_keras(
+        cls,
+        model: Any,
+        data: Any,
+        *,
+        fisher: Fisher = "type-2",
+        likelihood: Any = None,
+        variables: Any = None,
+        training: bool = False,
+        **options: Any,
+    ) -> KFAC:
+        """Return the approximation for the loss that a Keras model was compiled with.
+
+        Parameters
+        ----------
+        model : keras.Model
+            A compiled model without regularizers.
+        data : tuple of arrays, or iterable of such
+            `(x, y)`, as for `model.fit`, or batches of these.
+        fisher : {"type-2", "monte-carlo", "empirical"}, optional
+            Which matrix to approximate.
+        likelihood : str or nest of str, optional
+            The distribution of the targets. By default it follows from the compiled loss, if its
+            name is that of a cross-entropy or of the mean square error.
+        variables : nest, optional
+            The weights; by default the model's trainable variables.
+        training : bool, optional
+            Whether layers behave as in training.
+        **options
+            Further arguments of this class.
+
+        Returns
+        -------
+        KFAC
+
+        Raises
+        ------
+        HvpError
+            As this class, and if the model has regularizers.
+
+        Examples
+        --------
+        >>> import keras
+        >>> import numpy as np
+        >>> import hvp
+        >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, use_bias=False)])
+        >>> model.compile(loss="mse")
+        >>> K = hvp.KFAC.from_keras(model, (np.eye(3), np.ones((3, 1))))
+        >>> K @ np.ones(3)
+        array([0.6666667, 0.6666667, 0.6666667], dtype=float32)
+        """
+        parts = compiled_parts(model, data, training, options)
+        if parts.regularization is not None:
+            raise HvpError(
+                "the model has regularizers, which have no Kronecker factors",
+                "a model without them",
+                "add them as damping: an L2 penalty c adds 2 c",
+            )
+        if likelihood is None and fisher != "empirical":
+            likelihood = likelihoods_of(model)
+        variables = model if variables is None else variables
+        operator = cls(
+            _WithLayers(parts.model, model),
+            parts.output_loss,
+            variables,
+            data,
+            fisher=fisher,
+            likelihood=likelihood,
+            **options,
+        )
+        return operator
+
+    @property
+    def value(self) -> float:
+        """The loss at the values of the last evaluation."""
+        return float(self._snapshot.value())
+
+    @property
+    def blocks(self) -> list[BlockDescription]:
+        """What the approximation of each block is."""
+        return [BlockDescription(b.names, b.kind, b.entries.shape) for b in self._blocks]
+
+    @property
+    def factors(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """The factors `A` and `G` of each Kronecker-factored block, by the name of its kernel.
+
+        Of shapes `(K, I, I)` and `(K, O, O)` for `K` groups; `(K, I)` or `(K, O)` where only a
+        diagonal is kept. If there is a bias, it is the last row and column of `A`.
+        """
+        pairs = zip(self._layers, self._averages)
+        return {
+            layer.names[0]: (means[0], means[1])
+            for layer, means in pairs
+            if not isinstance(layer, EntrywiseLayer)
+        }
+
+    @outside_strategies
+    @Uninterrupted()
+    def refresh(self, decay: float = 0.0) -> None:
+        """Evaluate again, at the values that the variables have now.
+
+        Parameters
+        ----------
+        decay : float, optional
+            The weight of the means so far in an exponential average, from 0 to 1, for use during
+            training.
+
+        Raises
+        ------
+        HvpError
+            If `decay` is not between 0 and 1. The operator stays as it was.
+        """
+        if not 0 <= decay < 1:
+            raise HvpError(f"the argument decay is {decay!r}", "a number from 0 up to, but not, 1")
+        self._snapshot.refresh()
+        new = self._statistics()
+        pairs = zip(self._averages, new)
+        means = [
+            [decay * old + (1 - decay) * now if decay else now for old, now in zip(*both)]
+            for both in pairs
+        ]
+        blocks = self._make_blocks(means)
+        self._averages = means
+        self._set(blocks)
+
+    @Uninterrupted()
+    def distance(self, probes: int = 16, *, seed: int = 0) -> dict[str, float]:
+        """Estimate the relative error of each block, in the Frobenius norm.
+
+        Parameters
+        ----------
+        probes : int, optional
+            With how many random vectors to multiply each block.
+        seed : int, optional
+            What they depend on.
+
+        Returns
+        -------
+        dict of str to float
+            By the name of the first variable of a block: ``|K - F| / |F|``, where `F` is the block
+            of the matrix itself. The estimate has a relative standard error of at most about one
+            over the square root of ``probes / 2``.
+
+        Notes
+        -----
+        It takes `probes` products with the matrix for each block.
+        """
+        check_count(probes, "probes")
+        own = FactoredOperator(self._space, self._nest, self._blocks)
+        true = self._true_operator()
+        random = np.random.default_rng(seed)
+        distances = {}
+        for block in self._blocks:
+            places = block.entries.reshape(-1)
+            vectors = np.zeros((self.shape[0], probes), self.dtype)
+            vectors[places] = random.standard_normal((len(places), probes))
+            expected = (true @ vectors)[places].astype(np.float64)
+            error = (own @ vectors)[places] - expected
+            norm = np.linalg.norm(expected)
+            distances[block.names[0]] = float(np.linalg.norm(error) / norm) if norm else 0.0
+        return distances
+
+    def _true_operator(self, variables: Any = None) -> SymmetricOperator:
+        """Return the matrix that this one approximates."""
+        source = self._nest.source if variables is None else variables
+        return SymmetricOperator(
+            evaluated(self._matrix, source, self._data, on_stale="ignore", **self._options), 0.0
+        )
+
+    def _find_layers(self) -> None:
+        """Trace the model once, and make variables that stand for the statistics."""
+        problem, _ = self._problem(self._rule, list(self._nest.variables))
+        batch = problem.first_batch()
+        found: list[TracedModel] = []
+
+        def trace() -> None:
+            found[:] = [self._rule.traced(batch)]
+
+        with exact_functions(), tf.init_scope():
+            tf.function(trace, autograph=False).get_concrete_function()
+        self._layers, self._uncovered = found[0].layers, found[0].uncovered
+        self._refuse_uncovered()
+        shapes = [self._rule.arrangement.shapes(layer) for layer in self._layers]
+        self._counts = [len(several) for several in shapes]
+        self._stand_ins = [
+            _stand_in(shape, self._space.dtype, layer)
+            for layer, several in zip(self._layers, shapes)
+            for shape in several
+        ]
+
+    def _refuse_uncovered(self) -> None:
+        sizes = dict(zip(self._nest.names, self._space.sizes))
+        total = sum(sizes[name] for name in self._uncovered)
+        if total > _MOST_UNCOVERED:
+            raise HvpError(
+                f"the weights {quoted(self._uncovered)} enter no operation that has Kronecker "
+                f"factors, and are too many ({total}) for an exact block",
+                "products of matrices, convolutions, einsums, embeddings, and entrywise sums and "
+                f"products; or at most {_MOST_UNCOVERED} other weights",
+                "leave these variables out",
+            )
+
+    def _problem(self, rule: StatisticsRule, variables: Any) -> tuple[Problem, Any]:
+        return problem_of(
+            rule, variables, self._data, products=False, on_stale="ignore", **self._options
+        )
+
+    def _evaluated(self, rule: StatisticsRule, variables: Any) -> Snapshot:
+        problem, settings = self._problem(rule, variables)
+        return problem.snapshot(settings)
+
+    def _statistics(self) -> list[list[np.ndarray]]:
+        """Return the means of each layer."""
+        parts = iter(self._snapshot.gradient())
+        means = [[next(parts).numpy() for _ in range(count)] for count in self._counts]
+        self._snapshot.release_gradient()
+        return means
+
+    def _make_blocks(self, means: Sequence[Sequence[np.ndarray]]) -> list[Block]:
+        blocks = []
+        dtype, arrangement = self._space.dtype, self._rule.arrangement
+        for layer, own in zip(self._layers, means):
+            if isinstance(layer, EntrywiseLayer):
+                full = arrangement.is_exact(layer)
+                values, vectors = eigen(own[0], full=full)
+                kind = "exact" if full else "diagonal"
+                entries, scales = exact(layer.entries), values[:, :, np.newaxis]
+                bases = [vectors, None]
+            else:
+                pairs = [eigen(m, full=f) for m, f in zip(own, arrangement.full(layer))]
+                (left, _), (right, _) = pairs
+                kind, entries, bases = "kronecker", layer.entries, [pair[1] for pair in pairs]
+                scales = left[:, :, np.newaxis] * right[:, np.newaxis]
+            blocks.append(Block.of(layer.names, kind, entries, bases, scales, dtype))
+        return [*blocks, *self._uncovered_blocks()]
+
+    def _uncovered_blocks(self) -> list[Block]:
+        """Return the exact block of weights that belong to no layer."""
+        names = [name for name in self._nest.names if name in self._uncovered]
+        if not names:
+            return []
+        places = [self._nest.names.index(name) for name in names]
+        starts = np.cumsum([0, *self._space.sizes])
+        entries = np.concatenate([np.arange(starts[p], starts[p + 1]) for p in places])
+        operator = self._true_operator([self._nest.variables[place] for place in places])
+        values, vectors = eigen(operator.to_dense()[np.newaxis], full=True)
+        bases, scales = [vectors, None], values[:, :, np.newaxis]
+        return [Block.of(tuple(names), "exact", exact(entries), bases, scales, self._space.dtype)]
+
+
+class EKFAC(KFAC):
+    """The EK-FAC approximation of a Gauss-Newton or Fisher matrix, as a scipy `LinearOperator`.
+
+    It has the eigenvectors of `KFAC`. Along each of them it has the exact second moment of the
+    gradients, which K-FAC takes for a product of two (George et al. 2018 [George]_). Of all
+    matrices with these eigenvectors it is the nearest to the block, in the Frobenius norm.
+
+    Parameters
+    ----------
+    model, output_loss, variables, data, **options
+        As for `KFAC`. The second moments take a second pass over the data.
+
+    References
+    ----------
+    .. [George] T. George et al., "Fast approximate natural gradient descent in a Kronecker-factored
+       eigenbasis", NeurIPS 2018. https://arxiv.org/abs/1806.03884
+
+    Examples
+    --------
+    >>> import keras
+    >>> import numpy as np
+    >>> import hvp
+    >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, use_bias=False)])
+    >>> model.compile(loss="mse")
+    >>> E = hvp.EKFAC.from_keras(model, (np.eye(3), np.ones((3, 1))))
+    >>> (E.inverse(damping=0.1) @ np.ones(3)).round(4)
+    array([1.3043, 1.3043, 1.3043], dtype=float32)
+    """
+
+    _scales_snapshot: Snapshot | None = None
+
+    def _make_blocks(self, means: Sequence[Sequence[np.ndarray]]) -> list[Block]:
+        blocks = super()._make_blocks(means)
+        pairs = list(zip(self._layers, blocks))
+        kronecker = [i for i, (_, block) in enumerate(pairs) if block.kind == "kronecker"]
+        if not kronecker:
+            return blocks
+        if self._scales_snapshot is None:
+            bases: list[Any] = [None] * len(self._layers)
+            for place in kronecker:
+                block = pairs[place][1]
+                bases[place] = [
+                    None if basis is None else tf.Variable(basis, trainable=False)
+                    for basis in (block.left, block.right)
+                ]
+            self._bases = bases
+            fields = {f.name: getattr(self._rule, f.name) for f in dataclasses.fields(self._rule)}
+            rule = ScalesRule(**fields, bases=bases)
+            stand_ins = [
+                _stand_in(self._layers[i].entries.shape, self._space.dtype, self._layers[i])
+                for i in kronecker
+            ]
+            self._scales_snapshot = self._evaluated(rule, stand_ins)
+        else:
+            for place in kronecker:
+                own = pairs[place][1]
+                for variable, basis in zip(self._bases[place], (own.left, own.right)):
+                    if variable is not None:
+                        variable.assign(basis)
+            self._scales_snapshot.refresh()
+        scales = iter(self._scales_snapshot.gradient())
+        for place in kronecker:
+            array = next(scales).numpy().astype(np.float64)
+            blocks[place] = blocks[place].scaled(lambda _, s=array: s, self._space.dtype)
+        self._scales_snapshot.release_gradient()
+        return blocks
+
+
+_OPTIONS = {"batch_size", "memory_limit", "devices", "device_timeout", "progress"}
+
+
+class _WithLayers:
+    """A function of a Keras model, with the model for its layers."""
+
+    def __init__(self, function: Callable[..., Any], model: Any) -> None:
+        self._function, self.layers_of = function, model
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self._function(*inputs)
+
+
+def _stand_in(shape: Sequence[int], dtype: tf.DType, layer: Layer) -> tf.Variable:
+    return tf.Variable(tf.zeros(shape, dtype), trainable=False, name=layer.names[0].split(":")[0])

@@ -1,0 +1,139 @@
+"""Rules that evaluate statistics of layers in the place of a gradient.
+
+A rule's gradient is averaged over batches, devices and pieces of batches, and memory limits, data
+checks and progress bars come with that. These rules return the statistics in its place: what they
+are "differentiated by" are variables that have the shapes of the statistics, and are not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from hvp._engines.prediction_rule import PredictionRule
+from hvp._engines.rule import Evaluated, Parts, Rule
+from hvp._keras.unrolled import unrolled
+from hvp._kronecker.layers import EntrywiseLayer, Layer, MatrixLayer
+from hvp._kronecker.statistics import ExactBlock, Factors, Scales, Statistic
+from hvp._kronecker.traced_model import TracedModel
+from hvp._vectors.variables import VariableNest
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """What is kept of each layer.
+
+    Attributes
+    ----------
+    reduces : bool
+        Whether positions that share weights are reduced before products are taken.
+    largest : int
+        Kronecker factors with more rows are kept as diagonals.
+    largest_exact : int
+        Exact blocks with more rows are kept as diagonals.
+    dtype : tf.DType
+        The type of the statistics.
+    """
+
+    reduces: bool
+    largest: int
+    largest_exact: int
+    dtype: tf.DType
+
+    def full(self, layer: MatrixLayer) -> tuple[bool, bool]:
+        """Return whether the factors of a layer are kept as matrices."""
+        _, size, width = layer.entries.shape
+        return size <= self.largest and not layer.is_table, width <= self.largest
+
+    def is_exact(self, layer: EntrywiseLayer) -> bool:
+        """Whether the block of a layer is kept as a matrix."""
+        return layer.entries.size <= self.largest_exact
+
+    def shapes(self, layer: Layer) -> list[tuple[int, ...]]:
+        """Return the shapes of the statistics of a layer."""
+        if isinstance(layer, EntrywiseLayer):
+            size = layer.entries.size
+            return [(1, size, size) if self.is_exact(layer) else (1, size)]
+        groups, *sizes = layer.entries.shape
+        pairs = zip(sizes, self.full(layer))
+        return [(groups, size, size) if full else (groups, size) for size, full in pairs]
+
+
+@dataclass(frozen=True)
+class StatisticsRule(Rule):
+    """The Kronecker factors and exact blocks of all layers.
+
+    Attributes
+    ----------
+    matrix : PredictionRule
+        The matrix that they approximate, with the model and the loss.
+    nest : VariableNest
+        The weights.
+    arrangement : Arrangement
+        What is kept.
+    source : nest
+        Models and layers, some of which may be recurrent.
+    """
+
+    matrix: PredictionRule
+    nest: VariableNest
+    arrangement: Arrangement
+    source: Any
+    evaluates = "the Kronecker factors"
+
+    def evaluate(self, variables: Sequence[tf.Variable], batch: Any) -> Evaluated:
+        traced = self.traced(batch)
+        own = [(place, self.statistic(place, layer)) for place, layer in enumerate(traced.layers)]
+        statistics = [(place, statistic) for place, statistic in own if statistic is not None]
+        for place, statistic in statistics:
+            statistic.start(traced, traced.inputs(traced.layers[place]))
+
+        def step(gradients: list[list[Any]]) -> list[tf.Tensor]:
+            return [tensor for place, s in statistics for tensor in s.step(gradients[place])]
+
+        sums = traced.backward(step)
+        parts: Parts = []
+        for _, statistic in statistics:
+            parts = [*parts, *statistic.finish(sums[:1])]
+            sums = sums[1:]
+        return Evaluated(traced.output.taped.value, parts, None)
+
+    def traced(self, batch: Any) -> TracedModel:
+        """Trace the model into the present graph."""
+        with unrolled(self.source):
+            return TracedModel.of(self.matrix, self.nest, batch)
+
+    def statistic(self, place: int, layer: Layer) -> Statistic | None:
+        """Return what to compute for a layer."""
+        arrangement = self.arrangement
+        if isinstance(layer, EntrywiseLayer):
+            return ExactBlock(layer, arrangement.dtype, arrangement.is_exact(layer))
+        return Factors(layer, arrangement.reduces, arrangement.dtype, arrangement.full(layer))
+
+    def multiply(self, state: Any, vector: Parts) -> Parts:
+        """There is no product: statistics are not linear in anything."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class ScalesRule(StatisticsRule):
+    """The second moments of gradients along given eigenvectors.
+
+    Attributes
+    ----------
+    bases : sequence of (tf.Variable or None, tf.Variable or None), or None
+        For each layer the eigenvectors of its factors; None for layers with exact blocks.
+    """
+
+    bases: Sequence[Any] = ()
+    evaluates = "the scales of the eigenvectors"
+
+    def statistic(self, place: int, layer: Layer) -> Statistic | None:
+        """Return what to compute for a layer."""
+        if self.bases[place] is None:
+            return None
+        # Scales are those of whole gradients of examples, whatever the factors are of.
+        return Scales(layer, False, self.arrangement.dtype, self.bases[place])
