@@ -123,7 +123,9 @@ def in_topological_order(nodes: dict[str, Any]) -> list[Any]:
     return ordered
 
 
-def import_part(part: Any, known: dict[str, tf.Tensor], results: Sequence[str]) -> list[tf.Tensor]:
+def import_part(
+    part: Any, known: dict[str, tf.Tensor], results: Sequence[str], *, scope: str = ""
+) -> list[tf.Tensor]:
     """Import a part of a graph into the graph being traced.
 
     Parameters
@@ -134,6 +136,8 @@ def import_part(part: Any, known: dict[str, tf.Tensor], results: Sequence[str]) 
         Its inputs, by name.
     results : sequence of str
         Names of the tensors to return. They may be inputs.
+    scope : str, optional
+        What the names of the operations begin with in the graph being traced.
 
     Returns
     -------
@@ -148,7 +152,7 @@ def import_part(part: Any, known: dict[str, tf.Tensor], results: Sequence[str]) 
 
     inputs = {name: captured(tensor) for name, tensor in known.items() if name in used}
     computed = [name for name in results if name not in known]
-    tensors = tf.graph_util.import_graph_def(part, inputs, computed, name="")
+    tensors = tf.graph_util.import_graph_def(part, inputs, computed, name=scope)
     values = {**known, **dict(zip(computed, tensors))}
     return [values[name] for name in results]
 

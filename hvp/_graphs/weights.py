@@ -18,6 +18,7 @@ import tensorflow as tf
 from hvp._graphs.parts import ancestors, cut_out, data_inputs, import_part, node_of, with_index
 from hvp._graphs.sizes import ENTRYWISE, shapes_of
 
+_PRODUCTS = frozenset(["MatMul", "BatchMatMulV2", "Einsum", "Conv2D", "Conv3D"])
 _UNCHANGED = frozenset(["Identity", "Cast", "StopGradient", "PreventGradient", "EnsureShape"])
 _RESHAPED = frozenset(["Reshape", "ExpandDims", "Squeeze"])
 _SLICED = frozenset(["Slice", "StridedSlice", "Split", "SplitV", "Unpack", "GatherV2"])
@@ -87,6 +88,8 @@ class WeightedGraph:
                 if node.name in self._needed:
                     self._consumers[with_index(tensor)].append((node, place))
         self._of_data = self._descendants(map(node_of, data))
+        reads = [node.name for node in flat.node if node.op in ("ReadVariableOp", "ResourceGather")]
+        self._of_weights = self._descendants(reads)
 
     def uses(self, weight: int, handle: str, shape: Sequence[int]) -> list[Use]:
         """Return the uses of a weight.
@@ -120,6 +123,24 @@ class WeightedGraph:
         """Return the operations that take a tensor, with its place among their inputs."""
         return self._consumers[with_index(tensor)]
 
+    def producer(self, tensor: str, passed: frozenset[str]) -> Any:
+        """Return the operation that a tensor comes from, through others; None for an input."""
+        node = self.nodes.get(node_of(tensor))
+        while node is not None and node.op in passed:
+            node = self.nodes.get(node_of(data_inputs(node)[0]))
+        return node
+
+    def consumer(self, tensor: str, passed: frozenset[str]) -> Any:
+        """Return the one operation that takes a tensor, through others; None if there are more."""
+        while True:
+            consumers = self.consumers(tensor)
+            if len(consumers) != 1:
+                return None
+            node = consumers[0][0]
+            if node.op not in passed:
+                return node
+            tensor = f"{node.name}:0"
+
     def depends_on_data(self, tensor: str) -> bool:
         """Whether a tensor depends on the data."""
         return node_of(tensor) in self._of_data
@@ -140,7 +161,7 @@ class WeightedGraph:
         while queue:
             tensor, view, is_scaled = queue.popleft()
             for node, place in self._consumers[tensor]:
-                if node.name in self._of_data:
+                if node.name in self._of_data or self._multiplies_constant(node, place):
                     found.append(Use(weight, node, place, value, view, is_scaled))
                     continue
                 scaled = is_scaled or node.op not in _UNCHANGED | _RESHAPED | _SLICED | {
@@ -152,6 +173,11 @@ class WeightedGraph:
                         seen.add(output)
                         queue.append((output, self._viewed(node, place, index, view), scaled))
         return found
+
+    def _multiplies_constant(self, node: Any, place: int) -> bool:
+        """Whether a node multiplies by what stands for data, as the first state of a recurrence."""
+        others = [t for i, t in enumerate(data_inputs(node)) if i != place]
+        return node.op in _PRODUCTS and not any(node_of(t) in self._of_weights for t in others)
 
     def _viewed(
         self, node: Any, place: int, index: int, view: np.ndarray | None

@@ -22,6 +22,8 @@ import tensorflow as tf
 from hvp._graphs.parts import data_inputs, with_index
 from hvp._graphs.weights import Use, WeightedGraph
 
+# What a tensor passes through without a change to its entries.
+PASSED = frozenset(["Reshape", "Identity", "Squeeze", "ExpandDims", "EnsureShape"])
 _CONVOLUTIONS = frozenset(["Conv1D", "Conv2D", "Conv3D", "DepthwiseConv2dNative"])
 _TRANSPOSED = frozenset(["Conv2DBackpropInput", "Conv3DBackpropInputV2"])
 _ADDITIONS = frozenset(["Add", "AddV2", "BiasAdd", "Sub", "BroadcastTo"])
@@ -413,10 +415,14 @@ def _convolution(use: Use, inputs: Sequence[str], graph: WeightedGraph) -> Form 
     groups = channels if is_depthwise else channels // use.view.shape[-1 if is_transposed else -2]
     if is_transposed and groups != 1:
         return None
+    kernel, output = tuple(use.view.shape[:axes]), f"{node.name}:0"
+    source = graph.producer(data, PASSED)
+    if source is not None and source.op == "SpaceToBatchND":
+        return _dilated(source, output, kernel, groups, use, graph)
     return ConvolutionForm(
         [data],
-        f"{node.name}:0",
-        tuple(use.view.shape[:axes]),
+        output,
+        kernel,
         groups,
         strides[window],
         dilations[window],
@@ -424,6 +430,43 @@ def _convolution(use: Use, inputs: Sequence[str], graph: WeightedGraph) -> Form 
         channels_first,
         is_depthwise,
         is_transposed,
+    )
+
+
+def _dilated(
+    before: Any,
+    product: str,
+    kernel: tuple[int, ...],
+    groups: int,
+    use: Use,
+    graph: WeightedGraph,
+) -> Form | None:
+    """Return the form of a dilated convolution, which TensorFlow writes as one of fewer examples.
+
+    It moves every so many positions to the axis of the examples, and back.
+    """
+    after = graph.consumer(product, PASSED)
+    attributes = use.node.attr
+    if after is None or after.op != "BatchToSpaceND" or attributes["padding"].s != b"VALID":
+        return None
+    values = [graph.constant(with_index(data_inputs(node)[i])) for node in (before, after) for i in (1, 2)]
+    if any(value is None for value in values) or set(attributes["strides"].list.i) != {1}:
+        return None
+    blocks, paddings, _, crops = values
+    axes = len(blocks)
+    if math.prod(kernel[: len(kernel) - axes]) != 1 or crops[:, 0].any():
+        return None
+    padding = [(int(b), int(a - c)) for (b, a), (_, c) in zip(paddings, crops)]
+    return ConvolutionForm(
+        [with_index(data_inputs(before)[0])],
+        f"{after.name}:0",
+        kernel[len(kernel) - axes :],
+        groups,
+        (1,) * axes,
+        tuple(int(block) for block in blocks),
+        padding,
+        channels_first=False,
+        is_depthwise=use.node.op == "DepthwiseConv2dNative",
     )
 
 

@@ -13,7 +13,9 @@ from hvp._derivatives.exact import exact_functions
 from hvp._engines.gauss_newton import GaussNewtonRule
 from hvp._engines.prediction_rule import PredictionRule
 from hvp._errors import HvpError, InvalidDataError, quoted
+from hvp._graphs.compiled import Compiled
 from hvp._keras.compiled_loss import compiled_parts, likelihoods_of
+from hvp._keras.losses import preserved_losses
 from hvp._kronecker.block import Block, eigen, exact
 from hvp._kronecker.factored import FactoredOperator
 from hvp._kronecker.layers import EntrywiseLayer, Layer
@@ -28,8 +30,9 @@ from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.strategies import outside_strategies
 from hvp._snapshots.problem import Problem, problem_of
 from hvp._snapshots.snapshot import Snapshot
+from hvp._vectors.resources import Resource, restored
 from hvp._vectors.space import Space
-from hvp._vectors.variables import VariableNest, collect_variables
+from hvp._vectors.variables import collect_variables, all_variables
 
 Fisher = Literal["type-2", "monte-carlo", "empirical"]
 Sharing = Literal["expand", "reduce"]
@@ -372,14 +375,11 @@ class KFAC(FactoredOperator):
         """Trace the model once, and make variables that stand for the statistics."""
         problem, _ = self._problem(self._rule, list(self._nest.variables))
         batch = problem.first_batch()
-        found: list[TracedModel] = []
-
-        def trace() -> None:
-            found[:] = [self._rule.traced(batch)]
-
-        with exact_functions(), tf.init_scope():
-            tf.function(trace, autograph=False).get_concrete_function()
-        self._layers, self._uncovered = found[0].layers, found[0].uncovered
+        traced, rows = self._traced(batch.part(0, min(2, batch.examples)))
+        self._layers, self._uncovered = traced.layers, traced.uncovered
+        if batch.examples > 1:
+            _, alone = self._traced(batch.first())
+            self._refuse_mixed(rows, alone)
         self._refuse_uncovered()
         shapes = [self._rule.arrangement.shapes(layer) for layer in self._layers]
         self._counts = [len(several) for several in shapes]
@@ -388,6 +388,41 @@ class KFAC(FactoredOperator):
             for layer, several in zip(self._layers, shapes)
             for shape in several
         ]
+
+    def _traced(self, batch: Any) -> tuple[TracedModel, list[np.ndarray]]:
+        """Trace the model, and evaluate what enters its matrices."""
+        found: list[TracedModel] = []
+
+        def rows() -> list[tf.Tensor]:
+            found.append(self._rule.traced(batch))
+            return found[0].rows()
+
+        with exact_functions(), preserved_losses(self._nest.source):
+            compiled = Compiled(rows, [], False)
+        written = [Resource.of(v) for v in all_variables([self._rule.source, self._nest.source])]
+        with restored(written):
+            return found[0], [tensor.numpy() for tensor in compiled()]
+
+    def _refuse_mixed(self, rows: Sequence[np.ndarray], alone: Sequence[np.ndarray]) -> None:
+        """Refuse layers in which rows do not belong to one example after the other."""
+        forms = [
+            layer.names[0]
+            for layer in self._layers
+            if not isinstance(layer, EntrywiseLayer)
+            for _ in layer.forms
+        ]
+        for name, both, one in zip(forms, rows, alone):
+            within = both[:, :1].astype(np.float64)
+            scale = np.abs(within).max(initial=0.0)
+            if within.shape != one.shape or np.abs(within - one).max(initial=0.0) > 1e-2 * scale:
+                raise HvpError(
+                    f"what enters the layer of {name!r} does not belong to one example after the "
+                    "other",
+                    "layers that treat examples independently, with the examples along the first "
+                    "axis",
+                    "pass training=False where layers normalize over the batch, or leave "
+                    f"{name!r} out of the variables",
+                )
 
     def _refuse_uncovered(self) -> None:
         sizes = dict(zip(self._nest.names, self._space.sizes))

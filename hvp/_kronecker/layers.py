@@ -15,10 +15,7 @@ import numpy as np
 from hvp._errors import HvpError
 from hvp._graphs.parts import data_inputs, node_of, with_index
 from hvp._graphs.weights import Use, WeightedGraph
-from hvp._kronecker.forms import EntrywiseForm, Form, GatherForm, MatrixForm, form_of
-
-# What a result passes through without a change to its entries.
-_PASSED = frozenset(["Reshape", "Identity", "Squeeze", "ExpandDims", "EnsureShape"])
+from hvp._kronecker.forms import PASSED, EntrywiseForm, Form, GatherForm, MatrixForm, form_of
 
 
 @dataclass(frozen=True)
@@ -228,7 +225,7 @@ def _product_before(node: Any, outputs: dict[str, int], graph: WeightedGraph) ->
         tensor = with_index(start)
         while tensor not in outputs:
             before = graph.nodes[node_of(tensor)]
-            if before.op not in _PASSED or len(graph.consumers(tensor)) != 1:
+            if before.op not in PASSED or len(graph.consumers(tensor)) != 1:
                 break
             tensor = with_index(data_inputs(before)[0])
         if tensor in outputs and len(graph.consumers(tensor)) == 1:

@@ -26,6 +26,8 @@ from hvp._vectors.variables import VariableNest
 
 # Up to this many backward passes stand in the graph one after the other; more run in a loop.
 _MOST_UNROLLED = 16
+# The names of the operations of the model that is differentiated begin with this.
+_SCOPE = "hvp_layers"
 
 
 @dataclass
@@ -67,6 +69,13 @@ class TracedModel:
         batch : Elements
             The data.
         """
+        if tf.executing_eagerly():
+            raise InvalidLossError(
+                "the model or the loss cannot be traced, so that layers cannot be found",
+                "a model that tf.function can trace",
+                "write it with TensorFlow operations only (no .numpy(), no Python numbers made "
+                "from tensors)",
+            )
         graph = tf.compat.v1.get_default_graph()
         data = [tf.identity(tensor) for tensor in batch.tensors]
         named = batch.with_tensors(data)
@@ -86,7 +95,7 @@ class TracedModel:
         ends = {node_of(name) for name in known}
         nodes = {node.name: node for node in flat.node}
         part = cut_out(flat, ancestors(nodes, wanted, lambda n: n not in ends), keep_controls=False)
-        tensors = dict(zip(wanted, import_part(part, known, wanted)))
+        tensors = dict(zip(wanted, import_part(part, known, wanted, scope=_SCOPE)))
         predictions = [tensors[name] for name in results]
 
         def loss(parts: Parts, of: Any) -> Any:
@@ -107,6 +116,15 @@ class TracedModel:
         """Return what enters the operations of a layer, for each of them."""
         forms = layer.forms if isinstance(layer, MatrixLayer) else [use[0] for use in layer.uses]
         return [[self._tensors[name] for name in form.inputs] for form in forms]
+
+    def rows(self) -> list[tf.Tensor]:
+        """Return what enters the matrices, for each operation: shape `(K, examples, T, I)`."""
+        return [
+            form.rows(inputs, self.examples)
+            for layer in self.layers
+            if isinstance(layer, MatrixLayer)
+            for form, inputs in zip(layer.forms, self.inputs(layer))
+        ]
 
     def derivative(self, tensor: str, value: str) -> tf.Tensor:
         """Return the derivative of a tensor's entries in the weight's entries that they are of."""
