@@ -71,7 +71,10 @@ class Block:
 
     def scaled(self, function: Callable[[np.ndarray], np.ndarray], dtype: tf.DType) -> Block:
         """Return the block with functions of the eigenvalues in their place."""
-        scales = function(self.scales)
+        return self.with_scales(function(self.scales), dtype)
+
+    def with_scales(self, scales: np.ndarray, dtype: tf.DType) -> Block:
+        """Return the block with other eigenvalues."""
         return replace(self, scales=scales, tensor=_tensor(scales, dtype))
 
     def multiply(self, rows: tf.Tensor) -> tf.Tensor:

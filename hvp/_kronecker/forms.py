@@ -104,7 +104,7 @@ class EinsumForm(MatrixForm):
         unique = all(len(set(letters)) == len(letters) for letters in (data, weight, result))
         known = set(data) | set(weight)
         summed = [x for x in known if x not in result and (x in data) != (x in weight)]
-        return form if unique and not summed and form._shared and set(result) <= known else None
+        return form if unique and not summed and form.shared and set(result) <= known else None
 
     def rows(self, data: Sequence[tf.Tensor], examples: tf.Tensor) -> tf.Tensor:
         return self._arranged(data[0], self.data, self._contracted, examples)
@@ -137,14 +137,14 @@ class EinsumForm(MatrixForm):
         return "".join(sorted(free, key=self.result.index))
 
     @property
-    def _shared(self) -> str:
+    def shared(self) -> str:
         """The axes of the data that are no axes of the weight; the first one has the examples."""
         return "".join(x for x in self.data if x in self.result and x not in self.weight)
 
     def _arranged(
         self, tensor: tf.Tensor, letters: str, last: str, examples: tf.Tensor
     ) -> tf.Tensor:
-        order = [letters.index(x) for x in self._groups + self._shared + last]
+        order = [letters.index(x) for x in self._groups + self.shared + last]
         sizes = dict(zip(letters, tf.unstack(tf.shape(tensor), len(letters))))
         groups, width = (_product(sizes[x] for x in part) for part in (self._groups, last))
         if order != sorted(order):
@@ -229,11 +229,11 @@ class ConvolutionForm(MatrixForm):
         padded = tf.pad(tensor, [[0, 0], *pads, [0, 0]])
         pieces = []
         for offset in np.ndindex(*self.kernel):
-            slices = [
+            window = [slice(None)] + [
                 slice(o * d, o * d + (n - 1) * s + 1, s)
                 for o, d, n, s in zip(offset, self.dilations, counts, self.strides)
             ]
-            pieces.append(padded[(slice(None), *slices)])
+            pieces.append(padded[tuple(window)])
         # (N, ..., window, channels), with the channels of each group together.
         windows = tf.stack(pieces, axis=-2)
         size, channels = len(pieces), sizes[-1] // self.groups
@@ -395,9 +395,9 @@ def _convolution(use: Use, inputs: Sequence[str], graph: WeightedGraph) -> Form 
     if use.place != 1 or use.view is None:
         return None
     is_transposed = node.op in _TRANSPOSED
-    attributes = node.attr
+    view, attributes = use.view, node.attr
     channels_first = attributes["data_format"].s.startswith(b"NC")
-    axes = use.view.ndim - 2
+    axes = view.ndim - 2
     window = slice(2, 2 + axes) if channels_first else slice(1, 1 + axes)
     strides, dilations = (tuple(attributes[x].list.i) for x in ("strides", "dilations"))
     dilations = dilations or (1,) * (axes + 2)
@@ -412,10 +412,10 @@ def _convolution(use: Use, inputs: Sequence[str], graph: WeightedGraph) -> Form 
     is_depthwise = node.op == "DepthwiseConv2dNative"
     if channels is None:
         return None
-    groups = channels if is_depthwise else channels // use.view.shape[-1 if is_transposed else -2]
+    groups = channels if is_depthwise else channels // view.shape[-1 if is_transposed else -2]
     if is_transposed and groups != 1:
         return None
-    kernel, output = tuple(use.view.shape[:axes]), f"{node.name}:0"
+    kernel, output = tuple(view.shape[:axes]), f"{node.name}:0"
     source = graph.producer(data, PASSED)
     if source is not None and source.op == "SpaceToBatchND":
         return _dilated(source, output, kernel, groups, use, graph)
@@ -449,8 +449,9 @@ def _dilated(
     attributes = use.node.attr
     if after is None or after.op != "BatchToSpaceND" or attributes["padding"].s != b"VALID":
         return None
-    values = [graph.constant(with_index(data_inputs(node)[i])) for node in (before, after) for i in (1, 2)]
-    if any(value is None for value in values) or set(attributes["strides"].list.i) != {1}:
+    inputs = [with_index(data_inputs(node)[i]) for node in (before, after) for i in (1, 2)]
+    values = [value for value in map(graph.constant, inputs) if value is not None]
+    if len(values) < len(inputs) or set(attributes["strides"].list.i) != {1}:
         return None
     blocks, paddings, _, crops = values
     axes = len(blocks)

@@ -12,7 +12,7 @@ import tensorflow as tf
 from hvp._derivatives.exact import exact_functions
 from hvp._engines.gauss_newton import GaussNewtonRule
 from hvp._engines.prediction_rule import PredictionRule
-from hvp._errors import HvpError, InvalidDataError, quoted
+from hvp._errors import HvpError, InvalidDataError, InvalidLossError, line_of, quoted
 from hvp._graphs.compiled import Compiled
 from hvp._keras.compiled_loss import compiled_parts, likelihoods_of
 from hvp._keras.losses import preserved_losses
@@ -32,7 +32,7 @@ from hvp._snapshots.problem import Problem, problem_of
 from hvp._snapshots.snapshot import Snapshot
 from hvp._vectors.resources import Resource, restored
 from hvp._vectors.space import Space
-from hvp._vectors.variables import collect_variables, all_variables
+from hvp._vectors.variables import all_variables, collect_variables
 
 Fisher = Literal["type-2", "monte-carlo", "empirical"]
 Sharing = Literal["expand", "reduce"]
@@ -179,7 +179,7 @@ class KFAC(FactoredOperator):
         unsupported = sorted(set(options) - _OPTIONS)
         if unsupported:
             raise HvpError(
-                f"the argument {unsupported[0]} is given, which {type(self).__name__} does not have",
+                f"the argument {unsupported[0]} is given, which {type(self).__name__} lacks",
                 f"arguments among {', '.join(sorted(_OPTIONS))}",
             )
         nest = collect_variables(variables)
@@ -188,16 +188,22 @@ class KFAC(FactoredOperator):
         if fisher == "type-2" and likelihood is None:
             matrix = GaussNewtonRule(*functions, weight)
         else:
-            matrix = fisher_rule(functions, weight, fisher, likelihood, samples, seed)
+            matrix = fisher_rule(
+                functions, weight, fisher, likelihood, samples, seed, argument="fisher"
+            )
         space = Space.of_variables(nest)
         self._options = {"weight": weight, **options}
         self._data, self._matrix = data, matrix
         arrangement = Arrangement(sharing == "reduce", largest, largest_exact, space.dtype)
-        layers = getattr(model, "layers_of", model)
-        self._rule = StatisticsRule(matrix, nest, arrangement, [layers, nest.source])
+        # A function has no layers of its own.
+        own = getattr(model, "keras_model", model)
+        source = [nest.source, own] if hasattr(own, "trainable_variables") else [nest.source]
+        self._rule = StatisticsRule(matrix, nest, arrangement, source)
         self._nest, self._space = nest, space
         self._find_layers()
-        self._snapshot = self._evaluated(self._rule, self._stand_ins)
+        self._snapshot: Snapshot | None = None
+        if self._stand_ins:
+            self._snapshot = self._evaluated(self._rule, self._stand_ins)
         self._averages = self._statistics()
         super().__init__(space, nest, self._make_blocks(self._averages))
 
@@ -277,7 +283,7 @@ class KFAC(FactoredOperator):
     @property
     def value(self) -> float:
         """The loss at the values of the last evaluation."""
-        return float(self._snapshot.value())
+        return self._value if self._snapshot is None else float(self._snapshot.value())
 
     @property
     def blocks(self) -> list[BlockDescription]:
@@ -316,7 +322,8 @@ class KFAC(FactoredOperator):
         """
         if not 0 <= decay < 1:
             raise HvpError(f"the argument decay is {decay!r}", "a number from 0 up to, but not, 1")
-        self._snapshot.refresh()
+        if self._snapshot is not None:
+            self._snapshot.refresh()
         new = self._statistics()
         pairs = zip(self._averages, new)
         means = [
@@ -397,9 +404,20 @@ class KFAC(FactoredOperator):
             found.append(self._rule.traced(batch))
             return found[0].rows()
 
-        with exact_functions(), preserved_losses(self._nest.source):
-            compiled = Compiled(rows, [], False)
-        written = [Resource.of(v) for v in all_variables([self._rule.source, self._nest.source])]
+        try:
+            with exact_functions(), preserved_losses(self._rule.source):
+                compiled = Compiled(rows, [], False)
+        except HvpError:
+            raise
+        except Exception as error:  # the user's code may raise anything at a symbolic tensor
+            raise InvalidLossError(
+                "the model or the loss cannot be traced, so that layers cannot be found "
+                f"({type(error).__name__}: {line_of(error, -1)})",
+                "functions that tf.function can trace",
+                "write them with TensorFlow operations only (no .numpy(), no Python numbers made "
+                "from tensors)",
+            ) from error
+        written = [Resource.of(v) for v in all_variables(self._rule.source)]
         with restored(written):
             return found[0], [tensor.numpy() for tensor in compiled()]
 
@@ -447,6 +465,8 @@ class KFAC(FactoredOperator):
 
     def _statistics(self) -> list[list[np.ndarray]]:
         """Return the means of each layer."""
+        if self._snapshot is None:
+            return []
         parts = iter(self._snapshot.gradient())
         means = [[next(parts).numpy() for _ in range(count)] for count in self._counts]
         self._snapshot.release_gradient()
@@ -479,6 +499,7 @@ class KFAC(FactoredOperator):
         starts = np.cumsum([0, *self._space.sizes])
         entries = np.concatenate([np.arange(starts[p], starts[p + 1]) for p in places])
         operator = self._true_operator([self._nest.variables[place] for place in places])
+        self._value = operator.value
         values, vectors = eigen(operator.to_dense()[np.newaxis], full=True)
         bases, scales = [vectors, None], values[:, :, np.newaxis]
         return [Block.of(tuple(names), "exact", exact(entries), bases, scales, self._space.dtype)]
@@ -547,7 +568,7 @@ class EKFAC(KFAC):
         scales = iter(self._scales_snapshot.gradient())
         for place in kronecker:
             array = next(scales).numpy().astype(np.float64)
-            blocks[place] = blocks[place].scaled(lambda _, s=array: s, self._space.dtype)
+            blocks[place] = blocks[place].with_scales(array, self._space.dtype)
         self._scales_snapshot.release_gradient()
         return blocks
 
@@ -559,7 +580,7 @@ class _WithLayers:
     """A function of a Keras model, with the model for its layers."""
 
     def __init__(self, function: Callable[..., Any], model: Any) -> None:
-        self._function, self.layers_of = function, model
+        self._function, self.keras_model = function, model
 
     def __call__(self, *inputs: Any) -> Any:
         return self._function(*inputs)

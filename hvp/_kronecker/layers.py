@@ -142,7 +142,7 @@ def _grouped(weight: Weight, uses: Sequence[Use], graph: WeightedGraph) -> list[
         if form is None or use.view is None:
             return None
         is_matrix = isinstance(form, MatrixForm)
-        entries = form.arrange(use.view) if is_matrix else use.view
+        entries = form.arrange(use.view) if isinstance(form, MatrixForm) else use.view
         if len(np.unique(entries)) < entries.size:
             return None
         kind = isinstance(form, GatherForm), is_matrix

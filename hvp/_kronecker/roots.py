@@ -1,8 +1,8 @@
 """Vectors whose outer products add up to the matrix `B` of each example's predictions.
 
 With the Jacobian `J_n` of an example, the curvature is the mean of `J_n^T B_n J_n`. If `B_n` is the
-sum of `s s^T` over some vectors `s`, it is the mean of the sums of `(J_n^T s) (J_n^T s)^T`: what one
-backward pass for each `s` computes for all examples together.
+sum of `s s^T` over some vectors `s`, it is the mean of the sums of `(J_n^T s) (J_n^T s)^T`: what
+one backward pass for each `s` computes for all examples together.
 """
 
 from __future__ import annotations
@@ -106,7 +106,10 @@ def _of_hessian(rule: PredictionRule, output: Output) -> list[tf.Tensor]:
 
     def multiply(unit: tf.Tensor) -> tf.Tensor:
         pieces = tf.split(unit, sizes)
-        vectors = [tf.zeros_like(p) + tf.cast(tf.reshape(u, s), p.dtype) for p, u, s in zip(predictions, pieces, shapes)]
+        vectors = [
+            tf.zeros_like(p) + tf.cast(tf.reshape(u, s), p.dtype)
+            for p, u, s in zip(predictions, pieces, shapes)
+        ]
         products = _filled(output.taped.vjp(vectors), predictions)
         rows = [tf.reshape(tf.cast(p, dtype), [-1, size]) for p, size in zip(products, sizes)]
         return tf.concat(rows, axis=1)
@@ -143,4 +146,3 @@ def number_of(vectors: Sequence[tf.Tensor]) -> int | None:
     """Return how many vectors there are, if that is known before the graph runs."""
     size = vectors[0].shape[0]
     return None if size is None else int(size)
-

@@ -109,7 +109,7 @@ class TracedModel:
             )
         examples = data[0].shape[0] or tf.shape(data[0])[0]
         traced = cls(layers, uncovered, examples, output, roots(rule, output), tensors, predictions)
-        traced._leave_out_unconnected()
+        traced.leave_out_unconnected()
         return traced
 
     def inputs(self, layer: Layer) -> list[list[tf.Tensor]]:
@@ -176,7 +176,7 @@ class TracedModel:
         by_name = dict(zip(wanted, gradients))
         return [[by_name.get(name) for name in several] for several in names]
 
-    def _leave_out_unconnected(self) -> None:
+    def leave_out_unconnected(self) -> None:
         """Leave out layers that no gradient reaches, as where a function has one of its own."""
         gradients = self._gradients([part[0] for part in self.vectors])
         kept = []

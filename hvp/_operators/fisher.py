@@ -306,6 +306,8 @@ def fisher_rule(
     likelihood: Any,
     samples: Any,
     seed: Any,
+    *,
+    argument: str = "kind",
 ) -> PredictionRule:
     """Return the rule of a Fisher matrix, of arguments that are checked here.
 
@@ -315,17 +317,19 @@ def fisher_rule(
         The model and the output loss.
     weight, kind, likelihood, samples, seed
         As for `FisherOperator`.
+    argument : str, optional
+        What the caller calls `kind`.
     """
     if _checked_kind(kind) == "empirical":
         if likelihood is not None:
             raise HvpError(
                 "a likelihood is passed for the empirical Fisher matrix",
                 "None: it takes the targets of the data",
-                "pass kind='type-2' or kind='monte-carlo'",
+                f"pass {argument}='type-2' or {argument}='monte-carlo'",
             )
         return EmpiricalFisherRule(*functions, weight)
     draws = _positive("samples", samples) if kind == "monte-carlo" else 0
-    names = _checked_likelihoods(likelihood)
+    names = _checked_likelihoods(likelihood, argument)
     return FisherRule(*functions, weight, names, draws, _checked_seed(seed))
 
 
@@ -336,14 +340,14 @@ def _checked_kind(kind: Any) -> Any:
     return kind
 
 
-def _checked_likelihoods(likelihood: Any) -> tuple[str, ...]:
+def _checked_likelihoods(likelihood: Any, argument: str) -> tuple[str, ...]:
     known = ", ".join(map(repr, LIKELIHOODS))
     names = tuple(tf.nest.flatten(likelihood))
     if not names or not all(isinstance(name, str) and name in LIKELIHOODS for name in names):
         raise HvpError(
             f"the argument likelihood is {likelihood!r}",
             f"one of {known}, or a nest of these like the predictions",
-            "name the distribution of the targets; kind='empirical' needs none, and "
+            f"name the distribution of the targets; {argument}='empirical' needs none, and "
             "hvp.GaussNewtonOperator takes any output loss",
         )
     return names

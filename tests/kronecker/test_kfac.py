@@ -1,0 +1,284 @@
+"""K-FAC and EK-FAC as matrices: closed forms, batches, inverses, samples, errors."""
+
+import keras
+import numpy as np
+import pytest
+import scipy.linalg
+import tensorflow as tf
+from keras import layers
+from scipy.sparse.linalg import cg
+
+import hvp
+from tests.kronecker.test_layers import cross_entropy, problem
+
+
+def half_squares(predictions, y):
+    return tf.reduce_mean(tf.reduce_sum((predictions - y) ** 2, axis=-1)) / 2
+
+
+def linear(depth, width=3, seed=0):
+    random = np.random.default_rng(seed)
+    weights = [
+        tf.Variable(random.standard_normal((width, width)), name=f"w{i}") for i in range(depth)
+    ]
+
+    def model(x):
+        for w in weights:
+            x = x @ w
+        return x
+
+    return model, weights
+
+
+def data_of(count, width=3, seed=1):
+    random = np.random.default_rng(seed)
+    return random.standard_normal((count, width)), random.standard_normal((count, width))
+
+
+def test_one_layer_and_one_example():
+    model, weights = linear(1)
+    x, y = data_of(1)
+    expected = np.kron(np.outer(x[0], x[0]), np.eye(3))
+    for kind in (hvp.KFAC, hvp.EKFAC):
+        np.testing.assert_allclose(
+            kind(model, half_squares, weights, (x, y)).to_dense(), expected, atol=1e-12
+        )
+
+
+def test_the_last_layer_with_square_loss():
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((3,)), layers.Dense(4, "tanh"), layers.Dense(3)])
+    model.compile(loss="mse")
+    x, y = (a.astype("float32") for a in data_of(9))
+    K = hvp.KFAC.from_keras(model, (x, y))
+    G = hvp.GaussNewtonOperator.from_keras(model, (x, y))
+    last = model.layers[-1]
+    np.testing.assert_allclose(K.block(last).to_dense(), G.block(last).to_dense(), atol=1e-6)
+
+
+def test_deep_linear_networks():
+    """The gradients do not depend on the data, so that each block is a Kronecker product."""
+    model, weights = linear(3)
+    data = data_of(11)
+    K = hvp.KFAC(model, half_squares, weights, data)
+    G = hvp.GaussNewtonOperator(model, half_squares, weights, data)
+    for weight in weights:
+        np.testing.assert_allclose(
+            K.block(weight).to_dense(), G.block(weight).to_dense(), rtol=1e-10, atol=1e-10
+        )
+
+
+def test_factors_by_hand():
+    model, (x, y) = problem("dense")
+    K = hvp.KFAC(model, cross_entropy, model, (x, y), fisher="empirical")
+    first, second = model.layers[0], model.layers[-1]
+    one = np.ones((len(x), 1))
+    hidden = np.tanh(x @ first.kernel.numpy() + first.bias.numpy())
+    logits = hidden @ second.kernel.numpy() + second.bias.numpy()
+    p = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    g2 = p - np.eye(3)[y]
+    g1 = (g2 @ second.kernel.numpy().T) * (1 - hidden**2)
+    for layer, a, g in ((first, x, g1), (second, hidden, g2)):
+        A, G = K.factors[layer.kernel.path]
+        rows = np.concatenate([a, one], axis=1)
+        np.testing.assert_allclose(A[0], rows.T @ rows / len(x), atol=1e-6)
+        np.testing.assert_allclose(G[0], g.T @ g / len(x), atol=1e-6)
+
+
+def test_reduce_by_hand():
+    kernel = tf.Variable(np.random.default_rng(0).standard_normal((3, 2)), name="kernel")
+    random = np.random.default_rng(1)
+    x, y = random.standard_normal((5, 4, 3)), random.standard_normal((5, 2))
+    K = hvp.KFAC(
+        lambda x: tf.reduce_sum(x @ kernel, axis=1), half_squares, kernel, (x, y), sharing="reduce"
+    )
+    mean = x.mean(axis=1)
+    # The gradient in each of the four positions is that of their sum.
+    expected = np.kron(mean.T @ mean / 5, 16 * np.eye(2))
+    np.testing.assert_allclose(K.to_dense(), expected, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["dense", "groups", "attention", "LSTM"])
+@pytest.mark.parametrize("kind", [hvp.KFAC, hvp.EKFAC])
+def test_averages_over_batches_and_devices_are_exact(name, kind):
+    model, data = problem(name)
+    options = {"likelihood": "categorical"}
+    whole = kind(model, cross_entropy, model, data, **options)
+    random = np.random.default_rng(0)
+    X = random.standard_normal((whole.shape[0], 3)).astype("float32")
+    batches = [tuple(a[i:j] for a in data) for i, j in ((0, 3), (3, 4), (4, 7))]
+    for other in (
+        kind(model, cross_entropy, model, batches, **options),
+        kind(model, cross_entropy, model, data, batch_size=2, **options),
+        kind(model, cross_entropy, model, data, devices=["CPU:0"], batch_size=3, **options),
+    ):
+        np.testing.assert_allclose(other @ X, whole @ X, atol=1e-4 * np.abs(whole @ X).max())
+        assert other.value == pytest.approx(whole.value, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", [hvp.KFAC, hvp.EKFAC])
+@pytest.mark.parametrize("name", ["convolution", "attention", "transposed", "depthwise"])
+def test_inverses_square_roots_and_determinants(name, kind):
+    model, data = problem(name)
+    K = kind(model, cross_entropy, model, data, likelihood="categorical")
+    dense = K.to_dense().astype(np.float64)
+    np.testing.assert_allclose(dense, dense.T, atol=1e-5 * np.abs(dense).max())
+    damping = 0.1
+    damped = dense + damping * np.eye(len(dense))
+    inverse = K.inverse(damping)
+    np.testing.assert_allclose(inverse.to_dense() @ damped, np.eye(len(dense)), atol=1e-4)
+    root = K.sqrt(damping).to_dense()
+    np.testing.assert_allclose(root @ root, damped, atol=1e-4 * np.abs(damped).max())
+    values = np.linalg.eigvalsh(damped)
+    np.testing.assert_allclose(K.damped(damping).eigenvalues, values, atol=1e-4 * values.max())
+    assert K.damped(damping).logdet == pytest.approx(np.log(values).sum(), rel=1e-3)
+    assert K.trace == pytest.approx(np.trace(dense), rel=1e-5)
+    assert hvp.trace(K).estimate == pytest.approx(np.trace(dense), rel=0.05)
+    nest = [tf.ones(v.shape) for v in model.trainable_variables]
+    flat = np.concatenate([part.numpy().reshape(-1) for part in K.product(nest)])
+    np.testing.assert_allclose(flat, dense.sum(axis=1), atol=1e-4 * np.abs(dense).max())
+    np.testing.assert_allclose(
+        K.product(tf.ones(len(dense))), flat, atol=1e-6 + 1e-4 * np.abs(flat).max()
+    )
+
+
+def test_samples_have_the_covariance_of_the_inverse():
+    model, data = problem("dense")
+    K = hvp.KFAC(model, cross_entropy, model, data, likelihood="categorical")
+    samples = K.sample(40_000, damping=0.3, seed=1).astype(np.float64)
+    expected = K.inverse(0.3).to_dense()
+    covariance = samples @ samples.T / samples.shape[1]
+    # The standard error of an entry of a covariance is sqrt((c_ii c_jj + c_ij^2) / count).
+    diagonal = np.diag(expected)
+    error = np.sqrt((np.outer(diagonal, diagonal) + expected**2) / samples.shape[1])
+    assert np.abs((covariance - expected) / error).max() < 5
+
+
+def test_as_a_preconditioner_and_in_a_solve():
+    model, data = problem("dense")
+    G = hvp.GaussNewtonOperator(model, cross_entropy, model, data, damping=1e-2)
+    K = hvp.KFAC(model, cross_entropy, model, data)
+    b = np.random.default_rng(0).standard_normal(G.shape[0]).astype("float32")
+    expected = scipy.linalg.solve(G.to_dense().astype(np.float64), b)
+    x, info = cg(G, b, M=K.inverse(1e-2), rtol=1e-5)
+    assert info == 0
+    np.testing.assert_allclose(x, expected, atol=1e-3 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("kind", [hvp.KFAC, hvp.EKFAC])
+def test_refresh_and_exponential_averages(kind):
+    model, data = problem("dense")
+    K = kind(model, cross_entropy, model, data, fisher="empirical")
+    before = K.factors
+    for weight in model.trainable_variables:
+        weight.assign(weight * 1.5)
+    fresh = kind(model, cross_entropy, model, data, fisher="empirical")
+    K.refresh(decay=0.25)
+    for name, (A, G) in K.factors.items():
+        for mean, old, new in zip((A, G), before[name], fresh.factors[name]):
+            np.testing.assert_allclose(mean, 0.25 * old + 0.75 * new, atol=1e-5)
+    K.refresh()
+    np.testing.assert_allclose(K.to_dense(), fresh.to_dense(), atol=1e-5)
+    with pytest.raises(hvp.HvpError, match="The argument decay is"):
+        K.refresh(decay=1.5)
+    np.testing.assert_allclose(K.to_dense(), fresh.to_dense(), atol=1e-5)
+
+
+def test_the_distance_from_the_true_blocks():
+    model, data = problem("convolution")
+    K = hvp.KFAC(model, cross_entropy, model, data, likelihood="categorical")
+    F = hvp.FisherOperator(model, cross_entropy, model, data, likelihood="categorical").to_dense()
+    estimated = K.distance(200, seed=3)
+    dense, places = K.to_dense(), 0
+    for block in K.blocks:
+        own = slice(places, places + int(np.prod(block.shape)))
+        places = own.stop
+        exact = np.linalg.norm(dense[own, own] - F[own, own]) / np.linalg.norm(F[own, own])
+        assert estimated[block.variables[0]] == pytest.approx(exact, rel=0.2)
+
+
+def test_large_factors_are_diagonals():
+    model, data = problem("dense")
+    K = hvp.KFAC(model, cross_entropy, model, data, likelihood="categorical", largest=4)
+    whole = hvp.KFAC(model, cross_entropy, model, data, likelihood="categorical")
+    name = model.layers[0].kernel.path
+    A, G = K.factors[name]
+    assert (A.shape, G.shape) == ((1, 6), (1, 4, 4))
+    np.testing.assert_allclose(A[0], np.diag(whole.factors[name][0][0]), atol=1e-6)
+    np.testing.assert_allclose(K.to_dense()[:4, :4], A[0, 0] * G[0], atol=1e-6)
+
+
+def test_gauss_newton_of_any_convex_loss():
+    model, weights = linear(1)
+    data = data_of(6)
+
+    def pseudo_huber(predictions, y):
+        return tf.reduce_mean(tf.reduce_sum(tf.sqrt(1 + (predictions - y) ** 2), axis=-1))
+
+    E = hvp.EKFAC(model, pseudo_huber, weights, data)
+    G = hvp.GaussNewtonOperator(model, pseudo_huber, weights, data).to_dense()
+    assert E.trace == pytest.approx(np.trace(G), rel=1e-9)
+
+    def concave(predictions, y):
+        return tf.reduce_mean(tf.reduce_sum(-((predictions - y) ** 2), axis=-1))
+
+    with pytest.raises(hvp.InvalidLossError, match="not convex"):
+        hvp.KFAC(model, concave, weights, data)
+
+
+def test_singular_matrices_have_no_inverse():
+    model, weights = linear(1)
+    K = hvp.KFAC(model, half_squares, weights, data_of(1))
+    with pytest.raises(hvp.HvpError, match="singular up to rounding") as caught:
+        K.inverse()
+    damping = float(caught.value.remedy.rpartition("> ")[2])
+    K.inverse(2 * damping)
+    with pytest.raises(hvp.HvpError, match="not negative"):
+        K.inverse(-1.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"fisher": "exact"}, "The argument fisher is 'exact'"),
+        ({"sharing": "mean"}, "The argument sharing is 'mean'"),
+        ({"fisher": "monte-carlo"}, "The argument likelihood is None"),
+        ({"fisher": "empirical", "likelihood": "gaussian"}, "A likelihood is passed"),
+        ({"largest": -1}, "The argument largest is -1"),
+        ({"damping": 1.0}, "The argument damping is given"),
+        ({"likelihood": "categorical"}, "no multiple of the Fisher matrix"),
+    ],
+)
+def test_bad_arguments(options, message):
+    model, weights = linear(1)
+    with pytest.raises(hvp.HvpError, match=message):
+        hvp.KFAC(model, half_squares, weights, data_of(4), **options)
+
+
+def test_no_examples():
+    model, weights = linear(1)
+    with pytest.raises(hvp.InvalidDataError, match="no examples"):
+        hvp.KFAC(model, half_squares, weights, data_of(0))
+    with pytest.raises(hvp.InvalidDataError, match="no data"):
+        hvp.KFAC(model, half_squares, weights, None)
+
+
+def test_models_that_cannot_be_traced():
+    w = tf.Variable(np.eye(3))
+
+    def model(x):
+        return tf.constant(x.numpy()) @ w
+
+    with pytest.raises(hvp.HvpError, match="cannot be traced"):
+        hvp.KFAC(model, half_squares, w, data_of(4))
+
+
+def test_blocks_of_variables():
+    model, data = problem("dense")
+    K = hvp.KFAC(model, cross_entropy, model, data)
+    size = 5 * 4 + 4
+    np.testing.assert_allclose(K.block("dense*").to_dense(), K.to_dense(), atol=1e-7)
+    first = K.block(model.layers[0])
+    np.testing.assert_allclose(first.to_dense(), K.to_dense()[:size, :size], atol=1e-7)
+    with pytest.raises(hvp.HvpError, match="share a block"):
+        K.block(model.layers[0].kernel)
