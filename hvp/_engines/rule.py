@@ -104,6 +104,10 @@ class Rule(abc.ABC):
     def multiply(self, state: Any, vector: Parts) -> Parts:
         """Multiply by a vector. Must be linear in it."""
 
+    def weights(self, variables: Sequence[tf.Variable]) -> Sequence[tf.Variable]:
+        """Return the variables that values are computed from on the way to the results."""
+        return variables
+
 
 @dataclass(frozen=True)
 class HessianRule(Rule):

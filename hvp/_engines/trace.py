@@ -180,7 +180,7 @@ def trace(
         if read and not (written and resource.dtype.is_integer):
             reads.append(resource)
         places[id(resource.handle)] = vertex
-    handles = [id(variable.handle) for variable in nest.variables]
+    handles = [id(variable.handle) for variable in rule.weights(nest.variables)]
     sources = [places[handle] for handle in handles if handle in places]
     doubts = _all_doubts(concrete.graph, flow, places) if products else Doubts([], [], [])
     return Trace(

@@ -36,7 +36,7 @@ _STACKLEVEL = 6
 
 def check_solver(solver: Any) -> None:
     """Raise `HvpError` unless `solver` is the name of a solver, or a function."""
-    names = ("auto", *_INVERSES, *_KRYLOV_METHODS)
+    names = ("auto", *_INVERSES, *_KRYLOV_METHODS, "ekfac", "kfac")
     if solver not in names and not callable(solver):
         raise HvpError(f"the solver is {solver!r}", " or ".join(map(repr, names)))
 

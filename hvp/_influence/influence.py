@@ -8,13 +8,21 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from hvp._data.budget import Share
+from hvp._data.elements import checked_loss
+from hvp._engines.rule import HessianRule
 from hvp._errors import HvpError
 from hvp._influence.damped_inverse import DampedInverse, check_solver
 from hvp._influence.example_data import ExampleData
 from hvp._influence.example_gradients import ExampleGradients
+from hvp._influence.factored_inverse import FactoredInverse
+from hvp._influence.gradient_store import GradientStore
+from hvp._influence.projection import Projection
 from hvp._influence.scoring import Scoring
 from hvp._keras.compiled_loss import loss_of_model
+from hvp._kronecker.kfac import EKFAC, KFAC
+from hvp._operators.core import evaluated
 from hvp._operators.curvature import Curvature, check_curvature, composed, rule_of
+from hvp._operators.damping import check_damping
 from hvp._operators.gauss_newton import GaussNewtonOperator
 from hvp._operators.hessian import HessianOperator
 from hvp._operators.operator import SymmetricOperator, core_of
@@ -23,6 +31,7 @@ from hvp._runtime.guard import OneProcess
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.progress import check_progress
 from hvp._runtime.strategies import outside_strategies
+from hvp._vectors.selection import groups
 from hvp._vectors.strategies import process_count, strategy_of
 from hvp._vectors.variables import collect_variables
 
@@ -81,20 +90,24 @@ class InfluenceFunctions(OneProcess):
         As for `HessianOperator`. The formulas hold for variables that are trained to a minimum.
     train_data : tuple or dict of arrays, or iterable of such
         As for `HessianOperator`.
-    curvature : {"hessian", "gauss-newton"} or operator, optional
+    curvature : {"hessian", "gauss-newton"}, operator or KFAC, optional
         The matrix whose inverse is applied. Gauss-Newton matrices of convex output losses are
         positive semi-definite also where training did not end at a minimum. The `loss` is then a
         pair `(model, output_loss)`, as for `GaussNewtonOperator`. An operator of the same
         variables, such as a `FisherOperator`, is used as it is; options that say how to evaluate
-        the matrix are then its own.
+        the matrix are then its own. A `KFAC` or `EKFAC` matrix is its own solver.
     damping : float, optional
         Multiple of the identity that is added to the Hessian. It makes the Hessian positive
         definite if training did not end at a minimum, and shrinks influences along flat directions.
-    solver : {"auto", "exact", "cg", "block_cg", "minres", "neumann", "arnoldi"} or callable
+    solver : str or callable, optional
+        One of ``"auto"``, ``"exact"``, ``"cg"``, ``"block_cg"``, ``"minres"``, ``"ekfac"``,
+        ``"kfac"``, ``"neumann"`` and ``"arnoldi"``:
         How the inverse is applied. ``"exact"`` computes all eigenvalues; ``"auto"`` stands for
         ``"exact"`` up to 1024 variables, and for ``"block_cg"`` beyond. These and ``"cg"`` agree to
         `rtol`. ``"minres"`` is for Hessians that are indefinite even with damping. ``"neumann"``
-        (LiSSA) and ``"arnoldi"`` are approximations, for comparison. A function takes the damped
+        (LiSSA) and ``"arnoldi"`` are approximations, for comparison. ``"ekfac"`` and ``"kfac"``
+        approximate the Gauss-Newton matrix by Kronecker factors, and solve nothing: for models with
+        too many weights for the others. A function takes the damped
         operator, and returns its inverse as a `LinearOperator`.
     regularization : callable, optional
         Takes nothing, and returns a scalar that is added to the training loss once.
@@ -110,6 +123,15 @@ class InfluenceFunctions(OneProcess):
         solver, without data and results.
     batch_size : int, optional
         Arrays are cut into batches of this many examples for products with the Hessian.
+    gradients : str or Path, optional
+        A folder that keeps the gradients of the training examples. The first call that needs them
+        computes them, and goes on where a process that was killed had stopped; later calls and
+        processes read them, so that the scores of other test data take one product and no pass over
+        the training data. The folder of other weights, data or another loss is refused.
+    projection : int, optional
+        Keep so many numbers of each gradient, by a random projection. A score is then estimated
+        with a standard error of about one over the square root of this number, as a part of the
+        largest score that vectors of their lengths could have.
     progress : bool or "always", optional
         Whether to show a tqdm progress bar over the examples on a terminal; ``"always"`` shows it
         on any stream.
@@ -119,7 +141,7 @@ class InfluenceFunctions(OneProcess):
 
     Attributes
     ----------
-    operator : HessianOperator or GaussNewtonOperator
+    operator : LinearOperator
         The damped matrix of the training loss.
     n_train : int
         Number of training examples.
@@ -182,10 +204,20 @@ class InfluenceFunctions(OneProcess):
         maxiter: int | None = None,
         memory_limit: int | str | None = None,
         batch_size: int | None = None,
+        gradients: Any = None,
+        projection: int | None = None,
         progress: bool | Literal["always"] = False,
         **options: Any,
     ) -> None:
         check_solver(solver)
+        if projection is not None:
+            check_count(projection, "projection")
+            if gradients is None:
+                raise HvpError(
+                    "projection is passed, but gradients are not kept",
+                    "a folder to keep them in",
+                    "pass gradients='a folder', or leave out projection",
+                )
         unsupported = sorted({"weight", "reduction", "on_stale"} & set(options))
         if unsupported:
             raise HvpError(
@@ -209,22 +241,48 @@ class InfluenceFunctions(OneProcess):
             options["memory_limit"] = Share(memory_limit, 1 / 2)
             quarter = Share(memory_limit, 1 / 4).nbytes
         own = {"batch_size": batch_size, "regularization": regularization, **options}
-        self.operator = _operator(curvature, loss, variables, train_data, own, damping)
-        loss = composed(loss)
-        snapshot = core_of(self.operator).snapshot
+        inverse: Any = None
+        if solver in _FACTORED or isinstance(curvature, KFAC):
+            matrix = _factored(curvature, solver, loss, variables, train_data, own)
+            inverse = FactoredInverse(matrix, check_damping(damping), quarter)
+            self.operator = matrix.damped(damping)
+            loss = composed(loss)
+            core = evaluated(
+                HessianRule(checked_loss(loss)), variables, train_data, **own, products=False
+            )
+            point = SymmetricOperator(core, damping)
+        else:
+            self.operator = _operator(curvature, loss, variables, train_data, own, damping)
+            loss, point = composed(loss), self.operator
+        self._point = point
+        snapshot = core_of(point).snapshot
         if snapshot.facts.draws:
             raise HvpError(
                 "the loss draws random numbers, so the gradient at an example is not unique",
                 "a deterministic loss",
                 "turn off dropout: training=False",
             )
-        gradients = ExampleGradients(loss, variables, snapshot, quarter)
-        gradients.check_mean(train.first)
-        test_gradients = gradients
+        own_gradients = ExampleGradients(loss, variables, snapshot, quarter)
+        own_gradients.check_mean(train.first)
+        test_gradients = own_gradients
         if test_loss is not None:
             test_gradients = ExampleGradients(test_loss, variables, snapshot, quarter)
-        inverse = DampedInverse(self.operator, solver, rtol, maxiter, quarter)
-        self._scoring = Scoring(self.operator, train, gradients, test_gradients, inverse, progress)
+        if inverse is None:
+            inverse = DampedInverse(point, solver, rtol, maxiter, quarter)
+        store = None
+        if gradients is not None:
+            size, dtype = point.shape[0], point.dtype
+
+            def fingerprint() -> dict[str, str]:
+                digests = core_of(point).fingerprint()
+                loss_now = own_gradients.fingerprint(train.first)
+                return {**digests, "training data": train.fingerprint(), "training loss": loss_now}
+
+            random = None if projection is None else Projection(size, projection, seed=0)
+            store = GradientStore(gradients, train.count, size, dtype, random, fingerprint)
+        self._scoring = Scoring(
+            point, train, own_gradients, test_gradients, inverse, progress, store
+        )
 
     @classmethod
     def from_keras(
@@ -271,7 +329,14 @@ class InfluenceFunctions(OneProcess):
         )
         options.setdefault("test_loss", test_loss)
         variables = model if variables is None else variables
-        if isinstance(curvature, str) and curvature == "gauss-newton":
+        if options.get("solver") in _FACTORED and isinstance(curvature, str):
+            names = _OF_FACTORED & set(options)
+            of_matrix = {name: options[name] for name in names if options[name] is not None}
+            kind = _FACTORED[options["solver"]]
+            curvature = kind.from_keras(
+                model, train_data, variables=variables, training=bool(training), **of_matrix
+            )
+        elif isinstance(curvature, str) and curvature == "gauss-newton":
             of_matrix = {name: options.pop(name) for name in _OF_MATRIX & set(options)}
             if options.get("memory_limit") is not None:
                 of_matrix["memory_limit"] = Share(options["memory_limit"], 1 / 2)
@@ -358,17 +423,19 @@ class InfluenceFunctions(OneProcess):
         Returns
         -------
         TopInfluences
+
+        Notes
+        -----
+        The scores of all training examples are never in memory together.
         """
         check_count(k, "k")
         k = min(k, self.n_train)
-        scores = self.scores(test_data)
-        order = np.argsort(scores, axis=1, kind="stable")
-        harmful, helpful = order[:, :k], order[:, ::-1][:, :k]
+        numbers, scores = self._scoring.top(test_data, k)
         return TopInfluences(
-            helpful=helpful,
-            helpful_scores=np.take_along_axis(scores, helpful, axis=1),
-            harmful=harmful,
-            harmful_scores=np.take_along_axis(scores, harmful, axis=1),
+            helpful=numbers[:, ::-1][:, :k],
+            helpful_scores=scores[:, ::-1][:, :k],
+            harmful=numbers[:, :k],
+            harmful_scores=scores[:, :k],
         )
 
     @outside_strategies
@@ -412,17 +479,97 @@ class InfluenceFunctions(OneProcess):
         """
         return self._scoring.loss_changes(self.parameter_change(indices), test_data)
 
+    @outside_strategies
+    def scores_by_layer(self, test_data: Any) -> dict[str, np.ndarray]:
+        """Return the part of the scores that each layer's weights have.
+
+        Parameters
+        ----------
+        test_data : tuple or dict of arrays, or iterable of such
+            Examples like the training data.
+
+        Returns
+        -------
+        dict of str to ndarray
+            By the path of the layer, arrays of shape `(n_test, n_train)`, whose sum is `scores`.
+
+        Raises
+        ------
+        HvpError
+            If gradients are kept as projections.
+        """
+        core = core_of(self._point)
+        starts = np.cumsum([0, *core.space.sizes])
+        places = {
+            layer: np.concatenate([np.arange(starts[i], starts[i + 1]) for i in own])
+            for layer, own in groups(core.variable_names).items()
+        }
+        return self._scoring.scores_by_part(test_data, places)
+
     @Uninterrupted()
     def refresh(self) -> None:
-        """Evaluate the Hessian again, at the current values of the variables."""
-        self.operator.refresh()
+        """Evaluate the matrix again, at the current values of the variables.
+
+        Gradients that are kept in a folder belong to the old values, and another folder is needed.
+        """
+        self._point.refresh()
+        inverse = self._scoring.inverse
+        if isinstance(inverse, FactoredInverse):
+            inverse.refresh()
+            self.operator = inverse.operator
 
     def __repr__(self) -> str:
         solver = self._scoring.inverse.solver
         return (
             f"InfluenceFunctions({self.n_train} training examples, {self.operator.shape[0]} "
-            f"variables, damping {self.operator.damping:g}, solver {solver!r})"
+            f"variables, damping {self._point.damping:g}, solver {solver!r})"
         )
+
+
+_FACTORED: dict[Any, type[KFAC]] = {"ekfac": EKFAC, "kfac": KFAC}
+# Options that Kronecker-factored matrices have.
+_OF_FACTORED = frozenset("batch_size devices device_timeout".split())
+
+
+def _factored(
+    curvature: Any, solver: Any, loss: Any, variables: Any, data: Any, options: dict[str, Any]
+) -> KFAC:
+    """Return the Kronecker-factored matrix of the training loss."""
+    if isinstance(curvature, KFAC):
+        if solver not in ("auto", *_FACTORED):
+            raise HvpError(
+                f"the solver is {solver!r}, and the curvature a Kronecker-factored matrix",
+                "its own inverse",
+                "leave out solver",
+            )
+        matrix = curvature
+    else:
+        is_pair = isinstance(loss, (tuple, list)) and len(loss) == 2
+        if not is_pair:
+            raise HvpError(
+                f"solver={solver!r} is passed with a loss that does not tell the model from the "
+                "loss of its predictions",
+                "a pair (model, output_loss), or a KFAC matrix as the curvature",
+                "pass (model, output_loss) as the loss, or curvature=hvp.EKFAC(...); of a compiled "
+                "Keras model use from_keras",
+            )
+        if options.get("regularization") is not None:
+            raise HvpError(
+                "a regularization is passed, which has no Kronecker factors",
+                "damping: an L2 penalty c adds 2 c",
+                "leave it out, and raise damping",
+            )
+        own = {k: options[k] for k in _OF_FACTORED if options.get(k) is not None}
+        model, output_loss = loss
+        matrix = _FACTORED[solver](model, output_loss, variables, data, **own)
+    handles = [id(v.handle) for v in collect_variables(variables).variables]
+    if [id(v.handle) for v in matrix.variables] != handles:
+        raise HvpError(
+            "the Kronecker-factored matrix has other variables",
+            "the variables of the loss, in the same order",
+            "pass the same nest of variables to both",
+        )
+    return matrix
 
 
 def _operator(

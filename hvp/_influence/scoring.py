@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from hvp._errors import HvpError, InvalidDataError, StaleOperatorError, line_of
 from hvp._influence.damped_inverse import DampedInverse
 from hvp._influence.example_data import ExampleData
 from hvp._influence.example_gradients import ExampleGradients
+from hvp._influence.extremes import Extremes
+from hvp._influence.gradient_store import GradientStore
 from hvp._influence.score_store import ScoreStore
 from hvp._operators.hessian import HessianOperator
 from hvp._operators.operator import core_of
@@ -36,6 +39,8 @@ class Scoring:
         The inverse of the operator.
     progress : bool or "always"
         Whether to show progress bars.
+    store : GradientStore, optional
+        Where gradients of the training examples are kept.
 
     Attributes
     ----------
@@ -53,10 +58,14 @@ class Scoring:
         test_gradients: ExampleGradients,
         inverse: DampedInverse,
         progress: Any,
+        store: GradientStore | None = None,
     ) -> None:
+        self._kept = store
         self.gradients, self.inverse = gradients, inverse
         self._test_gradients = test_gradients
         self._operator, self._train, self._progress = operator, train, progress
+        # The evaluation whose gradients are kept.
+        self._filled = -1
 
     @Uninterrupted()
     def scores(self, test_data: Any, out: Any, checkpoint: Any) -> np.ndarray:
@@ -72,19 +81,107 @@ class Scoring:
                     continue
                 test_rows = self._test_gradients.of_all(elements, unit, first)
                 with store.solving(first) as solver_checkpoint:
-                    solutions = tf.constant(self.inverse.apply(test_rows, solver_checkpoint))
+                    solutions = self.inverse.apply(test_rows, solver_checkpoint)
                     block = store.array[first : first + elements.examples]
-                    for start, rows in self.gradients.pieces(self._train):
-                        end = start + int(rows.shape[0])
-                        if end <= store.columns:
-                            continue
-                        scores = tf.matmul(solutions, rows, transpose_b=True) / self._train.count
+                    for start, scores in self._scores_of(solutions, skip=store.columns):
+                        end = start + int(scores.shape[1])
                         block[:, start:end] = scores.numpy()
                         store.complete_columns(end)
                     store.complete_rows(first + elements.examples)
                 bar.update(elements.examples)
         store.flush()
         return store.array
+
+    @Uninterrupted()
+    def top(self, test_data: Any, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the numbers and scores of the `2 k` most helpful and most harmful examples.
+
+        Those of all examples are not in memory at once. In each row the most harmful come first.
+        """
+        self._check_fresh()
+        test = self._test_examples(test_data)
+        numbers, values = [], []
+        unit = "test example"
+        with progress_bar(self._progress, total=test.count, unit=unit) as bar:
+            for first, elements in test.blocks(self.inverse.width):
+                rows = self._test_gradients.of_all(elements, unit, first)
+                extremes = Extremes(len(rows), k, self._operator.dtype)
+                for start, scores in self._scores_of(self.inverse.apply(rows)):
+                    extremes.add(start, scores.numpy())
+                numbers.append(extremes.numbers)
+                values.append(extremes.values)
+                bar.update(len(rows))
+        return np.concatenate(numbers), np.concatenate(values)
+
+    @Uninterrupted()
+    def scores_by_part(self, test_data: Any, places: dict[str, np.ndarray]) -> dict[str, Any]:
+        """Return the parts of scores that belong to some entries of the gradients, by name."""
+        self._check_fresh()
+        self._refuse_projection()
+        test = self._test_examples(test_data)
+        shape = test.count, self._train.count
+        parts = {name: np.empty(shape, self._operator.dtype) for name in places}
+        for first, elements in test.blocks(self.inverse.width):
+            rows = self._test_gradients.of_all(elements, "test example", first)
+            solutions = tf.constant(self.inverse.apply(rows))
+            own = {name: tf.gather(solutions, at, axis=1) for name, at in places.items()}
+            for start, gradients in self._pieces():
+                end = start + int(gradients.shape[0])
+                for name, at in places.items():
+                    chosen = tf.gather(gradients, at, axis=1)
+                    scores = tf.matmul(own[name], chosen, transpose_b=True) / self._train.count
+                    parts[name][first : first + len(rows), start:end] = scores.numpy()
+        return parts
+
+    def _scores_of(self, solutions: np.ndarray, skip: int = 0) -> Iterator[tuple[int, tf.Tensor]]:
+        """Iterate over the scores of training examples, those of the first `skip` left out."""
+        if self._kept is not None:
+            self._fill()
+            solutions = self._kept.projected(solutions)
+        vectors = tf.constant(solutions)
+        for start, rows in self._pieces():
+            if start + int(rows.shape[0]) > skip:
+                yield start, tf.matmul(vectors, rows, transpose_b=True) / self._train.count
+
+    def _pieces(self) -> Iterator[tuple[int, tf.Tensor]]:
+        """Iterate over the gradients of training examples, which may be kept."""
+        if self._kept is None:
+            return self.gradients.pieces(self._train)
+        self._fill()
+        return self._kept.pieces()
+
+    def _fill(self) -> None:
+        """Keep the gradients of the training examples, if they are not yet."""
+        assert self._kept is not None
+        evaluations = self._operator.stats.gradient_evaluations
+        if self._filled == evaluations:
+            return
+        self._kept.open()
+        if not self._kept.is_complete:
+            done = 0
+            with progress_bar(self._progress, total=self._train.count, unit="gradient") as bar:
+                for end in self._kept.fill(self._rows_between):
+                    bar.update(end - done)
+                    done = end
+        self._filled = evaluations
+
+    def _rows_between(self, start: int, end: int) -> Iterator[tuple[int, np.ndarray]]:
+        """Compute the gradients of the training examples with these numbers."""
+        for first, part in self._train.blocks(self.gradients.at_once):
+            last = first + part.examples
+            if last <= start or first >= end:
+                continue
+            low, high = max(start, first), min(end, last)
+            own = part.part(low - first, high - first)
+            yield low, self.gradients.of_all(own, "training example", low)
+
+    def _refuse_projection(self) -> None:
+        if self._kept is not None and self._kept.is_projected:
+            raise HvpError(
+                "the gradients are kept as projections, which have no parts",
+                "gradients that are kept whole, or not at all",
+                "leave out projection",
+            )
 
     @Uninterrupted()
     def self_influence(self, checkpoint: Any) -> np.ndarray:

@@ -61,6 +61,11 @@ class FactoredOperator(OneProcess, DtypePreserving):
         return f"{type(self).__name__}({size} x {size}, {self.dtype.name}, blocks: {blocks})"
 
     @property
+    def variables(self) -> list[tf.Variable]:
+        """The variables, in the order of the vectors."""
+        return list(self._nest.variables)
+
+    @property
     def nbytes(self) -> int:
         """The bytes that eigenvectors and eigenvalues take."""
         return sum(block.nbytes for block in self._blocks)

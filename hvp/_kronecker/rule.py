@@ -101,6 +101,10 @@ class StatisticsRule(Rule):
             sums = sums[1:]
         return Evaluated(traced.output.taped.value, parts, None)
 
+    def weights(self, variables: Sequence[tf.Variable]) -> Sequence[tf.Variable]:
+        """Return the weights of the model, not what stands for the statistics."""
+        return self.nest.variables
+
     def traced(self, batch: Any) -> TracedModel:
         """Trace the model into the present graph."""
         with unrolled(self.source):

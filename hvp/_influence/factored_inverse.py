@@ -1,0 +1,63 @@
+"""The inverse of a damped Kronecker-factored matrix, which needs no linear solve."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvp._kronecker.factored import FactoredOperator
+from hvp._kronecker.kfac import EKFAC, KFAC
+from hvp._runtime.digest import digest
+
+# By default vectors and what they are multiplied by take about this many bytes.
+_BYTES, _VECTORS, _MAX_WIDTH = 2**30, 4, 1024
+
+
+class FactoredInverse:
+    """The inverse of `K + damping I` for a Kronecker-factored matrix `K`.
+
+    Parameters
+    ----------
+    matrix : KFAC
+        The matrix.
+    damping : float
+        The multiple of the identity that is added.
+    nbytes : int or None
+        Upper bound on the memory for vectors.
+
+    Attributes
+    ----------
+    solver : str
+        Its name.
+    width : int
+        Number of vectors to multiply at once.
+    """
+
+    def __init__(self, matrix: KFAC, damping: float, nbytes: int | None) -> None:
+        self._matrix, self._damping = matrix, damping
+        self.solver = "ekfac" if isinstance(matrix, EKFAC) else "kfac"
+        size = matrix.shape[0] * matrix.dtype.itemsize * _VECTORS
+        self.width = max(1, min(_MAX_WIDTH, (nbytes or _BYTES) // size))
+        self._inverse: FactoredOperator = matrix.inverse(damping)
+
+    def apply(self, rows: np.ndarray, checkpoint: Any = None) -> np.ndarray:
+        """Multiply the inverse by each row, of shape `(k, n)`."""
+        del checkpoint
+        return self._inverse.product_of_rows(tf.constant(rows)).numpy()
+
+    def fingerprint(self) -> dict[str, str]:
+        """Return a fingerprint of the matrix and its damping."""
+        settings = f"{self._damping!r} {digest(self._matrix.eigenvalues)}"
+        return {"solver": self.solver, "settings": settings}
+
+    @property
+    def operator(self) -> FactoredOperator:
+        """The damped matrix."""
+        return self._matrix.damped(self._damping)
+
+    def refresh(self) -> None:
+        """Evaluate the matrix again, at the values that variables have now."""
+        self._matrix.refresh()
+        self._inverse = self._matrix.inverse(self._damping)

@@ -1,0 +1,214 @@
+"""Gradients of the training examples, kept in a folder so that they are computed once.
+
+The folder holds a description, `store.json`, and one array for each shard of examples. A shard is
+written beside its place and moved there when it is complete, so that a process that was killed
+leaves complete shards only, and the next one goes on from there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvp._errors import CheckpointError, HvpError
+from hvp._influence.projection import Projection
+
+_DESCRIPTION = "store.json"
+_VERSION = 1
+# A shard takes at most this many bytes.
+_SHARD = 2**28
+# So many bytes of rows are read at once.
+_PIECE = 2**25
+
+
+class GradientStore:
+    """The rows of a matrix of gradients, one for each training example, in files.
+
+    Parameters
+    ----------
+    folder : str or Path
+        Where they are; it is made if its parent exists.
+    examples : int
+        How many examples there are.
+    size : int
+        The length of a gradient.
+    dtype : numpy.dtype
+        The type of a gradient.
+    projection : Projection or None
+        What gradients are multiplied by before they are kept.
+    fingerprint : callable
+        Returns digests of the weights, the data and the loss, by name.
+
+    Raises
+    ------
+    CheckpointError
+        If the folder cannot be written to, or holds something else.
+    """
+
+    def __init__(
+        self,
+        folder: Any,
+        examples: int,
+        size: int,
+        dtype: np.dtype[Any],
+        projection: Projection | None,
+        fingerprint: Callable[[], dict[str, str]],
+    ) -> None:
+        if not isinstance(folder, (str, os.PathLike)):
+            raise CheckpointError(
+                f"the store of gradients is {type(folder).__name__}", "the path of a folder"
+            )
+        self._folder, self._projection = Path(folder), projection
+        self._examples, self._dtype = examples, np.dtype(dtype)
+        self._width = size if projection is None else projection.size
+        self._rows = max(1, min(examples, _SHARD // (self._width * self._dtype.itemsize)))
+        self._fingerprint = fingerprint
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all gradients are kept."""
+        return all(self._path(shard).exists() for shard in self._shards())
+
+    @property
+    def is_projected(self) -> bool:
+        """Whether rows are projections of gradients."""
+        return self._projection is not None
+
+    def open(self) -> None:
+        """Make the folder, or make sure that what it holds is what belongs there.
+
+        Raises
+        ------
+        CheckpointError
+            If it holds the gradients of other weights, data or another loss, or anything else.
+        """
+        description = {
+            "version": _VERSION,
+            "examples": self._examples,
+            "width": self._width,
+            "dtype": self._dtype.name,
+            "rows": self._rows,
+            "projection": None if self._projection is None else self._projection.seed,
+            **self._fingerprint(),
+        }
+        try:
+            self._folder.mkdir(exist_ok=True)
+            path = self._folder / _DESCRIPTION
+            if path.exists():
+                self._refuse_another(json.loads(path.read_text()), description)
+                return
+            if any(self._folder.iterdir()):
+                raise self._not_a_store()
+            with _replacing(path) as temporary:
+                temporary.write_text(json.dumps(description, indent=1))
+        except HvpError:
+            raise
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"the store of gradients {self._folder} cannot be used ({error})",
+                "a folder that can be written to, whose parent exists",
+            ) from error
+
+    def fill(
+        self, rows_of: Callable[[int, int], Iterator[tuple[int, np.ndarray]]]
+    ) -> Iterator[int]:
+        """Compute and keep the gradients that are missing, shard by shard.
+
+        Parameters
+        ----------
+        rows_of : callable
+            Takes the numbers of the first example and of the one after the last; iterates over
+            their gradients, of shape `(k, n)`, each with the number of its first example.
+
+        Yields
+        ------
+        int
+            How many examples are done.
+        """
+        for shard in self._shards():
+            path, start, end = self._path(shard), *self._range(shard)
+            if not path.exists():
+                array = np.empty((end - start, self._width), self._dtype)
+                for first, rows in rows_of(start, end):
+                    kept = rows if self._projection is None else self._projection.apply(rows)
+                    array[first - start : first - start + len(kept)] = kept
+                self._save(path, array)
+            yield end
+
+    def pieces(self) -> Iterator[tuple[int, tf.Tensor]]:
+        """Iterate over the rows that are kept, as `ExampleGradients.pieces` does."""
+        at_once = max(1, _PIECE // (self._width * self._dtype.itemsize))
+        for shard in self._shards():
+            start, end = self._range(shard)
+            try:
+                array = np.load(self._path(shard), mmap_mode="r", allow_pickle=False)
+            except (OSError, ValueError) as error:
+                raise self._not_a_store() from error
+            if array.shape != (end - start, self._width) or array.dtype != self._dtype:
+                raise self._not_a_store()
+            for first in range(0, len(array), at_once):
+                yield start + first, tf.constant(array[first : first + at_once])
+
+    def projected(self, rows: np.ndarray) -> np.ndarray:
+        """Multiply vectors by what the gradients were multiplied by."""
+        return rows if self._projection is None else self._projection.apply(rows)
+
+    def _save(self, path: Path, array: np.ndarray) -> None:
+        try:
+            with _replacing(path) as temporary, temporary.open("wb") as file:
+                np.save(file, array)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise HvpError(
+                f"gradients cannot be written to {path} ({error.strerror})",
+                f"room for {self._examples} x {self._width} numbers in all",
+                "pass projection=, which keeps fewer numbers for each example",
+            ) from error
+
+    def _shards(self) -> range:
+        return range(-(-self._examples // self._rows))
+
+    def _range(self, shard: int) -> tuple[int, int]:
+        return shard * self._rows, min((shard + 1) * self._rows, self._examples)
+
+    def _path(self, shard: int) -> Path:
+        return self._folder / f"gradients-{shard:05d}.npy"
+
+    def _refuse_another(self, saved: Any, description: dict[str, Any]) -> None:
+        if not isinstance(saved, dict) or saved.get("version") != _VERSION:
+            raise self._not_a_store()
+        names = {*saved, *description}
+        differing = sorted(name for name in names if saved.get(name) != description.get(name))
+        if differing:
+            raise CheckpointError(
+                f"the store of gradients {self._folder} belongs to other {', '.join(differing)}",
+                "the gradients of these examples at the present weights",
+                "pass another folder, or remove this one",
+            )
+
+    def _not_a_store(self) -> CheckpointError:
+        return CheckpointError(
+            f"the folder {self._folder} is not empty, and is no store of gradients that is whole",
+            "an empty or new folder, or one that InfluenceFunctions wrote",
+            "pass another folder, or remove this one",
+        )
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """Write a file beside its place, and move it there when it is complete."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
