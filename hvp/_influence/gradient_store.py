@@ -149,7 +149,7 @@ class GradientStore:
             start, end = self._range(shard)
             try:
                 array = np.load(self._path(shard), mmap_mode="r", allow_pickle=False)
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, EOFError) as error:
                 raise self._not_a_store() from error
             if array.shape != (end - start, self._width) or array.dtype != self._dtype:
                 raise self._not_a_store()

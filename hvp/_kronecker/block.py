@@ -148,7 +148,9 @@ def eigen(moment: np.ndarray, *, full: bool) -> tuple[np.ndarray, np.ndarray | N
 def _eigh(moment: np.ndarray) -> Any:
     symmetric = (moment + moment.T) / 2
     # In its own precision: in float64 large factors of float32 models would take twice as long.
-    values, vectors = scipy.linalg.eigh(symmetric, overwrite_a=True, check_finite=False)
+    values, vectors = scipy.linalg.eigh(
+        symmetric, overwrite_a=True, check_finite=False, driver="evd"
+    )
     return values.astype(np.float64), vectors
 
 

@@ -36,23 +36,33 @@ class FactoredOperator(OneProcess, DtypePreserving):
         The space of the vectors.
     nest : VariableNest
         The variables.
-    blocks : sequence of Block
-        The blocks, which together have all entries of the vectors.
+    blocks : callable
+        Returns the blocks, which together have all entries of the vectors.
     """
 
-    def __init__(self, space: Space, nest: VariableNest, blocks: Sequence[Block]) -> None:
+    def __init__(
+        self, space: Space, nest: VariableNest, blocks: Callable[[], Sequence[Block]]
+    ) -> None:
         self._space, self._nest = space, nest
         self._set(blocks)
         super().__init__(np.dtype(space.dtype.as_numpy_dtype), (space.size, space.size))
 
-    def _set(self, blocks: Sequence[Block]) -> None:
-        self._blocks = list(blocks)
+    def _set(self, blocks: Callable[[], Sequence[Block]]) -> None:
+        """Replace the blocks by others, which are computed when they are needed."""
+        self._make_blocks: Callable[[], Sequence[Block]] | None = blocks
+        self._made: list[Block] = []
         self._compiled: dict[str, Compiled] = {}
-        order = np.concatenate([block.entries.reshape(-1) for block in blocks])
-        is_sorted = bool(np.all(order[1:] > order[:-1]))
-        # The place of each entry of the vector among the entries of the blocks.
-        self._order = None if is_sorted else tf.constant(order)
-        self._places = None if is_sorted else tf.constant(np.argsort(order))
+
+    @property
+    def _blocks(self) -> list[Block]:
+        if self._make_blocks is not None:
+            self._made, self._make_blocks = list(self._make_blocks()), None
+            order = np.concatenate([block.entries.reshape(-1) for block in self._made])
+            is_sorted = bool(np.all(order[1:] > order[:-1]))
+            # The place of each entry of the vector among the entries of the blocks.
+            self._order = None if is_sorted else tf.constant(order)
+            self._places = None if is_sorted else tf.constant(np.argsort(order))
+        return self._made
 
     def __repr__(self) -> str:
         counts = {kind: sum(b.kind == kind for b in self._blocks) for kind in _KINDS}
@@ -208,7 +218,7 @@ class FactoredOperator(OneProcess, DtypePreserving):
             self._nest.source,
         )
         own_blocks = [_with_entries(block, moved[block.entries]) for block in blocks]
-        return FactoredOperator(self._space.subspace(places), nest, own_blocks)
+        return FactoredOperator(self._space.subspace(places), nest, lambda: own_blocks)
 
     def to_dense(self, *, max_size: int = 4096) -> np.ndarray:
         """Return the whole matrix.
@@ -291,14 +301,15 @@ class FactoredOperator(OneProcess, DtypePreserving):
         *,
         back: bool = False,
     ) -> tf.Tensor:
+        blocks = self._blocks
         if name not in self._compiled:
 
             def run(rows: tf.Tensor) -> tf.Tensor:
                 if self._order is not None:
                     rows = tf.gather(rows, self._order, axis=1)
-                sizes = [block.size for block in self._blocks]
+                sizes = [block.size for block in blocks]
                 pieces = tf.split(rows, sizes, axis=1) if len(sizes) > 1 else [rows]
-                done = [function(block, piece) for block, piece in zip(self._blocks, pieces)]
+                done = [function(block, piece) for block, piece in zip(blocks, pieces)]
                 whole = tf.concat(done, axis=1) if len(done) > 1 else done[0]
                 if back and self._places is not None:
                     whole = tf.gather(whole, self._places, axis=1)
@@ -310,7 +321,7 @@ class FactoredOperator(OneProcess, DtypePreserving):
 
     def _function(self, function: Callable[[np.ndarray], np.ndarray]) -> FactoredOperator:
         blocks = [block.scaled(function, self._space.dtype) for block in self._blocks]
-        return FactoredOperator(self._space, self._nest, blocks)
+        return FactoredOperator(self._space, self._nest, lambda: blocks)
 
     def _refuse_singular(self, damping: float) -> None:
         for block in self._blocks:

@@ -48,11 +48,16 @@ class MatrixForm(Form):
     """An operation that multiplies by matrices: `K` groups of shape `(I, O)`."""
 
     @abc.abstractmethod
-    def rows(self, data: Sequence[tf.Tensor], examples: tf.Tensor) -> tf.Tensor:
+    def rows(self, data: Sequence[tf.Tensor], examples: Any) -> tf.Tensor:
         """Return what enters, of shape `(K, examples, T, I)`."""
 
+    def rows_with_ones(self, data: Sequence[tf.Tensor], examples: Any) -> tf.Tensor:
+        """Return the same with a column of ones at the end, for the bias."""
+        rows = self.rows(data, examples)
+        return tf.concat([rows, tf.ones_like(rows[..., :1])], axis=-1)
+
     @abc.abstractmethod
-    def columns(self, gradient: tf.Tensor, examples: tf.Tensor) -> tf.Tensor:
+    def columns(self, gradient: tf.Tensor, examples: Any) -> tf.Tensor:
         """Arrange the gradient in the result: shape `(K, examples, T, O)`."""
 
     @abc.abstractmethod
@@ -106,10 +111,10 @@ class EinsumForm(MatrixForm):
         summed = [x for x in known if x not in result and (x in data) != (x in weight)]
         return form if unique and not summed and form.shared and set(result) <= known else None
 
-    def rows(self, data: Sequence[tf.Tensor], examples: tf.Tensor) -> tf.Tensor:
+    def rows(self, data: Sequence[tf.Tensor], examples: Any) -> tf.Tensor:
         return self._arranged(data[0], self.data, self._contracted, examples)
 
-    def columns(self, gradient: tf.Tensor, examples: tf.Tensor) -> tf.Tensor:
+    def columns(self, gradient: tf.Tensor, examples: Any) -> tf.Tensor:
         return self._arranged(gradient, self.result, self._free, examples)
 
     def arrange(self, view: np.ndarray) -> np.ndarray:
@@ -141,9 +146,7 @@ class EinsumForm(MatrixForm):
         """The axes of the data that are no axes of the weight; the first one has the examples."""
         return "".join(x for x in self.data if x in self.result and x not in self.weight)
 
-    def _arranged(
-        self, tensor: tf.Tensor, letters: str, last: str, examples: tf.Tensor
-    ) -> tf.Tensor:
+    def _arranged(self, tensor: tf.Tensor, letters: str, last: str, examples: Any) -> tf.Tensor:
         order = [letters.index(x) for x in self._groups + self.shared + last]
         sizes = dict(zip(letters, tf.unstack(tf.shape(tensor), len(letters))))
         groups, width = (_product(sizes[x] for x in part) for part in (self._groups, last))
@@ -186,10 +189,15 @@ class ConvolutionForm(MatrixForm):
     is_depthwise: bool = False
     is_transposed: bool = False
 
-    def rows(self, data: Sequence[tf.Tensor], examples: tf.Tensor) -> tf.Tensor:
+    def rows(self, data: Sequence[tf.Tensor], examples: Any) -> tf.Tensor:
         return self._points(data[0]) if self.is_transposed else self._windows(data[0])
 
-    def columns(self, gradient: tf.Tensor, examples: tf.Tensor) -> tf.Tensor:
+    def rows_with_ones(self, data: Sequence[tf.Tensor], examples: Any) -> tf.Tensor:
+        if self.groups > 1 or self.is_transposed:
+            return super().rows_with_ones(data, examples)
+        return self._windows(data[0], ones=True)
+
+    def columns(self, gradient: tf.Tensor, examples: Any) -> tf.Tensor:
         return self._windows(gradient) if self.is_transposed else self._points(gradient)
 
     def arrange(self, view: np.ndarray) -> np.ndarray:
@@ -214,7 +222,7 @@ class ConvolutionForm(MatrixForm):
             return tf.reshape(points, [1, shape[0], -1, shape[-1]])
         return tf.transpose(points, [2, 0, 1, 3])
 
-    def _windows(self, tensor: tf.Tensor) -> tf.Tensor:
+    def _windows(self, tensor: tf.Tensor, *, ones: bool = False) -> tf.Tensor:
         """Take the window of each position: shape `(K, N, T, window * channels / K)`."""
         tensor = self._channels_last(tensor)
         axes = len(self.kernel)
@@ -234,11 +242,13 @@ class ConvolutionForm(MatrixForm):
                 for o, d, n, s in zip(offset, self.dilations, counts, self.strides)
             ]
             pieces.append(padded[tuple(window)])
-        # (N, ..., window, channels), with the channels of each group together.
-        windows = tf.stack(pieces, axis=-2)
         size, channels = len(pieces), sizes[-1] // self.groups
         if self.groups == 1:
-            return tf.reshape(windows, [1, sizes[0], -1, size * channels])
+            pieces += [tf.ones_like(pieces[0][..., :1])] if ones else []
+            width = size * channels + ones
+            return tf.reshape(tf.concat(pieces, axis=-1), [1, sizes[0], -1, width])
+        # (N, ..., window, channels), with the channels of each group together.
+        windows = tf.stack(pieces, axis=-2)
         windows = tf.reshape(windows, [sizes[0], -1, size, self.groups, channels])
         windows = tf.transpose(windows, [3, 0, 1, 2, 4])
         return tf.reshape(windows, [self.groups, sizes[0], -1, size * channels])
@@ -268,11 +278,11 @@ class GatherForm(MatrixForm):
     inputs: Sequence[str]
     output: str
 
-    def rows(self, data: Sequence[tf.Tensor], examples: tf.Tensor) -> tf.Tensor:
+    def rows(self, data: Sequence[tf.Tensor], examples: Any) -> tf.Tensor:
         """Return the numbers of the rows, of shape `(1, examples, T)`."""
         return tf.reshape(tf.cast(data[0], tf.int64), [1, examples, -1])
 
-    def columns(self, gradient: tf.Tensor, examples: tf.Tensor) -> tf.Tensor:
+    def columns(self, gradient: tf.Tensor, examples: Any) -> tf.Tensor:
         return tf.reshape(gradient, [1, examples, -1, tf.shape(gradient)[-1]])
 
     def arrange(self, view: np.ndarray) -> np.ndarray:
@@ -296,9 +306,7 @@ class EntrywiseForm(Form):
     shape: tuple[int, ...]
     sign: float
 
-    def gradients(
-        self, data: Sequence[tf.Tensor], gradient: tf.Tensor, examples: tf.Tensor
-    ) -> tf.Tensor:
+    def gradients(self, data: Sequence[tf.Tensor], gradient: tf.Tensor, examples: Any) -> tf.Tensor:
         """Return the gradient of each example, of shape `(examples, size)`."""
         product = gradient * data[0] if data else gradient
         rank = len(product.shape)

@@ -205,7 +205,7 @@ class KFAC(FactoredOperator):
         if self._stand_ins:
             self._snapshot = self._evaluated(self._rule, self._stand_ins)
         self._averages = self._statistics()
-        super().__init__(space, nest, self._make_blocks(self._averages))
+        super().__init__(space, nest, self._blocks_of(self._averages))
 
     @classmethod
     def from_keras(
@@ -330,7 +330,7 @@ class KFAC(FactoredOperator):
             [decay * old + (1 - decay) * now if decay else now for old, now in zip(*both)]
             for both in pairs
         ]
-        blocks = self._make_blocks(means)
+        blocks = self._blocks_of(means)
         self._averages = means
         self._set(blocks)
 
@@ -357,7 +357,8 @@ class KFAC(FactoredOperator):
         It takes `probes` products with the matrix for each block.
         """
         check_count(probes, "probes")
-        own = FactoredOperator(self._space, self._nest, self._blocks)
+        blocks = self._blocks
+        own = FactoredOperator(self._space, self._nest, lambda: blocks)
         true = self._true_operator()
         random = np.random.default_rng(seed)
         distances = {}
@@ -472,7 +473,13 @@ class KFAC(FactoredOperator):
         self._snapshot.release_gradient()
         return means
 
-    def _make_blocks(self, means: Sequence[Sequence[np.ndarray]]) -> list[Block]:
+    def _blocks_of(self, means: Sequence[Sequence[np.ndarray]]) -> Callable[[], list[Block]]:
+        """Compute what depends on the weights now, and return a function for the rest."""
+        uncovered = self._uncovered_blocks()
+        return lambda: [*self._of_layers(means), *uncovered]
+
+    def _of_layers(self, means: Sequence[Sequence[np.ndarray]]) -> list[Block]:
+        """Compute the eigenvalues and eigenvectors of the factors of each layer."""
         blocks = []
         dtype, arrangement = self._space.dtype, self._rule.arrangement
         for layer, own in zip(self._layers, means):
@@ -488,7 +495,7 @@ class KFAC(FactoredOperator):
                 kind, entries, bases = "kronecker", layer.entries, [pair[1] for pair in pairs]
                 scales = left[:, :, np.newaxis] * right[:, np.newaxis]
             blocks.append(Block.of(layer.names, kind, entries, bases, scales, dtype))
-        return [*blocks, *self._uncovered_blocks()]
+        return blocks
 
     def _uncovered_blocks(self) -> list[Block]:
         """Return the exact block of weights that belong to no layer."""
@@ -536,23 +543,25 @@ class EKFAC(KFAC):
 
     _scales_snapshot: Snapshot | None = None
 
-    def _make_blocks(self, means: Sequence[Sequence[np.ndarray]]) -> list[Block]:
-        blocks = super()._make_blocks(means)
-        pairs = list(zip(self._layers, blocks))
-        kronecker = [i for i, (_, block) in enumerate(pairs) if block.kind == "kronecker"]
+    def _blocks_of(self, means: Sequence[Sequence[np.ndarray]]) -> Callable[[], list[Block]]:
+        own = self._of_layers(means)
+        blocks = [*self._with_scales(own), *self._uncovered_blocks()]
+        return lambda: blocks
+
+    def _with_scales(self, blocks: list[Block]) -> list[Block]:
+        """Evaluate the scales along the eigenvectors, at the values that variables have now."""
+        kronecker = [place for place, block in enumerate(blocks) if block.kind == "kronecker"]
         if not kronecker:
             return blocks
         if self._scales_snapshot is None:
-            bases: list[Any] = [None] * len(self._layers)
+            self._bases: list[Any] = [None] * len(blocks)
             for place in kronecker:
-                block = pairs[place][1]
-                bases[place] = [
-                    None if basis is None else tf.Variable(basis, trainable=False)
-                    for basis in (block.left, block.right)
+                pair = blocks[place].left, blocks[place].right
+                self._bases[place] = [
+                    None if basis is None else tf.Variable(basis, trainable=False) for basis in pair
                 ]
-            self._bases = bases
             fields = {f.name: getattr(self._rule, f.name) for f in dataclasses.fields(self._rule)}
-            rule = ScalesRule(**fields, bases=bases)
+            rule = ScalesRule(**fields, bases=self._bases)
             stand_ins = [
                 _stand_in(self._layers[i].entries.shape, self._space.dtype, self._layers[i])
                 for i in kronecker
@@ -560,17 +569,18 @@ class EKFAC(KFAC):
             self._scales_snapshot = self._evaluated(rule, stand_ins)
         else:
             for place in kronecker:
-                own = pairs[place][1]
-                for variable, basis in zip(self._bases[place], (own.left, own.right)):
+                pair = blocks[place].left, blocks[place].right
+                for variable, basis in zip(self._bases[place], pair):
                     if variable is not None:
                         variable.assign(basis)
             self._scales_snapshot.refresh()
         scales = iter(self._scales_snapshot.gradient())
+        complete = list(blocks)
         for place in kronecker:
             array = next(scales).numpy().astype(np.float64)
-            blocks[place] = blocks[place].with_scales(array, self._space.dtype)
+            complete[place] = blocks[place].with_scales(array, self._space.dtype)
         self._scales_snapshot.release_gradient()
-        return blocks
+        return complete
 
 
 _OPTIONS = {"batch_size", "memory_limit", "devices", "device_timeout", "progress"}

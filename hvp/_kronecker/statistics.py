@@ -59,7 +59,11 @@ class _OfMatrix(Statistic):
     def start(self, traced: TracedModel, inputs: Sequence[Sequence[tf.Tensor]]) -> None:
         self._examples = traced.examples
         self._count = tf.cast(traced.examples, self._dtype)
-        rows = [form.rows(x, self._examples) for form, x in zip(self._layer.forms, inputs)]
+        # The mean of ones is one, whatever is reduced.
+        rows = [
+            (form.rows_with_ones if self._layer.has_bias else form.rows)(x, self._examples)
+            for form, x in zip(self._layer.forms, inputs)
+        ]
         self._rows = rows[0] if len(rows) == 1 else tf.concat(rows, axis=2)
         self._rows = _grouped(self._rows, self._layer)
         self._positions = tf.cast(tf.shape(self._rows)[2], self._dtype)
@@ -69,8 +73,6 @@ class _OfMatrix(Statistic):
         if self._reduces:
             self._rows = tf.reduce_mean(self._rows, axis=2, keepdims=True)
             self._positions = tf.ones([], self._dtype)
-        if self._layer.has_bias:
-            self._rows = tf.concat([self._rows, tf.ones_like(self._rows[..., :1])], axis=-1)
 
     def columns(self, gradients: Sequence[tf.Tensor]) -> tf.Tensor:
         """Return the gradients in what comes out, of shape `(K, examples, T, O)`."""

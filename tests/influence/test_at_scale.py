@@ -161,7 +161,7 @@ def test_the_folder_of_other_weights_data_or_anything_else_is_refused(tmp_path):
     hvp.InfluenceFunctions(loss, w, data, gradients=path, **options).scores(TEST)
     other = tuple(np.roll(a, 1, axis=0) for a in data)
     influence = hvp.InfluenceFunctions(loss, w, other, gradients=path, **options)
-    with pytest.raises(hvp.CheckpointError, match="belongs to other .*training data"):
+    with pytest.raises(hvp.CheckpointError, match=r"belongs to other .*training data"):
         influence.scores(TEST)
     projected = hvp.InfluenceFunctions(loss, w, data, gradients=path, projection=4, **options)
     with pytest.raises(hvp.CheckpointError, match="projection"):
