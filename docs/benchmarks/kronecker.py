@@ -7,8 +7,11 @@ of the other package, to 1e-5 in the Frobenius norm. Building counts neither tra
 eigenvalues of factors, which are measured by themselves. Variants take turns in shuffled order.
 
     python docs/benchmarks/kronecker.py [--rounds 7]
+    python docs/benchmarks/kronecker.py --memory
 
-The peers run if torch and curvlinops are installed.
+The second command measures the growth of the peak of resident memory while a matrix of a larger
+convolutional network is built, with one process for each. The peers run if torch and curvlinops
+are installed.
 """
 
 from __future__ import annotations
@@ -16,6 +19,9 @@ from __future__ import annotations
 import argparse
 import csv
 import os
+import resource
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +31,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras
 import numpy as np
+import scipy.linalg
 import tensorflow as tf
 from sklearn.datasets import load_digits
 
@@ -115,7 +122,7 @@ class Ours:
         """Compute eigenvalues of all factors, which a refresh does once."""
         for factors in self.kinds["KFAC type-2"].factors.values():
             for factor in factors:
-                np.linalg.eigh(factor)
+                scipy.linalg.eigh(factor[0], driver="evd")
 
 
 class Curvlinops:
@@ -266,11 +273,65 @@ def measure(name: str, rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
+def peak() -> float:
+    """Return the peak of resident memory so far, in MiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def build_alone(package: str, kind: str) -> None:
+    """Build a matrix of a larger network, and print by how much the peak grew."""
+    random = np.random.default_rng(0)
+    x = random.standard_normal((64, 32, 32, 3)).astype("float32")
+    y = random.integers(0, 10, 64).astype("int32")
+    layers = keras.layers
+    convolutions = [
+        layers.Conv2D(width, 3, padding="same", activation="tanh") for width in (64, 64, 128)
+    ]
+    middle = [keras.Input(x.shape[1:]), *convolutions, layers.GlobalAveragePooling2D()]
+    model = keras.Sequential([*middle, layers.Dense(10)])
+    if package == "hvp":
+        tf.function(model)(x)
+        before = peak()
+        options: Any = {"fisher": "monte-carlo", "likelihood": "categorical"}
+        getattr(hvp, kind)(model, cross_entropy, model, (x, y), **options)
+    else:
+        parts: list[Any] = []
+        for layer in convolutions:
+            parts += [torch.nn.Conv2d(*layer.kernel.shape[2:], 3, padding=1), torch.nn.Tanh()]
+        pool = torch.nn.AdaptiveAvgPool2d(1)
+        net = torch.nn.Sequential(*parts, pool, torch.nn.Flatten(), torch.nn.Linear(128, 10))
+        data = [(torch.tensor(x.transpose(0, 3, 1, 2).copy()), torch.tensor(y).long())]
+        net(data[0][0])
+        before = peak()
+        linear = {"KFAC": KFACLinearOperator, "EKFAC": EKFACLinearOperator}[kind]
+        matrix = linear(
+            net,
+            torch.nn.CrossEntropyLoss(),
+            list(net.parameters()),
+            data,
+            fisher_type=FisherType.MC,
+            check_deterministic=False,
+            separate_weight_and_bias=False,
+        )
+        _ = matrix @ torch.zeros(matrix.shape[1])
+    print(f"{package:11} {kind:6} {peak() - before:8.0f} MiB", flush=True)
+
+
 def main() -> None:
     """Measure, and write the table."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=7)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--memory", nargs="*")
+    arguments = parser.parse_args()
+    rounds = arguments.rounds
+    if arguments.memory:
+        build_alone(*arguments.memory)
+        return
+    if arguments.memory is not None:
+        for package in ("hvp", *(["curvlinops"] if torch is not None else [])):
+            for kind in ("KFAC", "EKFAC"):
+                subprocess.run([sys.executable, __file__, "--memory", package, kind], check=True)
+        return
     rows = [row for name in ("dense", "convolutional") for row in measure(name, rounds)]
     with CSV.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
