@@ -33,7 +33,8 @@ from hvp._vectors.slot import Slot
 from hvp._vectors.space import Space
 from hvp._vectors.variables import VariableNest
 
-# This many shapes of batches get a trace of their own. All others share a trace for any lengths.
+# This many shapes of batches get a trace of their own. All others share a trace, in which the
+# lengths of axes that differ are not known.
 _MAX_SHAPES = 3
 # The number of examples from which the memory for larger batches is estimated.
 _PROBE_EXAMPLES = 32
@@ -305,7 +306,7 @@ class BatchedPlan(Plan):
         shapes = tuple(tuple(tensor.shape) for tensor in elements.tensors)
         shape_plan = self._shape_plans.get(shapes)
         if shape_plan is None and len(self._shape_plans) >= _MAX_SHAPES:
-            shapes = tuple((None,) * len(shape) for shape in shapes)
+            shapes = _common(shapes, self._shape_plans)
             shape_plan = self._shape_plans.get(shapes)
         if shape_plan is None:
             shape_plan = ShapePlan(self._rule, self.nest, self._settings, elements, shapes)
@@ -320,6 +321,15 @@ class BatchedPlan(Plan):
                 "a loss that is the same in every evaluation",
                 "raise memory_limit, or draw with a Keras seed generator or tf.random.stateless_*",
             )
+
+
+def _common(shapes: Any, others: Iterable[Any]) -> Any:
+    """Return what shapes have in common with others, None for axes whose length differs."""
+    each = zip(shapes, *others)
+    return tuple(
+        tuple(sizes[0] if len(set(sizes)) == 1 else None for sizes in zip(*several))
+        for several in each
+    )
 
 
 def _close(terms: Iterable[tuple[float, LinearMap]]) -> None:

@@ -89,9 +89,12 @@ class Rule(abc.ABC):
         Whether the matrix is the derivative of the gradient.
     is_positive_semidefinite : bool
         Whether it is known that no eigenvalue is negative.
+    needs_graph : bool
+        Whether it can only be evaluated by tracing it.
     """
 
     stacks = False
+    needs_graph = False
     evaluates = "the gradient"
     is_hessian = False
     is_positive_semidefinite = False

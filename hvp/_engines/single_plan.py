@@ -109,6 +109,13 @@ class SinglePlan(Plan):
             gc.collect()  # what tracing leaves are graphs, in cycles; here memory is short
         self._program = self._try_to_split() if settings.engine == "graph" else None
         if self._program is None:
+            if rule.needs_graph:
+                raise InvalidLossError(
+                    f"the model or the loss {self._note}; but {rule.evaluates} can be evaluated in "
+                    "graphs only",
+                    "functions that tf.function can trace",
+                    "write them with TensorFlow operations only",
+                )
             self._facts = dataclasses.replace(self._facts, engine="tape")
             if wants_low:
                 self._add_and_log(f"computes products in {self.space.dtype.name}, on tapes")

@@ -42,7 +42,7 @@ def source_line(graph: tf.Graph, operation_name: str) -> str:
     if operation is None:
         return ""
     ours, libraries = _folders()
-    for frame in reversed(operation.traceback):
+    for frame in reversed(operation.traceback or ()):
         path = Path(frame.filename)
         if ours in path.parents:
             return ""  # this package made the operation, not the code that called it

@@ -83,7 +83,12 @@ class KFAC(FactoredOperator):
     likelihood : str or nest of str, optional
         As for `FisherOperator`. Without one, ``"type-2"`` stands for the Gauss-Newton matrix of any
         convex output loss with up to 256 predictions for each example.
-    samples, seed, weight
+    samples : int, optional
+        How many targets to draw for each prediction, if `fisher` is ``"monte-carlo"``. If it is
+        ``"type-2"`` and an example has several predictions, as a sequence of tokens has, how many
+        random signs to draw for each: one backward pass serves all of them, and their products with
+        each other are zero on average only. Costs grow with it.
+    seed, weight
         As for `FisherOperator`.
     sharing : {"expand", "reduce"}, optional
         How to treat weights that several positions share, such as those of convolutions and those
@@ -198,7 +203,8 @@ class KFAC(FactoredOperator):
         # A function has no layers of its own.
         own = getattr(model, "keras_model", model)
         source = [nest.source, own] if hasattr(own, "trainable_variables") else [nest.source]
-        self._rule = StatisticsRule(matrix, nest, arrangement, source)
+        check_count(samples, "samples")
+        self._rule = StatisticsRule(matrix, nest, arrangement, source, samples)
         self._nest, self._space = nest, space
         self._find_layers()
         self._snapshot: Snapshot | None = None
@@ -266,7 +272,9 @@ class KFAC(FactoredOperator):
                 "a model without them",
                 "add them as damping: an L2 penalty c adds 2 c",
             )
-        if likelihood is None and fisher != "empirical":
+        # With weights of examples the loss is no log-likelihood, but convex all the same.
+        is_weighted = isinstance(data, tuple) and len(data) > 2 and fisher == "type-2"
+        if likelihood is None and fisher != "empirical" and not is_weighted:
             likelihood = likelihoods_of(model)
         variables = model if variables is None else variables
         operator = cls(
@@ -403,7 +411,7 @@ class KFAC(FactoredOperator):
 
         def rows() -> list[tf.Tensor]:
             found.append(self._rule.traced(batch))
-            return found[0].rows()
+            return found[-1].rows()
 
         try:
             with exact_functions(), preserved_losses(self._rule.source):
@@ -420,7 +428,7 @@ class KFAC(FactoredOperator):
             ) from error
         written = [Resource.of(v) for v in all_variables(self._rule.source)]
         with restored(written):
-            return found[0], [tensor.numpy() for tensor in compiled()]
+            return found[-1], [tensor.numpy() for tensor in compiled()]
 
     def _refuse_mixed(self, rows: Sequence[np.ndarray], alone: Sequence[np.ndarray]) -> None:
         """Refuse layers in which rows do not belong to one example after the other."""

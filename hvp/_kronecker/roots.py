@@ -26,7 +26,7 @@ _ZEROS_OTHERWISE = 1e-4
 _SIGNS = (53, 59)
 
 
-def roots(rule: PredictionRule, output: Output) -> list[tf.Tensor]:
+def roots(rule: PredictionRule, output: Output, signs: int) -> list[tf.Tensor]:
     """Return the vectors for each tensor of the predictions.
 
     Parameters
@@ -35,6 +35,8 @@ def roots(rule: PredictionRule, output: Output) -> list[tf.Tensor]:
         The matrix: a Fisher matrix, or the Gauss-Newton matrix of any loss.
     output : Output
         The loss at the predictions.
+    signs : int
+        How many random signs to draw for each of several predictions of an example.
 
     Returns
     -------
@@ -46,7 +48,7 @@ def roots(rule: PredictionRule, output: Output) -> list[tf.Tensor]:
         filled = _filled(gradients, output.predictions)
         return [(tf.cast(count, g.dtype) * g)[tf.newaxis] for g in filled]
     if isinstance(rule, FisherRule):
-        return _of_likelihood(rule, output)
+        return _of_likelihood(rule, output, signs)
     return _of_hessian(rule, output)
 
 
@@ -54,27 +56,27 @@ def _filled(parts: Sequence[tf.Tensor | None], like: Sequence[tf.Tensor]) -> lis
     return [tf.zeros_like(t) if part is None else part for part, t in zip(parts, like)]
 
 
-def _of_likelihood(rule: FisherRule, output: Output) -> list[tf.Tensor]:
+def _of_likelihood(rule: FisherRule, output: Output, signs: int) -> list[tf.Tensor]:
     prepared, count = rule.prepare(output), rule.count(output)
     parts = []
     for index, (family, known, constant) in enumerate(prepared):
-        vectors = known if rule.samples else _signed(family.root(known), index)
+        vectors = known if rule.samples else _signed(family.root(known), index, signs)
         scale = count * constant / max(1, rule.samples)
         parts.append(tf.sqrt(tf.cast(scale, vectors.dtype)) * vectors)
     return parts if rule.samples else _alone(parts)
 
 
-def _signed(vectors: tf.Tensor, index: int) -> tf.Tensor:
-    """Multiply each prediction of an example by a random sign of its own.
+def _signed(vectors: tf.Tensor, index: int, draws: int) -> tf.Tensor:
+    """Multiply each prediction of an example by random signs of its own.
 
     The predictions of a sequence have no curvature between them. One backward pass serves all of
     them, if products of two different ones are zero on average.
     """
-    shape = tf.shape(vectors)
     if len(vectors.shape) <= 3:
         return vectors
-    signs = tf.random.stateless_uniform(shape[:-1], [*_SIGNS[:1], _SIGNS[1] + index])
-    return vectors * tf.cast(tf.sign(signs - 0.5), vectors.dtype)[..., tf.newaxis]
+    repeated = tf.repeat(vectors, draws, axis=0) / tf.sqrt(tf.cast(draws, vectors.dtype))
+    signs = tf.random.stateless_uniform(tf.shape(repeated)[:-1], [_SIGNS[0], _SIGNS[1] + index])
+    return repeated * tf.cast(tf.sign(signs - 0.5), vectors.dtype)[..., tf.newaxis]
 
 
 def _alone(parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from hvp._engines.prediction_rule import PredictionRule
 from hvp._engines.rule import Evaluated, Parts, Rule
+from hvp._errors import HvpError
 from hvp._keras.unrolled import unrolled
 from hvp._kronecker.layers import EntrywiseLayer, Layer, MatrixLayer
 from hvp._kronecker.statistics import ExactBlock, Factors, Scales, Statistic
@@ -76,16 +77,21 @@ class StatisticsRule(Rule):
         What is kept.
     source : nest
         Models and layers, some of which may be recurrent.
+    signs : int
+        How many random signs to draw for each of several predictions of an example.
     """
 
     matrix: PredictionRule
     nest: VariableNest
     arrangement: Arrangement
     source: Any
+    signs: int
     evaluates = "the Kronecker factors"
+    needs_graph = True
 
     def evaluate(self, variables: Sequence[tf.Variable], batch: Any) -> Evaluated:
         traced = self.traced(batch)
+        self._refuse_others(traced.layers, variables)
         own = [(place, self.statistic(place, layer)) for place, layer in enumerate(traced.layers)]
         statistics = [(place, statistic) for place, statistic in own if statistic is not None]
         for place, statistic in statistics:
@@ -101,6 +107,20 @@ class StatisticsRule(Rule):
             sums = sums[1:]
         return Evaluated(traced.output.taped.value, parts, None)
 
+    def _refuse_others(self, layers: Sequence[Layer], variables: Sequence[tf.Variable]) -> None:
+        """Refuse a batch in whose graph there are other layers than in that of the first."""
+        found = [shape for place, layer in enumerate(layers) for shape in self.shapes(place, layer)]
+        if found != [tuple(variable.shape) for variable in variables]:
+            raise HvpError(
+                "the layers of the model are not the same in all batches",
+                "batches that differ only in their number of examples, or in the length of an axis",
+                "pad the data to a common length",
+            )
+
+    def shapes(self, place: int, layer: Layer) -> list[tuple[int, ...]]:
+        """Return the shapes of what is computed for a layer."""
+        return self.arrangement.shapes(layer)
+
     def weights(self, variables: Sequence[tf.Variable]) -> Sequence[tf.Variable]:
         """Return the weights of the model, not what stands for the statistics."""
         return self.nest.variables
@@ -108,7 +128,7 @@ class StatisticsRule(Rule):
     def traced(self, batch: Any) -> TracedModel:
         """Trace the model into the present graph."""
         with unrolled(self.source):
-            return TracedModel.of(self.matrix, self.nest, batch)
+            return TracedModel.of(self.matrix, self.nest, batch, self.signs)
 
     def statistic(self, place: int, layer: Layer) -> Statistic | None:
         """Return what to compute for a layer."""
@@ -134,6 +154,11 @@ class ScalesRule(StatisticsRule):
 
     bases: Sequence[Any] = ()
     evaluates = "the scales of the eigenvectors"
+
+    def shapes(self, place: int, layer: Layer) -> list[tuple[int, ...]]:
+        """Return the shapes of what is computed for a layer."""
+        known = place < len(self.bases) and self.bases[place] is not None
+        return [layer.entries.shape] if known else []
 
     def statistic(self, place: int, layer: Layer) -> Statistic | None:
         """Return what to compute for a layer."""

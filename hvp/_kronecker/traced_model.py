@@ -57,7 +57,7 @@ class TracedModel:
     _predictions: list[tf.Tensor]
 
     @classmethod
-    def of(cls, rule: PredictionRule, nest: VariableNest, batch: Any) -> TracedModel:
+    def of(cls, rule: PredictionRule, nest: VariableNest, batch: Any, signs: int) -> TracedModel:
         """Trace a model into the present graph, and find its layers.
 
         Parameters
@@ -68,14 +68,9 @@ class TracedModel:
             The weights.
         batch : Elements
             The data.
+        signs : int
+            As for `roots`.
         """
-        if tf.executing_eagerly():
-            raise InvalidLossError(
-                "the model or the loss cannot be traced, so that layers cannot be found",
-                "a model that tf.function can trace",
-                "write it with TensorFlow operations only (no .numpy(), no Python numbers made "
-                "from tensors)",
-            )
         graph = tf.compat.v1.get_default_graph()
         data = [tf.identity(tensor) for tensor in batch.tensors]
         named = batch.with_tensors(data)
@@ -108,7 +103,8 @@ class TracedModel:
                 "the model returned a scalar", "predictions whose first axis counts the examples"
             )
         examples = data[0].shape[0] or tf.shape(data[0])[0]
-        traced = cls(layers, uncovered, examples, output, roots(rule, output), tensors, predictions)
+        vectors = roots(rule, output, signs)
+        traced = cls(layers, uncovered, examples, output, vectors, tensors, predictions)
         traced.leave_out_unconnected()
         return traced
 

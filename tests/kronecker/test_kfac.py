@@ -100,6 +100,7 @@ def test_reduce_by_hand():
 
 @pytest.mark.parametrize("name", ["dense", "groups", "attention", "LSTM"])
 @pytest.mark.parametrize("kind", [hvp.KFAC, hvp.EKFAC])
+@pytest.mark.few(3)
 def test_averages_over_batches_and_devices_are_exact(name, kind):
     model, data = problem(name)
     options = {"likelihood": "categorical"}
@@ -116,8 +117,90 @@ def test_averages_over_batches_and_devices_are_exact(name, kind):
         assert other.value == pytest.approx(whole.value, rel=1e-5)
 
 
+def test_batches_of_many_sizes_and_a_limit_on_memory():
+    model, data = problem("convolution")
+    options = {"likelihood": "categorical"}
+    whole = hvp.EKFAC(model, cross_entropy, model, data, **options)
+    more = tuple(np.concatenate([a] * 3) for a in data)
+    ends = np.cumsum([0, 1, 2, 3, 4, 5, 6])
+    batches = [tuple(a[i:j] for a in more) for i, j in zip(ends, ends[1:])]
+    for other in (
+        hvp.EKFAC(model, cross_entropy, model, batches, **options),
+        hvp.EKFAC(model, cross_entropy, model, more, memory_limit="400 KB", **options),
+    ):
+        np.testing.assert_allclose(other.trace, whole.trace, rtol=1e-5)
+        X = np.eye(whole.shape[0], 5, dtype="float32")
+        np.testing.assert_allclose(other @ X, whole @ X, atol=1e-4 * np.abs(whole @ X).max())
+
+
+def test_batches_on_workers():
+    model, data = problem("dense")
+    options = {"likelihood": "categorical", "batch_size": 2}
+    whole = hvp.EKFAC(model, cross_entropy, model, data, **options)
+    with hvp.Cluster(2) as cluster:
+        other = hvp.EKFAC(model, cross_entropy, model, data, devices=cluster.devices, **options)
+    np.testing.assert_allclose(other.trace, whole.trace, rtol=1e-5)
+
+
+def two_outputs():
+    x = keras.Input((5,))
+    h = layers.Dense(4, "tanh")(x)
+    model = keras.Model(x, [layers.Dense(3)(h), layers.Dense(1)(h)])
+    losses = [keras.losses.SparseCategoricalCrossentropy(from_logits=True), "mse"]
+    model.compile(loss=losses, loss_weights=[1.0, 0.5])
+    random = np.random.default_rng(0)
+    x, y = random.standard_normal((9, 5)), random.standard_normal((9, 1))
+    return model, (x.astype("float32"), [random.integers(0, 3, 9), y.astype("float32")])
+
+
+def sample_weights():
+    model, (x, y) = problem("dense")
+    model.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model, (x, y, np.linspace(0.5, 2, len(x), dtype="float32"))
+
+
+def probabilities():
+    model = keras.Sequential([keras.Input((5,)), layers.Dense(3, "softmax")])
+    model.compile(loss="sparse_categorical_crossentropy")
+    return model, problem("dense")[1]
+
+
+def mixed_precision():
+    policy = keras.mixed_precision.DTypePolicy("mixed_bfloat16")
+    parts = [layers.Dense(8, "tanh", dtype=policy), layers.Dense(3, dtype="float32")]
+    model = keras.Sequential([keras.Input((5,)), *parts])
+    model.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model, problem("dense")[1]
+
+
+@pytest.mark.parametrize(
+    "build", [two_outputs, sample_weights, probabilities, mixed_precision], ids=lambda f: f.__name__
+)
+def test_keras_models(build):
+    keras.utils.set_random_seed(0)
+    model, data = build()
+    E = hvp.EKFAC.from_keras(model, data)
+    G = hvp.GaussNewtonOperator.from_keras(model, data)
+    tolerance = 1e-2 if build is mixed_precision else 1e-5
+    assert E.trace == pytest.approx(np.trace(G.to_dense()), rel=tolerance)
+
+
+def test_several_predictions_of_an_example():
+    """Random signs make the products of different predictions zero on average."""
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((4, 2)), layers.LSTM(3, return_sequences=True)])
+    model.compile(loss="mse")
+    random = np.random.default_rng(0)
+    x, y = (random.standard_normal((20, 4, k)).astype("float32") for k in (2, 3))
+    exact = np.trace(hvp.FisherOperator.from_keras(model, (x, y)).to_dense())
+    few, many = (hvp.EKFAC.from_keras(model, (x, y), samples=n).trace for n in (1, 300))
+    assert few == pytest.approx(exact, rel=0.5)
+    assert many == pytest.approx(exact, rel=0.02)
+
+
 @pytest.mark.parametrize("kind", [hvp.KFAC, hvp.EKFAC])
 @pytest.mark.parametrize("name", ["convolution", "attention", "transposed", "depthwise"])
+@pytest.mark.few(4)
 def test_inverses_square_roots_and_determinants(name, kind):
     model, data = problem(name)
     K = kind(model, cross_entropy, model, data, likelihood="categorical")

@@ -173,6 +173,7 @@ def problem(name, seed=0):
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.few(12)
 def test_scales_are_those_of_the_matrix_itself(name):
     if name == "grouped-query attention" and not hasattr(layers, "GroupQueryAttention"):
         pytest.skip("this Keras does not have it")
@@ -192,6 +193,7 @@ def test_scales_are_those_of_the_matrix_itself(name):
 
 @pytest.mark.parametrize("name", ["dense", "groups", "attention", "LSTM", "embedding"])
 @pytest.mark.parametrize("fisher", ["empirical", "monte-carlo"])
+@pytest.mark.few(4)
 def test_other_targets(name, fisher):
     model, data = problem(name)
     options = {"likelihood": "categorical", "samples": 3} if fisher == "monte-carlo" else {}
@@ -205,6 +207,7 @@ def test_other_targets(name, fisher):
 
 @pytest.mark.parametrize("name", ["convolution", "attention", "shared"])
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.few(3)
 def test_ekfac_is_nearer_than_kfac(name, sharing):
     model, data = problem(name)
     options = {"likelihood": "categorical", "sharing": sharing}
