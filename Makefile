@@ -62,6 +62,8 @@ benchmark: $(VENV)/.examples
 	$(BIN)/python docs/benchmarks/matrices.py --blocks
 	$(BIN)/python docs/benchmarks/spectra.py --monitor
 	$(BIN)/python docs/benchmarks/recycling.py
+	$(BIN)/python docs/benchmarks/kronecker.py
+	$(BIN)/python docs/benchmarks/influence_scores.py
 	$(BIN)/python docs/benchmarks/memory.py --figure
 	$(BIN)/python docs/benchmarks/scale.py --figure
 	$(BIN)/python docs/benchmarks/precision.py

@@ -410,6 +410,7 @@ class InfluenceFunctions(OneProcess):
         """
         return self._scoring.self_influence(checkpoint)
 
+    @outside_strategies
     def top(self, test_data: Any, k: int = 10) -> TopInfluences:
         """Find the training examples that influence each test example most.
 

@@ -451,8 +451,12 @@ def negative_curvature():
 
 def test_negative_curvature_is_reported():
     w, loss = negative_curvature()
-    with pytest.warns(hvp.ConvergenceWarning, match="has the eigenvalue -"):
-        hvp.InfluenceFunctions(loss, w, (X, Y)).scores(TEST)
+    influence = hvp.InfluenceFunctions(loss, w, (X, Y))
+    for method in (influence.scores, influence.top):
+        influence.refresh()
+        with pytest.warns(hvp.ConvergenceWarning, match="has the eigenvalue -") as caught:
+            method(TEST)
+        assert caught[0].filename == __file__
 
 
 @pytest.mark.parametrize("solver", [long("cg"), "block_cg"])
