@@ -30,8 +30,8 @@ _MAX_EXACT = 1024
 _MAX_WIDTH, _VECTORS, _BYTES = 128, 12, 2**30
 _RECYCLED, _MAX_DIRECTIONS = 0.25, 512
 # Warnings point to the line that calls `InfluenceFunctions`. The levels are the method here that
-# warns, `apply`, the method of `Scoring` and its decorator, the public method and its decorator, and
-# that line.
+# warns, `apply`, the method of `Scoring` with its decorator, the public method with its decorator,
+# and that line.
 _STACKLEVEL = 7
 
 

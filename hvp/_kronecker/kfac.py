@@ -262,8 +262,8 @@ class KFAC(FactoredOperator):
         >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, use_bias=False)])
         >>> model.compile(loss="mse")
         >>> K = hvp.KFAC.from_keras(model, (np.eye(3), np.ones((3, 1))))
-        >>> K @ np.ones(3)
-        array([0.6666667, 0.6666667, 0.6666667], dtype=float32)
+        >>> (K @ np.ones(3)).round(4)
+        array([0.6667, 0.6667, 0.6667], dtype=float32)
         """
         parts = compiled_parts(model, data, training, options)
         if parts.regularization is not None:
@@ -394,7 +394,7 @@ class KFAC(FactoredOperator):
         traced, rows = self._traced(batch.part(0, min(2, batch.examples)))
         self._layers, self._uncovered = traced.layers, traced.uncovered
         if batch.examples > 1:
-            _, alone = self._traced(batch.first())
+            _, alone = self._traced(batch.first(), backward=False)
             self._refuse_mixed(rows, alone)
         self._refuse_uncovered()
         shapes = [self._rule.arrangement.shapes(layer) for layer in self._layers]
@@ -405,12 +405,14 @@ class KFAC(FactoredOperator):
             for shape in several
         ]
 
-    def _traced(self, batch: Any) -> tuple[TracedModel, list[np.ndarray]]:
-        """Trace the model, and evaluate what enters its matrices."""
+    def _traced(
+        self, batch: Any, *, backward: bool = True
+    ) -> tuple[TracedModel, dict[str, np.ndarray]]:
+        """Trace the model, and evaluate what enters the matrices of each layer."""
         found: list[TracedModel] = []
 
-        def rows() -> list[tf.Tensor]:
-            found.append(self._rule.traced(batch))
+        def rows() -> dict[str, tf.Tensor]:
+            found.append(self._rule.traced(batch, backward=backward))
             return found[-1].rows()
 
         try:
@@ -428,17 +430,12 @@ class KFAC(FactoredOperator):
             ) from error
         written = [Resource.of(v) for v in all_variables(self._rule.source)]
         with restored(written):
-            return found[-1], [tensor.numpy() for tensor in compiled()]
+            return found[-1], {key: tensor.numpy() for key, tensor in compiled().items()}
 
-    def _refuse_mixed(self, rows: Sequence[np.ndarray], alone: Sequence[np.ndarray]) -> None:
+    def _refuse_mixed(self, rows: dict[str, np.ndarray], alone: dict[str, np.ndarray]) -> None:
         """Refuse layers in which rows do not belong to one example after the other."""
-        forms = [
-            layer.names[0]
-            for layer in self._layers
-            if not isinstance(layer, EntrywiseLayer)
-            for _ in layer.forms
-        ]
-        for name, both, one in zip(forms, rows, alone):
+        for key, both in rows.items():
+            one, name = alone.get(key, np.empty(0)), key.rpartition(" ")[0]
             within = both[:, :1].astype(np.float64)
             scale = np.abs(within).max(initial=0.0)
             if within.shape != one.shape or np.abs(within - one).max(initial=0.0) > 1e-2 * scale:

@@ -125,10 +125,10 @@ class StatisticsRule(Rule):
         """Return the weights of the model, not what stands for the statistics."""
         return self.nest.variables
 
-    def traced(self, batch: Any) -> TracedModel:
+    def traced(self, batch: Any, *, backward: bool = True) -> TracedModel:
         """Trace the model into the present graph."""
         with unrolled(self.source):
-            return TracedModel.of(self.matrix, self.nest, batch, self.signs)
+            return TracedModel.of(self.matrix, self.nest, batch, self.signs, backward=backward)
 
     def statistic(self, place: int, layer: Layer) -> Statistic | None:
         """Return what to compute for a layer."""

@@ -57,7 +57,15 @@ class TracedModel:
     _predictions: list[tf.Tensor]
 
     @classmethod
-    def of(cls, rule: PredictionRule, nest: VariableNest, batch: Any, signs: int) -> TracedModel:
+    def of(
+        cls,
+        rule: PredictionRule,
+        nest: VariableNest,
+        batch: Any,
+        signs: int,
+        *,
+        backward: bool = True,
+    ) -> TracedModel:
         """Trace a model into the present graph, and find its layers.
 
         Parameters
@@ -70,6 +78,8 @@ class TracedModel:
             The data.
         signs : int
             As for `roots`.
+        backward : bool, optional
+            Whether gradients will be propagated backward.
         """
         graph = tf.compat.v1.get_default_graph()
         data = [tf.identity(tensor) for tensor in batch.tensors]
@@ -103,9 +113,10 @@ class TracedModel:
                 "the model returned a scalar", "predictions whose first axis counts the examples"
             )
         examples = data[0].shape[0] or tf.shape(data[0])[0]
-        vectors = roots(rule, output, signs)
+        vectors = roots(rule, output, signs) if backward else []
         traced = cls(layers, uncovered, examples, output, vectors, tensors, predictions)
-        traced.leave_out_unconnected()
+        if backward:
+            traced.leave_out_unconnected()
         return traced
 
     def inputs(self, layer: Layer) -> list[list[tf.Tensor]]:
@@ -113,14 +124,19 @@ class TracedModel:
         forms = layer.forms if isinstance(layer, MatrixLayer) else [use[0] for use in layer.uses]
         return [[self._tensors[name] for name in form.inputs] for form in forms]
 
-    def rows(self) -> list[tf.Tensor]:
-        """Return what enters the matrices, for each operation: shape `(K, examples, T, I)`."""
-        return [
-            form.rows(inputs, self.examples)
+    def rows(self) -> dict[str, tf.Tensor]:
+        """Return what enters the matrices, for each operation: shape `(K, examples, T, I)`.
+
+        The keys are the name of the weight, the place of its block in it and the number of the use.
+        """
+        return {
+            f"{layer.names[0]} {int(layer.entries.min())}/{number}": form.rows(
+                inputs, self.examples
+            )
             for layer in self.layers
             if isinstance(layer, MatrixLayer)
-            for form, inputs in zip(layer.forms, self.inputs(layer))
-        ]
+            for number, (form, inputs) in enumerate(zip(layer.forms, self.inputs(layer)))
+        }
 
     def derivative(self, tensor: str, value: str) -> tf.Tensor:
         """Return the derivative of a tensor's entries in the weight's entries that they are of."""

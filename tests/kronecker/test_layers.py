@@ -7,6 +7,7 @@ import tensorflow as tf
 from keras import layers
 
 import hvp
+from tests.cases import long
 
 CLASSES = 3
 
@@ -173,7 +174,7 @@ def problem(name, seed=0):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.few(12)
+@pytest.mark.few(8)
 def test_scales_are_those_of_the_matrix_itself(name):
     if name == "grouped-query attention" and not hasattr(layers, "GroupQueryAttention"):
         pytest.skip("this Keras does not have it")
@@ -193,7 +194,7 @@ def test_scales_are_those_of_the_matrix_itself(name):
 
 @pytest.mark.parametrize("name", ["dense", "groups", "attention", "LSTM", "embedding"])
 @pytest.mark.parametrize("fisher", ["empirical", "monte-carlo"])
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_other_targets(name, fisher):
     model, data = problem(name)
     options = {"likelihood": "categorical", "samples": 3} if fisher == "monte-carlo" else {}
@@ -205,9 +206,14 @@ def test_other_targets(name, fisher):
     np.testing.assert_allclose(E.scales(), exact, atol=2e-5 * np.abs(exact).max())
 
 
-@pytest.mark.parametrize("name", ["convolution", "attention", "shared"])
-@pytest.mark.parametrize("sharing", ["expand", "reduce"])
-@pytest.mark.few(3)
+@pytest.mark.parametrize(
+    ("name", "sharing"),
+    [
+        ("strides", "expand"),
+        ("shared", "reduce"),
+        *(long("attention", sharing) for sharing in ("expand", "reduce")),
+    ],
+)
 def test_ekfac_is_nearer_than_kfac(name, sharing):
     model, data = problem(name)
     options = {"likelihood": "categorical", "sharing": sharing}

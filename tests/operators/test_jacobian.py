@@ -195,7 +195,7 @@ def test_least_squares_of_a_keras_model():
         return J
 
     start = np.concatenate([np.ravel(w) for w in model.trainable_variables])
-    limits = {"xtol": None, "gtol": 1e-8, "ftol": None, "max_nfev": 400}
+    limits = {"xtol": None, "gtol": 1e-8, "ftol": None, "max_nfev": 150}
     fit = least_squares(errors, start, jacobian, tr_solver="lsmr", x_scale=1.0, **limits)
     by_differences = least_squares(errors, start, **limits)
     found = fit.optimality, np.abs(jacobian(fit.x).T @ errors(fit.x)).max()
