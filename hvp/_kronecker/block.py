@@ -10,6 +10,9 @@ import numpy as np
 import scipy.linalg
 import tensorflow as tf
 
+# Below this size numpy's function for eigenvalues is as fast as scipy's.
+_SMALL = 16
+
 
 @dataclass(frozen=True)
 class Block:
@@ -148,9 +151,12 @@ def eigen(moment: np.ndarray, *, full: bool) -> tuple[np.ndarray, np.ndarray | N
 def _eigh(moment: np.ndarray) -> Any:
     symmetric = (moment + moment.T) / 2
     # In its own precision: in float64 large factors of float32 models would take twice as long.
-    values, vectors = scipy.linalg.eigh(
-        symmetric, overwrite_a=True, check_finite=False, driver="evd"
-    )
+    if len(symmetric) < _SMALL:  # old versions of scipy leave too little room for one row
+        values, vectors = np.linalg.eigh(symmetric)
+    else:
+        values, vectors = scipy.linalg.eigh(
+            symmetric, overwrite_a=True, check_finite=False, driver="evd"
+        )
     return values.astype(np.float64), vectors
 
 
