@@ -4,6 +4,10 @@ The network has 9,930 weights, and its Gauss-Newton matrix a damping of a thousa
 eigenvalue. Times are from fresh gradients to scores, without building the matrix, which is shown by
 itself; the second set of 100 digits uses gradients that were kept in a folder.
 
+If torch and kronfluence are installed, the scores of EK-FAC are then compared with those of
+kronfluence, for the convolutional network of `kronecker.py` with the same weights; both draw their
+own targets.
+
     python docs/benchmarks/influence_scores.py
 """
 
@@ -19,10 +23,19 @@ from typing import Any
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras
+import kronecker
 import numpy as np
 from sklearn.datasets import load_digits
 
 import hvp
+
+try:
+    import torch
+    from kronfluence.analyzer import Analyzer, prepare_model
+    from kronfluence.arguments import FactorArguments, ScoreArguments
+    from kronfluence.task import Task
+except ImportError:
+    Task = None
 
 TRAINING, TEST = 1437, 100
 
@@ -84,5 +97,69 @@ def main() -> None:
         print(f"{name:22} {ratio:6.1f} times as fast as block_cg, correlation {r:.3f}")
 
 
+if Task is not None:
+
+    class _Classification(Task):
+        """What kronfluence asks for: the losses of training and of test examples."""
+
+        def compute_train_loss(self, batch: Any, model: Any, sample: bool = False) -> Any:
+            """Return the sum of losses, of drawn targets if `sample` is True."""
+            x, y = batch
+            logits = model(x)
+            if sample:
+                y = torch.multinomial(torch.softmax(logits.detach(), 1), 1).flatten()
+            return torch.nn.functional.cross_entropy(logits, y, reduction="sum")
+
+        def compute_measurement(self, batch: Any, model: Any) -> Any:
+            """Return the sum of the losses of test examples."""
+            return self.compute_train_loss(batch, model)
+
+
+def beside_kronfluence() -> None:
+    """Compare scores and times with those of kronfluence."""
+    network = kronecker.network("convolutional")
+    x, y = kronecker.data_of("convolutional")
+    train, test = (x[:TRAINING], y[:TRAINING]), (x[TRAINING:][:TEST], y[TRAINING:][:TEST])
+    pair = network, kronecker.cross_entropy
+    options: Any = {"fisher": "monte-carlo", "likelihood": "categorical"}
+    built, K = seconds(lambda: hvp.EKFAC(*pair, network, train, **options))
+    again, _ = seconds(K.refresh)
+    influence = hvp.InfluenceFunctions(pair, network, train, curvature=K, damping=1e-3)
+    influence.scores(test)  # traces
+    scored, own = seconds(lambda: influence.scores(test))
+    print(f"hvp: factors {built:.2f} s with tracing, {again:.2f} s again; scores {scored:.2f} s")
+
+    def dataset(data: tuple[np.ndarray, np.ndarray]) -> Any:
+        images = torch.tensor(data[0]).permute(0, 3, 1, 2).contiguous()
+        return torch.utils.data.TensorDataset(images, torch.tensor(data[1]).long())
+
+    task = _Classification()
+    model = prepare_model(kronecker.torch_network(network, "convolutional"), task)
+    with tempfile.TemporaryDirectory() as folder:
+        analyzer = Analyzer("digits", model, task, cpu=True, output_dir=folder, disable_tqdm=True)
+        factors = {"factor_args": FactorArguments(strategy="ekfac")}
+        built, _ = seconds(
+            lambda: analyzer.fit_all_factors(
+                "factors", dataset(train), per_device_batch_size=TRAINING, **factors
+            )
+        )
+        scored, _ = seconds(
+            lambda: analyzer.compute_pairwise_scores(
+                "scores",
+                factors_name="factors",
+                query_dataset=dataset(test),
+                train_dataset=dataset(train),
+                per_device_query_batch_size=TEST,
+                per_device_train_batch_size=TRAINING,
+                score_args=ScoreArguments(damping_factor=1e-3),
+            )
+        )
+        others = analyzer.load_pairwise_scores("scores")["all_modules"].numpy()
+    r = np.corrcoef(own.ravel(), others.ravel())[0, 1]
+    print(f"kronfluence: factors {built:.2f} s, scores {scored:.2f} s; correlation {r:.4f}")
+
+
 if __name__ == "__main__":
     main()
+    if Task is not None:
+        beside_kronfluence()

@@ -191,7 +191,7 @@ def torch_network(model: keras.Model, name: str) -> Any:
             part = torch.nn.Conv2d(*kernel.shape[2:], 3, stride=layer.strides[0], padding=1)
             part.weight.data = kernel.permute(3, 2, 0, 1).contiguous()
             if layer.strides[0] == 2:  # Keras pads the other side
-                part.padding = 0
+                part.padding = (0, 0)
                 parts.append(torch.nn.ZeroPad2d((0, 1, 0, 1)))
         part.bias.data = bias
         parts.append(part)
