@@ -19,7 +19,7 @@ from hvp._graphs.parts import ancestors, cut_out, data_inputs, import_part, node
 from hvp._graphs.sizes import ENTRYWISE, shapes_of
 
 _PRODUCTS = frozenset(["MatMul", "BatchMatMulV2", "Einsum", "Conv2D", "Conv3D"])
-_UNCHANGED = frozenset(["Identity", "Cast", "StopGradient", "PreventGradient", "EnsureShape"])
+_UNCHANGED = frozenset(["Identity", "Cast", "EnsureShape"])
 _RESHAPED = frozenset(["Reshape", "ExpandDims", "Squeeze"])
 _SLICED = frozenset(["Slice", "StridedSlice", "Split", "SplitV", "Unpack", "GatherV2"])
 
@@ -150,7 +150,7 @@ class WeightedGraph:
         for node, place in self._consumers[with_index(handle)]:
             if node.op == "Identity":
                 found += self._consumers_of_handle(f"{node.name}:0")
-            else:
+            elif node.op != "VariableShape":
                 found.append((node, place))
         return found
 

@@ -380,12 +380,11 @@ class KFAC(FactoredOperator):
             distances[block.names[0]] = float(np.linalg.norm(error) / norm) if norm else 0.0
         return distances
 
-    def _true_operator(self, variables: Any = None) -> SymmetricOperator:
+    def _true_operator(self) -> SymmetricOperator:
         """Return the matrix that this one approximates."""
-        source = self._nest.source if variables is None else variables
-        return SymmetricOperator(
-            evaluated(self._matrix, source, self._data, on_stale="ignore", **self._options), 0.0
-        )
+        source, options = self._nest.source, self._options
+        core = evaluated(self._matrix, source, self._data, on_stale="ignore", **options)
+        return SymmetricOperator(core, 0.0)
 
     def _find_layers(self) -> None:
         """Trace the model once, and make variables that stand for the statistics."""
@@ -510,9 +509,11 @@ class KFAC(FactoredOperator):
         places = [self._nest.names.index(name) for name in names]
         starts = np.cumsum([0, *self._space.sizes])
         entries = np.concatenate([np.arange(starts[p], starts[p + 1]) for p in places])
-        operator = self._true_operator([self._nest.variables[place] for place in places])
+        # With all variables, because these may have no curvature at all.
+        operator = self._true_operator()
         self._value = operator.value
-        values, vectors = eigen(operator.to_dense()[np.newaxis], full=True)
+        block = operator.block([self._nest.variables[place] for place in places])
+        values, vectors = eigen(block.to_dense()[np.newaxis], full=True)
         bases, scales = [vectors, None], values[:, :, np.newaxis]
         return [Block.of(tuple(names), "exact", exact(entries), bases, scales, self._space.dtype)]
 

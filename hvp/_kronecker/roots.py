@@ -46,10 +46,21 @@ def roots(rule: PredictionRule, output: Output, signs: int) -> list[tf.Tensor]:
     if isinstance(rule, EmpiricalFisherRule):
         gradients, count = rule.prepare(output)
         filled = _filled(gradients, output.predictions)
-        return [(tf.cast(count, g.dtype) * g)[tf.newaxis] for g in filled]
+        scale = tf.sqrt(tf.cast(count, filled[0].dtype) * _examples(output))
+        return [(tf.cast(scale, g.dtype) * g)[tf.newaxis] for g in filled]
     if isinstance(rule, FisherRule):
         return _of_likelihood(rule, output, signs)
     return _of_hessian(rule, output)
+
+
+def _examples(output: Output) -> tf.Tensor:
+    """Return the number of examples.
+
+    The outer products of the vectors are averaged over the examples, and the loss may divide by
+    another number.
+    """
+    first = output.predictions[0]
+    return tf.cast(tf.shape(first)[0], first.dtype)
 
 
 def _filled(parts: Sequence[tf.Tensor | None], like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -57,11 +68,11 @@ def _filled(parts: Sequence[tf.Tensor | None], like: Sequence[tf.Tensor]) -> lis
 
 
 def _of_likelihood(rule: FisherRule, output: Output, signs: int) -> list[tf.Tensor]:
-    prepared, count = rule.prepare(output), rule.count(output)
+    prepared, count = rule.prepare(output), _examples(output)
     parts = []
     for index, (family, known, constant) in enumerate(prepared):
         vectors = known if rule.samples else _signed(family.root(known), index, signs)
-        scale = count * constant / max(1, rule.samples)
+        scale = tf.cast(count, constant.dtype) * constant / max(1, rule.samples)
         parts.append(tf.sqrt(tf.cast(scale, vectors.dtype)) * vectors)
     return parts if rule.samples else _alone(parts)
 
@@ -103,7 +114,8 @@ def _of_hessian(rule: PredictionRule, output: Output) -> list[tf.Tensor]:
             "pass likelihood='categorical', 'bernoulli', 'gaussian' or 'poisson' if the loss is "
             "its negative log-likelihood; or fisher='empirical'",
         )
-    count = rule.count(output)
+    rule.count(output)  # which refuses a loss that is no mean
+    count = _examples(output)
     dtype, total = predictions[0].dtype, sum(sizes)
 
     def multiply(unit: tf.Tensor) -> tf.Tensor:

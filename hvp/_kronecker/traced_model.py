@@ -125,24 +125,30 @@ class TracedModel:
         return [[self._tensors[name] for name in form.inputs] for form in forms]
 
     def rows(self) -> dict[str, tf.Tensor]:
-        """Return what enters the matrices, for each operation: shape `(K, examples, T, I)`.
+        """Return what should belong to one example after the other, along the second axis.
 
-        The keys are the name of the weight, the place of its block in it and the number of the use.
+        It is what enters the matrices, and the results of operations entry by entry. The keys are
+        the name of the weight, the place of its block in it and the number of the use.
         """
-        return {
-            f"{layer.names[0]} {int(layer.entries.min())}/{number}": form.rows(
-                inputs, self.examples
-            )
-            for layer in self.layers
-            if isinstance(layer, MatrixLayer)
-            for number, (form, inputs) in enumerate(zip(layer.forms, self.inputs(layer)))
-        }
+        rows = {}
+        for layer in self.layers:
+            key = f"{layer.names[0]} {int(layer.entries.min())}"
+            if isinstance(layer, MatrixLayer):
+                for number, (form, data) in enumerate(zip(layer.forms, self.inputs(layer))):
+                    rows[f"{key}/{number}"] = form.rows(data, self.examples)
+                continue
+            for number, (use, _, _) in enumerate(layer.uses):
+                if use.output:
+                    result = self._tensors[use.output]
+                    rows[f"{key}/{number}"] = tf.reshape(result, [1, self.examples, -1])
+        return rows
 
     def derivative(self, tensor: str, value: str) -> tf.Tensor:
         """Return the derivative of a tensor's entries in the weight's entries that they are of."""
         source = self._tensors[value]
         with corrected_derivatives():
-            (gradient,) = tf.gradients(tf.reduce_sum(self._tensors[tensor]), [source])
+            sums = tf.reduce_sum(self._tensors[tensor])
+            (gradient,) = tf.gradients(sums, [source], unconnected_gradients="zero")
         return gradient
 
     def value(self, name: str) -> tf.Tensor:

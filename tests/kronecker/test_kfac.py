@@ -192,6 +192,30 @@ def test_keras_models(build):
     assert E.trace == pytest.approx(np.trace(G.to_dense()), rel=tolerance)
 
 
+@pytest.mark.parametrize("fisher", ["type-2", "empirical"])
+@pytest.mark.parametrize("batch_size", [None, 3])
+def test_a_loss_that_divides_by_something_else(fisher, batch_size):
+    random = np.random.default_rng(0)
+    kernel = tf.Variable(random.standard_normal((3, 2)), name="kernel")
+    x, y, counts = random.standard_normal((7, 3)), random.standard_normal((7, 2)), np.arange(1.0, 8)
+
+    def weighted(predictions, y, counts):
+        squares = tf.reduce_sum((predictions - y) ** 2, axis=1) / 2
+        return tf.reduce_sum(counts * squares) / tf.reduce_sum(counts)
+
+    def model(x):
+        return tf.tanh(x @ kernel)
+
+    options = {"weight": lambda x, y, counts: tf.reduce_sum(counts), "batch_size": batch_size}
+    data = x, y, counts
+    E = hvp.EKFAC(model, weighted, kernel, data, fisher=fisher, **options)
+    if fisher == "type-2":
+        F = hvp.GaussNewtonOperator(model, weighted, kernel, data, **options)
+    else:
+        F = hvp.FisherOperator(model, weighted, kernel, data, kind="empirical", **options)
+    assert E.trace == pytest.approx(np.trace(F.to_dense()), rel=1e-9)
+
+
 def test_several_predictions_of_an_example():
     """Random signs make the products of different predictions zero on average."""
     random = np.random.default_rng(0)

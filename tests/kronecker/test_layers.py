@@ -253,6 +253,30 @@ def test_rows_that_do_not_belong_to_one_example_after_the_other_are_refused():
         hvp.KFAC(time_major, cross_entropy, kernel, (data[0].astype("float32"), data[1]))
 
 
+def test_scales_of_data_in_another_order_are_refused():
+    scale = tf.Variable(np.ones(2, "float32"), name="scale")
+
+    def time_major(x):
+        return tf.reduce_mean(tf.transpose(x, [1, 0, 2]) * scale, axis=0)
+
+    data = np.random.default_rng(0).standard_normal((4, 4, 2)), np.zeros(4, "int32")
+    with pytest.raises(hvp.HvpError, match="one example after the other"):
+        hvp.KFAC(time_major, cross_entropy, scale, (data[0].astype("float32"), data[1]))
+
+
+def test_weights_behind_a_stopped_gradient_have_no_curvature():
+    kernel = tf.Variable(np.ones((2, 3), "float32"), name="kernel")
+    offset = tf.Variable(np.ones(3, "float32"), name="offset")
+
+    def model(x):
+        return x @ tf.stop_gradient(kernel) + offset
+
+    data = np.ones((4, 2), "float32"), np.zeros(4, "int32")
+    K = hvp.EKFAC(model, cross_entropy, [kernel, offset], data)
+    G = hvp.GaussNewtonOperator(model, cross_entropy, [kernel, offset], data)
+    np.testing.assert_allclose(K.to_dense(), G.to_dense(), atol=1e-6)
+
+
 def test_what_belongs_to_no_layer_is_exact_while_small_and_named_otherwise():
     w = tf.Variable(np.linspace(0, 1, 6, dtype="float32"), name="w")
     data = np.ones((4, 2), "float32"), np.zeros(4, "int32")
