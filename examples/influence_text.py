@@ -96,7 +96,7 @@ print(f"{model.count_params()} weights, {np.mean(right):.0%} of {len(asked)} que
 K = hvp.EKFAC.from_keras(model, (x, y))
 print(K)
 for block in K.blocks[:4]:
-    print(f"  {block.kind:10} {block.shape}  {', '.join(block.variables)}")
+    print(f"  {block.kind:10} {block.shape}  {', '.join(block.names)}")
 
 # %%
 # Scores

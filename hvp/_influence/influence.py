@@ -563,8 +563,7 @@ def _factored(
         own = {k: options[k] for k in _OF_FACTORED if options.get(k) is not None}
         model, output_loss = loss
         matrix = _FACTORED[solver](model, output_loss, variables, data, **own)
-    handles = [id(v.handle) for v in collect_variables(variables).variables]
-    if [id(v.handle) for v in matrix.variables] != handles:
+    if not matrix.is_of(collect_variables(variables)):
         raise HvpError(
             "the Kronecker-factored matrix has other variables",
             "the variables of the loss, in the same order",

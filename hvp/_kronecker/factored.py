@@ -70,10 +70,11 @@ class FactoredOperator(OneProcess, DtypePreserving):
         size = self.shape[0]
         return f"{type(self).__name__}({size} x {size}, {self.dtype.name}, blocks: {blocks})"
 
-    @property
-    def variables(self) -> list[tf.Variable]:
-        """The variables, in the order of the vectors."""
-        return list(self._nest.variables)
+    def is_of(self, nest: VariableNest) -> bool:
+        """Whether these are its variables, in this order."""
+        pairs = zip(self._nest.variables, nest.variables)
+        same = len(self._nest.variables) == len(nest.variables)
+        return same and all(own.handle is other.handle for own, other in pairs)
 
     @property
     def nbytes(self) -> int:

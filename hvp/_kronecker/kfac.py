@@ -46,7 +46,7 @@ class BlockDescription(NamedTuple):
 
     Attributes
     ----------
-    variables : tuple of str
+    names : tuple of str
         The names of its variables.
     kind : {"kronecker", "exact", "diagonal"}
         How it is approximated.
@@ -55,7 +55,7 @@ class BlockDescription(NamedTuple):
         factors of the sizes of these rows and columns for each group.
     """
 
-    variables: tuple[str, ...]
+    names: tuple[str, ...]
     kind: str
     shape: tuple[int, ...]
 
@@ -101,13 +101,6 @@ class KFAC(FactoredOperator):
         Exact blocks with more rows are kept as diagonals.
     **options
         Of `HessianOperator`: `batch_size`, `memory_limit`, `devices`, `device_timeout`, `progress`.
-
-    Attributes
-    ----------
-    value : float
-        The loss.
-    blocks : list of BlockDescription
-        What the approximation of each block is.
 
     Raises
     ------

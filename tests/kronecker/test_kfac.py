@@ -323,7 +323,7 @@ def test_the_distance_from_the_true_blocks():
         own = slice(places, places + int(np.prod(block.shape)))
         places = own.stop
         exact = np.linalg.norm(dense[own, own] - F[own, own]) / np.linalg.norm(F[own, own])
-        assert estimated[block.variables[0]] == pytest.approx(exact, rel=0.2)
+        assert estimated[block.names[0]] == pytest.approx(exact, rel=0.2)
 
 
 def test_large_factors_are_diagonals():

@@ -223,7 +223,7 @@ def test_ekfac_is_nearer_than_kfac(name, sharing):
     places = 0
     for block in K.blocks:
         size = int(np.prod(block.shape))
-        names = [block.variables[0].rpartition("/")[0]] if "/" in block.variables[0] else []
+        names = [block.names[0].rpartition("/")[0]] if "/" in block.names[0] else []
         own = slice(places, places + size)
         exact, k, e = F.to_dense()[own, own], K.to_dense()[own, own], E.to_dense()[own, own]
         assert np.linalg.norm(e - exact) <= np.linalg.norm(k - exact) * (1 + 1e-5), names
