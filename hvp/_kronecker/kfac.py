@@ -262,8 +262,9 @@ class KFAC(FactoredOperator):
         if parts.regularization is not None:
             raise HvpError(
                 "the model has regularizers, which have no Kronecker factors",
-                "a model without them",
-                "add them as damping: an L2 penalty c adds 2 c",
+                "a model without them, or the matrix of the loss without them",
+                f"call hvp.{cls.__name__}(model, output_loss, model, data) with a loss of the "
+                "predictions alone; a penalty of c times the squares then adds 2 c to the damping",
             )
         # With weights of examples the loss is no log-likelihood, but convex all the same.
         is_weighted = isinstance(data, tuple) and len(data) > 2 and fisher == "type-2"

@@ -384,6 +384,18 @@ def test_bad_arguments(options, message):
         hvp.KFAC(model, half_squares, weights, data_of(4), **options)
 
 
+def test_regularizers_are_refused_and_the_matrix_without_them_is_not():
+    dense = layers.Dense(3, kernel_regularizer="l2")
+    model = keras.Sequential([keras.Input((5,)), dense])
+    model.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    data = problem("dense")[1]
+    with pytest.raises(hvp.HvpError, match=r"hvp.EKFAC\(model, output_loss, model, data\)"):
+        hvp.EKFAC.from_keras(model, data)
+    E = hvp.EKFAC(model, cross_entropy, model, data)
+    G = hvp.GaussNewtonOperator(model, cross_entropy, model, data)
+    assert E.trace == pytest.approx(np.trace(G.to_dense()), rel=1e-5)
+
+
 def test_no_examples():
     model, weights = linear(1)
     with pytest.raises(hvp.InvalidDataError, match="no examples"):
