@@ -90,7 +90,7 @@ for name, K in factored.items():
 # are networks whose weights were drawn from the K-FAC Gaussian, to first order in the weights.
 
 mean = network(grid).numpy().ravel()
-draws = J @ factored["K-FAC"].sample(3, damping, seed=1) / np.sqrt(n)
+draws = J @ factored["K-FAC"].sample(3, damping, examples=n, seed=1)
 fig, axes = plt.subplots(1, 3, figsize=(10, 3.4), sharey=True, layout="constrained")
 for ax, (name, deviation) in zip(axes, deviations.items()):
     band = mean - 2 * deviation, mean + 2 * deviation

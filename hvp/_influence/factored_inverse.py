@@ -52,6 +52,18 @@ class FactoredInverse:
         settings = f"{self._damping!r} {digest(self._matrix.eigenvalues)}"
         return {"solver": self.solver, "settings": settings}
 
+    def whitened(self, rows: np.ndarray) -> np.ndarray:
+        """Multiply the square root of the inverse by each row.
+
+        Products of such rows are scores, and they are of similar lengths in all directions.
+        """
+        return self._inverse.sqrt().product_of_rows(tf.constant(rows)).numpy()
+
+    def whitened_solutions(self, solutions: np.ndarray) -> np.ndarray:
+        """Return `whitened` of vectors, from what `apply` returned for them."""
+        root = self._matrix.sqrt(self._damping)
+        return root.product_of_rows(tf.constant(solutions)).numpy()
+
     @property
     def operator(self) -> FactoredOperator:
         """The damped matrix."""

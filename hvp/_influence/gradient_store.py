@@ -22,6 +22,7 @@ from hvp._influence.projection import Projection
 
 _DESCRIPTION = "store.json"
 _VERSION = 1
+_DERIVED = ("data", "rows", "width", "examples")
 # A shard takes at most this many bytes.
 _SHARD = 2**28
 # So many bytes of rows are read at once.
@@ -150,9 +151,9 @@ class GradientStore:
             try:
                 array = np.load(self._path(shard), mmap_mode="r", allow_pickle=False)
             except (OSError, ValueError, EOFError) as error:
-                raise self._not_a_store() from error
+                raise self._damaged(shard) from error
             if array.shape != (end - start, self._width) or array.dtype != self._dtype:
-                raise self._not_a_store()
+                raise self._damaged(shard)
             for first in range(0, len(array), at_once):
                 yield start + first, tf.constant(array[first : first + at_once])
 
@@ -187,16 +188,26 @@ class GradientStore:
             raise self._not_a_store()
         names = {*saved, *description}
         differing = sorted(name for name in names if saved.get(name) != description.get(name))
+        # These follow from others.
+        differing = [name for name in differing if name not in _DERIVED] or differing
         if differing:
             raise CheckpointError(
                 f"the store of gradients {self._folder} belongs to other {', '.join(differing)}",
-                "the gradients of these examples at the present weights",
-                "pass another folder, or remove this one",
+                "gradients of the same loss, examples, weights and projection",
+                "remove the folder, or make a new InfluenceFunctions with another one",
             )
+
+    def _damaged(self, shard: int) -> CheckpointError:
+        path = self._path(shard)
+        return CheckpointError(
+            f"the file {path} is damaged, or is not of this package",
+            "a shard that is whole",
+            "remove this file: its gradients are then computed again",
+        )
 
     def _not_a_store(self) -> CheckpointError:
         return CheckpointError(
-            f"the folder {self._folder} is not empty, and is no store of gradients that is whole",
+            f"the folder {self._folder} is not empty, and is no store of gradients",
             "an empty or new folder, or one that InfluenceFunctions wrote",
             "pass another folder, or remove this one",
         )

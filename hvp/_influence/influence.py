@@ -106,8 +106,8 @@ class InfluenceFunctions(OneProcess):
         ``"exact"`` up to 1024 variables, and for ``"block_cg"`` beyond. These and ``"cg"`` agree to
         `rtol`. ``"minres"`` is for Hessians that are indefinite even with damping. ``"neumann"``
         (LiSSA) and ``"arnoldi"`` are approximations, for comparison. ``"ekfac"`` and ``"kfac"``
-        approximate the Gauss-Newton matrix by Kronecker factors, and solve nothing: for models with
-        too many weights for the others. A function takes the damped
+        approximate the Gauss-Newton matrix by Kronecker factors, whatever `curvature` says, and
+        solve nothing: for models with too many weights for the others. A function takes the damped
         operator, and returns its inverse as a `LinearOperator`.
     regularization : callable, optional
         Takes nothing, and returns a scalar that is added to the training loss once.
@@ -129,9 +129,10 @@ class InfluenceFunctions(OneProcess):
         processes read them, so that the scores of other test data take one product and no pass over
         the training data. The folder of other weights, data or another loss is refused.
     projection : int, optional
-        Keep so many numbers of each gradient, by a random projection. A score is then estimated
-        with a standard error of about one over the square root of this number, as a part of the
-        largest score that vectors of their lengths could have.
+        Keep so many numbers of each gradient, by a random projection. The score of two gradients
+        is then an estimate, whose standard error is at most ``sqrt(2 / projection)`` times the
+        product of their lengths: in the metric of the inverse for ``"ekfac"`` and ``"kfac"``, which
+        is the root of the product of their self-influences. Weak scores drown in it.
     progress : bool or "always", optional
         Whether to show a tqdm progress bar over the examples on a terminal; ``"always"`` shows it
         on any stream.
@@ -210,14 +211,7 @@ class InfluenceFunctions(OneProcess):
         **options: Any,
     ) -> None:
         check_solver(solver)
-        if projection is not None:
-            check_count(projection, "projection")
-            if gradients is None:
-                raise HvpError(
-                    "projection is passed, but gradients are not kept",
-                    "a folder to keep them in",
-                    "pass gradients='a folder', or leave out projection",
-                )
+        _check_projection(projection, gradients)
         unsupported = sorted({"weight", "reduction", "on_stale"} & set(options))
         if unsupported:
             raise HvpError(
@@ -276,7 +270,10 @@ class InfluenceFunctions(OneProcess):
             def fingerprint() -> dict[str, str]:
                 digests = core_of(point).fingerprint()
                 loss_now = own_gradients.fingerprint(train.first)
-                return {**digests, "training data": train.fingerprint(), "training loss": loss_now}
+                digests = {**digests, "training data": train.fingerprint()}
+                if projection is not None and isinstance(inverse, FactoredInverse):
+                    digests.update(inverse.fingerprint())
+                return {**digests, "training loss": loss_now}
 
             random = None if projection is None else Projection(size, projection, seed=0)
             store = GradientStore(gradients, train.count, size, dtype, random, fingerprint)
@@ -323,6 +320,7 @@ class InfluenceFunctions(OneProcess):
         InvalidLossError
             If the model is not compiled, or its loss is not a mean of examples' losses.
         """
+        _check_projection(options.get("projection"), options.get("gradients"))
         loss, test_loss = (
             loss_of_model(model, training=training, by_examples=True, regularized=regularized)
             for regularized in (True, False)
@@ -380,9 +378,9 @@ class InfluenceFunctions(OneProcess):
 
         Notes
         -----
-        The cost is one linear solve for each test example. The gradients of all training examples
-        are computed once for each block of 128 test examples, or of fewer if `memory_limit`
-        requires it.
+        The cost is one linear solve for each test example, and a product with ``"ekfac"`` or
+        ``"kfac"``. The gradients of all training examples are computed once for each block of 128
+        test examples, or of fewer if `memory_limit` requires it, unless they are kept.
         """
         return self._scoring.scores(test_data, out, checkpoint)
 
@@ -524,6 +522,18 @@ class InfluenceFunctions(OneProcess):
         return (
             f"InfluenceFunctions({self.n_train} training examples, {self.operator.shape[0]} "
             f"variables, damping {self._point.damping:g}, solver {solver!r})"
+        )
+
+
+def _check_projection(projection: Any, gradients: Any) -> None:
+    if projection is None:
+        return
+    check_count(projection, "projection")
+    if gradients is None:
+        raise HvpError(
+            "projection is passed, but gradients are not kept",
+            "a folder to keep them in",
+            "pass gradients='a folder', or leave out projection",
         )
 
 

@@ -10,10 +10,10 @@ import numpy as np
 import tensorflow as tf
 
 from hvp._errors import HvpError, InvalidDataError, StaleOperatorError, line_of
-from hvp._influence.damped_inverse import DampedInverse
 from hvp._influence.example_data import ExampleData
 from hvp._influence.example_gradients import ExampleGradients
 from hvp._influence.extremes import Extremes
+from hvp._influence.factored_inverse import FactoredInverse
 from hvp._influence.gradient_store import GradientStore
 from hvp._influence.score_store import ScoreStore
 from hvp._operators.hessian import HessianOperator
@@ -35,7 +35,7 @@ class Scoring:
         The training examples.
     gradients, test_gradients : ExampleGradients
         Gradients of the training loss and of the test loss.
-    inverse : DampedInverse
+    inverse : DampedInverse or FactoredInverse
         The inverse of the operator.
     progress : bool or "always"
         Whether to show progress bars.
@@ -46,7 +46,7 @@ class Scoring:
     ----------
     gradients : ExampleGradients
         Gradients of the training loss.
-    inverse : DampedInverse
+    inverse : DampedInverse or FactoredInverse
         The inverse of the operator.
     """
 
@@ -56,7 +56,7 @@ class Scoring:
         train: ExampleData,
         gradients: ExampleGradients,
         test_gradients: ExampleGradients,
-        inverse: DampedInverse,
+        inverse: Any,
         progress: Any,
         store: GradientStore | None = None,
     ) -> None:
@@ -133,10 +133,21 @@ class Scoring:
                     parts[name][first : first + len(rows), start:end] = scores.numpy()
         return parts
 
+    @property
+    def whitens(self) -> bool:
+        """Whether gradients are multiplied by a root of the inverse before they are projected.
+
+        The error of a projection grows with the lengths of vectors, which are less different then.
+        """
+        kept = self._kept is not None and self._kept.is_projected
+        return kept and isinstance(self.inverse, FactoredInverse)
+
     def _scores_of(self, solutions: np.ndarray, skip: int = 0) -> Iterator[tuple[int, tf.Tensor]]:
         """Iterate over the scores of training examples, those of the first `skip` left out."""
         if self._kept is not None:
             self._fill()
+            if self.whitens:
+                solutions = self.inverse.whitened_solutions(solutions)
             solutions = self._kept.projected(solutions)
         vectors = tf.constant(solutions)
         for start, rows in self._pieces():
@@ -173,7 +184,8 @@ class Scoring:
                 continue
             low, high = max(start, first), min(end, last)
             own = part.part(low - first, high - first)
-            yield low, self.gradients.of_all(own, "training example", low)
+            rows = self.gradients.of_all(own, "training example", low)
+            yield low, self.inverse.whitened(rows) if self.whitens else rows
 
     def _refuse_projection(self) -> None:
         if self._kept is not None and self._kept.is_projected:

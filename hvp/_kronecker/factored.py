@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from hvp._runtime.arguments import check_count
 from hvp._runtime.guard import OneProcess
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._vectors.arrays import check_array
+from hvp._vectors.nests import flattened, unflattened
 from hvp._vectors.selection import select
 from hvp._vectors.space import Space, as_tensor
 from hvp._vectors.variables import VariableNest
@@ -63,6 +65,22 @@ class FactoredOperator(OneProcess, DtypePreserving):
             self._order = None if is_sorted else tf.constant(order)
             self._places = None if is_sorted else tf.constant(np.argsort(order))
         return self._made
+
+    __signature__: inspect.Signature
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Show the signature of `__init__`; scipy's `__new__` would show `(*args, **kwargs)`."""
+        super().__init_subclass__(**options)
+        signature = inspect.signature(cls.__init__)
+        cls.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])
+
+    def flatten(self, nest: Any) -> Any:
+        """Concatenate a nest shaped like the variables, as `HessianOperator.flatten` does."""
+        return flattened(self._space, nest)
+
+    def unflatten(self, vector: Any) -> Any:
+        """Split a vector, or a block of columns, as `HessianOperator.unflatten` does."""
+        return unflattened(self._space, vector)
 
     def __repr__(self) -> str:
         counts = {kind: sum(b.kind == kind for b in self._blocks) for kind in _KINDS}
@@ -142,7 +160,9 @@ class FactoredOperator(OneProcess, DtypePreserving):
         damping = _not_negative(damping)
         return self._function(lambda scales: np.sqrt(scales + damping))
 
-    def sample(self, count: int, damping: float = 0.0, *, seed: int = 0) -> np.ndarray:
+    def sample(
+        self, count: int, damping: float = 0.0, *, examples: int = 1, seed: int = 0
+    ) -> np.ndarray:
         """Draw from the normal distribution whose precision matrix this is.
 
         Parameters
@@ -151,32 +171,31 @@ class FactoredOperator(OneProcess, DtypePreserving):
             How many vectors to draw.
         damping : float, optional
             The precision of an independent prior: a multiple of the identity that is added.
+        examples : int, optional
+            What the precision is multiplied by. For the Laplace approximation of a posterior, pass
+            the number of examples, because this matrix belongs to a mean over them, and the
+            precision of the prior divided by it as `damping`.
         seed : int, optional
             What the draws depend on.
 
         Returns
         -------
         ndarray
-            Vectors of mean zero and covariance ``K.inverse(damping)``, as the columns of an array
-            of shape `(n, count)`.
+            Vectors of mean zero and covariance ``K.inverse(damping) / examples``, as the columns of
+            an array of shape `(n, count)`. Add the weights to get samples of the weights.
 
         Raises
         ------
         HvpError
             If the damped matrix is singular, up to rounding.
-
-        Notes
-        -----
-        The matrix belongs to a mean over examples. For the Laplace approximation of a posterior it
-        is to be multiplied by their number: divide the vectors by its square root, and `damping` by
-        it.
         """
         check_count(count, "count")
+        check_count(examples, "examples")
         damping = _not_negative(damping)
         self._refuse_singular(damping)
         root = self._function(lambda scales: 1 / np.sqrt(scales + damping))
         normal = np.random.default_rng(seed).standard_normal((self.shape[0], count))
-        return root @ normal.astype(self.dtype)
+        return root @ (normal / np.sqrt(examples)).astype(self.dtype)
 
     def block(self, variables: Any) -> FactoredOperator:
         """Return the diagonal block of some of the variables.

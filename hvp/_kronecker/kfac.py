@@ -12,7 +12,14 @@ import tensorflow as tf
 from hvp._derivatives.exact import exact_functions
 from hvp._engines.gauss_newton import GaussNewtonRule
 from hvp._engines.prediction_rule import PredictionRule
-from hvp._errors import HvpError, InvalidDataError, InvalidLossError, line_of, quoted
+from hvp._errors import (
+    HvpError,
+    InvalidDataError,
+    InvalidLossError,
+    StaleOperatorError,
+    line_of,
+    quoted,
+)
 from hvp._graphs.compiled import Compiled
 from hvp._keras.compiled_loss import compiled_parts, likelihoods_of
 from hvp._keras.losses import preserved_losses
@@ -110,6 +117,10 @@ class KFAC(FactoredOperator):
 
     Notes
     -----
+    The operator belongs to the values that the weights had at its last evaluation, until `refresh`
+    evaluates it again. It does not raise an error when weights change, because optimizers use it
+    for many steps.
+
     K-FAC is an approximation, whose error `distance` estimates. It is exact for one layer and one
     example, and, in expectation, for deep linear networks. As a preconditioner of an exact solve it
     does little: what slows conjugate gradients down are directions that several layers share.
@@ -178,7 +189,8 @@ class KFAC(FactoredOperator):
         if unsupported:
             raise HvpError(
                 f"the argument {unsupported[0]} is given, which {type(self).__name__} lacks",
-                f"arguments among {', '.join(sorted(_OPTIONS))}",
+                f"its own arguments, or {', '.join(sorted(_OPTIONS))}",
+                _INSTEAD.get(unsupported[0], ""),
             )
         nest = collect_variables(variables)
         functions = checked_model(model), checked_output_loss(output_loss)
@@ -314,8 +326,8 @@ class KFAC(FactoredOperator):
         Parameters
         ----------
         decay : float, optional
-            The weight of the means so far in an exponential average, from 0 to 1, for use during
-            training.
+            The weight of the means so far in an exponential average, for use during training: at
+            least 0, and less than 1.
 
         Raises
         ------
@@ -323,7 +335,7 @@ class KFAC(FactoredOperator):
             If `decay` is not between 0 and 1. The operator stays as it was.
         """
         if not 0 <= decay < 1:
-            raise HvpError(f"the argument decay is {decay!r}", "a number from 0 up to, but not, 1")
+            raise HvpError(f"the argument decay is {decay!r}", "at least 0, and less than 1")
         if self._snapshot is not None:
             self._snapshot.refresh()
         new = self._statistics()
@@ -357,8 +369,20 @@ class KFAC(FactoredOperator):
         Notes
         -----
         It takes `probes` products with the matrix for each block.
+
+        Raises
+        ------
+        StaleOperatorError
+            If weights have changed since the last evaluation.
         """
         check_count(probes, "probes")
+        changed = [] if self._snapshot is None else self._snapshot.changed()
+        if changed:
+            raise StaleOperatorError(
+                f"variables that the loss reads have changed: {quoted(changed)}",
+                "the values at which the factors were evaluated",
+                "call refresh()",
+            )
         blocks = self._blocks
         own = FactoredOperator(self._space, self._nest, lambda: blocks)
         true = self._true_operator()
@@ -583,6 +607,11 @@ class EKFAC(KFAC):
         return complete
 
 
+_INSTEAD = {
+    "damping": "pass it to inverse(damping) or damped(damping)",
+    "kind": "call it fisher",
+    "regularization": "add it as damping: a penalty of c times the squares adds 2 c",
+}
 _OPTIONS = {"batch_size", "memory_limit", "devices", "device_timeout", "progress"}
 
 

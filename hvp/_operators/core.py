@@ -20,7 +20,7 @@ from hvp._runtime.interrupts import Uninterrupted
 from hvp._snapshots.nearby import Gradients
 from hvp._snapshots.problem import Problem, problem_of
 from hvp._snapshots.snapshot import Snapshot
-from hvp._vectors.space import check_numeric
+from hvp._vectors.nests import flattened, unflattened
 
 
 class Core:
@@ -73,22 +73,11 @@ class Core:
 
     def flatten(self, nest: Any) -> Any:
         """Concatenate a nest shaped like the variables into one vector; as the operator's own."""
-        parts = self.space.parts_of_nest(nest, "the nest")
-        flat = self.space.join([tf.convert_to_tensor(part) for part in parts])
-        return flat.numpy() if all(isinstance(part, np.ndarray) for part in parts) else flat
+        return flattened(self.space, nest)
 
     def unflatten(self, vector: Any) -> Any:
         """Split a vector, or a block of columns, into a nest; as the operator's own."""
-        is_tensor = tf.is_tensor(vector)
-        vector = vector if is_tensor else np.asarray(vector)
-        check_numeric(vector, "the vector")
-        if len(vector.shape) == 2 and vector.shape[0] == self.space.size:
-            rows = self.space.split(tf.cast(tf.transpose(vector), self.space.dtype))
-            parts = [tf.transpose(part, [*range(1, len(part.shape)), 0]) for part in rows]
-        else:
-            self.space.check_flat(vector)
-            parts = self.space.split(tf.cast(vector, self.space.dtype))
-        return self.space.nest_of_parts(parts if is_tensor else [p.numpy() for p in parts])
+        return unflattened(self.space, vector)
 
     def cached(self, key: Any, make: Callable[[], Any]) -> Any:
         """Return the object stored under a key, whatever the damping; make it at the first call."""

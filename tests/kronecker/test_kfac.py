@@ -274,8 +274,8 @@ def test_inverses_square_roots_and_determinants(name, kind):
 def test_samples_have_the_covariance_of_the_inverse():
     model, data = problem("dense")
     K = hvp.KFAC(model, cross_entropy, model, data, likelihood="categorical")
-    samples = K.sample(40_000, damping=0.3, seed=1).astype(np.float64)
-    expected = K.inverse(0.3).to_dense()
+    samples = K.sample(40_000, damping=0.3, examples=4, seed=1).astype(np.float64)
+    expected = K.inverse(0.3).to_dense() / 4
     covariance = samples @ samples.T / samples.shape[1]
     # The standard error of an entry of a covariance is sqrt((c_ii c_jj + c_ij^2) / count).
     diagonal = np.diag(expected)
@@ -394,6 +394,19 @@ def test_regularizers_are_refused_and_the_matrix_without_them_is_not():
     E = hvp.EKFAC(model, cross_entropy, model, data)
     G = hvp.GaussNewtonOperator(model, cross_entropy, model, data)
     assert E.trace == pytest.approx(np.trace(G.to_dense()), rel=1e-5)
+
+
+def test_changed_weights():
+    model, data = problem("dense")
+    K = hvp.KFAC(model, cross_entropy, model, data)
+    before, parts = K.to_dense(), K.unflatten(np.arange(K.shape[0], dtype="float32"))
+    np.testing.assert_array_equal(K.flatten(parts), np.arange(K.shape[0]))
+    model.layers[0].kernel.assign(2 * model.layers[0].kernel)
+    np.testing.assert_array_equal(K.to_dense(), before)
+    with pytest.raises(hvp.StaleOperatorError, match="call refresh"):
+        K.distance()
+    K.refresh()
+    K.distance(2)
 
 
 def test_no_examples():
