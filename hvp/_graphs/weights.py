@@ -141,10 +141,6 @@ class WeightedGraph:
                 return node
             tensor = f"{node.name}:0"
 
-    def depends_on_data(self, tensor: str) -> bool:
-        """Whether a tensor depends on the data."""
-        return node_of(tensor) in self._of_data
-
     def _consumers_of_handle(self, handle: str) -> list[tuple[Any, int]]:
         found = []
         for node, place in self._consumers[with_index(handle)]:

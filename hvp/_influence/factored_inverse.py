@@ -41,6 +41,9 @@ class FactoredInverse:
         size = matrix.shape[0] * matrix.dtype.itemsize * _VECTORS
         self.width = max(1, min(_MAX_WIDTH, (nbytes or _BYTES) // size))
         self._inverse: FactoredOperator = matrix.inverse(damping)
+        # Roots of the inverse and of the matrix, made when they are first needed.
+        self._root: FactoredOperator | None = None
+        self._root_of_matrix: FactoredOperator | None = None
 
     def apply(self, rows: np.ndarray, checkpoint: Any = None) -> np.ndarray:
         """Multiply the inverse by each row, of shape `(k, n)`."""
@@ -57,12 +60,15 @@ class FactoredInverse:
 
         Products of such rows are scores, and they are of similar lengths in all directions.
         """
-        return self._inverse.sqrt().product_of_rows(tf.constant(rows)).numpy()
+        if self._root is None:
+            self._root = self._inverse.sqrt()
+        return self._root.product_of_rows(tf.constant(rows)).numpy()
 
     def whitened_solutions(self, solutions: np.ndarray) -> np.ndarray:
         """Return `whitened` of vectors, from what `apply` returned for them."""
-        root = self._matrix.sqrt(self._damping)
-        return root.product_of_rows(tf.constant(solutions)).numpy()
+        if self._root_of_matrix is None:
+            self._root_of_matrix = self._matrix.sqrt(self._damping)
+        return self._root_of_matrix.product_of_rows(tf.constant(solutions)).numpy()
 
     @property
     def operator(self) -> FactoredOperator:
@@ -73,3 +79,4 @@ class FactoredInverse:
         """Evaluate the matrix again, at the values that variables have now."""
         self._matrix.refresh()
         self._inverse = self._matrix.inverse(self._damping)
+        self._root = self._root_of_matrix = None

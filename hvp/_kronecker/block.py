@@ -92,13 +92,13 @@ class Block:
         matrices = self._from_left(matrices, adjoint=False)
         return tf.reshape(tf.transpose(matrices, [2, 0, 1, 3]), [count, groups * size * width])
 
-    def rotate(self, rows: tf.Tensor, *, back: bool = False) -> tf.Tensor:
-        """Multiply each row by the transposed eigenvectors, or by the eigenvectors."""
+    def rotate(self, rows: tf.Tensor) -> tf.Tensor:
+        """Multiply each row by the transposed eigenvectors."""
         groups, size, width = self.entries.shape
         count = tf.shape(rows)[0]
         matrices = tf.transpose(tf.reshape(rows, [count, groups, size, width]), [1, 2, 0, 3])
-        matrices = self._from_left(matrices, adjoint=not back)
-        matrices = self._from_right(matrices, adjoint=back)
+        matrices = self._from_left(matrices, adjoint=True)
+        matrices = self._from_right(matrices, adjoint=False)
         return tf.reshape(tf.transpose(matrices, [2, 0, 1, 3]), [count, groups * size * width])
 
     def _from_left(self, matrices: tf.Tensor, *, adjoint: bool) -> tf.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -191,9 +192,7 @@ class FactoredOperator(OneProcess, DtypePreserving):
         """
         check_count(count, "count")
         check_count(examples, "examples")
-        damping = _not_negative(damping)
-        self._refuse_singular(damping)
-        root = self._function(lambda scales: 1 / np.sqrt(scales + damping))
+        root = self.inverse(damping).sqrt()
         normal = np.random.default_rng(seed).standard_normal((self.shape[0], count))
         return root @ (normal / np.sqrt(examples)).astype(self.dtype)
 
@@ -237,7 +236,7 @@ class FactoredOperator(OneProcess, DtypePreserving):
             tuple(self._nest.names[p] for p in places),
             self._nest.source,
         )
-        own_blocks = [_with_entries(block, moved[block.entries]) for block in blocks]
+        own_blocks = [replace(block, entries=moved[block.entries]) for block in blocks]
         return FactoredOperator(self._space.subspace(places), nest, lambda: own_blocks)
 
     def to_dense(self, *, max_size: int = 4096) -> np.ndarray:
@@ -365,9 +364,3 @@ def _not_negative(damping: Any) -> float:
     if damping < 0:
         raise HvpError(f"the damping is {damping:g}", "a number that is not negative")
     return damping
-
-
-def _with_entries(block: Block, entries: np.ndarray) -> Block:
-    return Block(
-        block.names, block.kind, entries, block.left, block.right, block.scales, block.tensor
-    )

@@ -154,9 +154,3 @@ def _of_hessian(rule: PredictionRule, output: Output) -> list[tf.Tensor]:
         tf.cast(tf.reshape(piece, [total, -1, *shape]), p.dtype)
         for piece, shape, p in zip(pieces, shapes, predictions)
     ]
-
-
-def number_of(vectors: Sequence[tf.Tensor]) -> int | None:
-    """Return how many vectors there are, if that is known before the graph runs."""
-    size = vectors[0].shape[0]
-    return None if size is None else int(size)

@@ -151,10 +151,6 @@ class TracedModel:
             (gradient,) = tf.gradients(sums, [source], unconnected_gradients="zero")
         return gradient
 
-    def value(self, name: str) -> tf.Tensor:
-        """Return a tensor of the graph."""
-        return self._tensors[name]
-
     def backward(self, step: Callable[[list[Any]], list[tf.Tensor]]) -> list[tf.Tensor]:
         """Add up what a function computes from the gradients that belong to each vector.
 
