@@ -22,6 +22,7 @@ from hvp._engines import graph_map, graph_program, single_plan, trace
 from hvp._graphs import low_precision, rematerialize, sizes
 from hvp._influence import damped_inverse, example_gradients, gradient_store
 from hvp._operators import operator
+from hvp._operators.core import Core
 from hvp._operators.operator import core_of
 from hvp._runtime import checkpoint, guard
 from hvp._snapshots.nearby import Gradients
@@ -91,6 +92,22 @@ def solver_count(operator: Any) -> int:
 def multiply_rows(operator: Any, rows: Any) -> Any:
     """Products with the rows of a block."""
     return core_of(operator).map(operator.damping).apply_rows(rows)
+
+
+def multiply_in_float64(operator: Any, rows: Any) -> Any:
+    """Float32 products with the rows of a block, computed in float64."""
+    with core_of(operator).in_float64() as core:
+        return core.map(operator.damping).apply_rows(rows)
+
+
+def has_wide_evaluation(operator: Any) -> bool:
+    """Whether a float32 operator has been evaluated in float64."""
+    return core_of(operator)._in_float64 is not None
+
+
+def forbid_wide_residuals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no solve compute residuals in float64 that are not float64 anyway."""
+    monkeypatch.setattr(Core, "may_be_wide", False)
 
 
 def fingerprint(operator: Any) -> dict[str, str]:

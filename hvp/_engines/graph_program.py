@@ -32,6 +32,7 @@ from hvp._graphs.place import HERE, Place
 from hvp._graphs.schedule import in_order_if_large
 from hvp._graphs.sizes import BORROWED, take_sizes
 from hvp._graphs.split import split
+from hvp._graphs.wide import in_float64
 from hvp._vectors.packing import Packing
 from hvp._vectors.resources import Resource, differ
 from hvp._vectors.space import Space
@@ -77,6 +78,8 @@ class GraphProgram:
     precision : tf.DType, optional
         The type in which matrix products and convolutions of the product are computed, and large
         residuals are stored; by default that of the graph.
+    wide : bool, optional
+        Whether to compute in float64 what is traced in float32, except for the results.
 
     Attributes
     ----------
@@ -107,14 +110,19 @@ class GraphProgram:
         jit_compile: JitCompile,
         report: Callable[[str], None],
         precision: tf.DType | None = None,
+        wide: bool = False,
     ) -> None:
         self._traced, self._codomain, self._reads = traced, codomain, list(reads)
         flat, rename = inline_calls(replace_operations(traced.graph_def))
         self._captures = {rename(name): tensor for name, tensor in traced.captures.items()}
         self._vectors = [rename(name) for name in traced.vectors]
         self._renamed = {name: rename(name) for name in traced.results}
-        self._results_of_once = list(dict.fromkeys(self._renamed.values()))
         self._products = [rename(name) for name in traced.products if name is not None]
+        if wide:
+            flat, narrow = in_float64(flat)
+            self._renamed = {name: narrow(flat_name) for name, flat_name in self._renamed.items()}
+            self._products = [narrow(name) for name in self._products]
+        self._results_of_once = list(dict.fromkeys(self._renamed.values()))
         fold_shapes(flat)
         merge_equal_operations(flat, {*map(node_of, [*self._results_of_once, *self._products])})
         broadcast_instead_of_repeating(flat)

@@ -44,6 +44,9 @@ class Settings:
         Seconds after which a remote device that does not answer counts as lost.
     products : bool
         Whether to prepare products, and not only values and gradients.
+    wide : bool
+        Whether the graph engine computes in float64 what is traced in float32. Vectors and results
+        stay float32.
 
     Raises
     ------
@@ -61,6 +64,7 @@ class Settings:
     devices: Any = None
     device_timeout: float = 600.0
     products: bool = True
+    wide: bool = False
 
     def __post_init__(self) -> None:
         if self.engine not in ("graph", "tape"):

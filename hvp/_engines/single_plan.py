@@ -246,6 +246,7 @@ class SinglePlan(Plan):
                 self._settings.jit_compile,
                 self._add_note,
                 self._precision,
+                self._settings.wide,
             )
         except (UnsplittableError, tf.errors.OpError, ValueError) as error:
             reason = line_of(error, -1)

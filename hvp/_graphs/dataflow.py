@@ -6,7 +6,7 @@ import functools
 import re
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,8 @@ from hvp._graphs.source_lines import source_line
 # An operation is (scope, name), and a port of a called function is (scope, name, "arg" or "ret",
 # index). The scope is the tuple of calls that lead to the operation, () in the outermost graph.
 Vertex = tuple[Any, ...]
+# An input or output argument in the definition of an operation; see `_arguments`.
+_Argument = tuple[str, str, str, int, str]
 
 _LOOPS = frozenset({"While", "StatelessWhile"})
 CONTROL_FLOW = _LOOPS | {"Case", "If", "StatelessCase", "StatelessIf"}
@@ -345,31 +347,42 @@ def kept_whole(graph_def: Any) -> set[str]:
     return kept
 
 
+def input_dtypes(node: Any) -> list[tf.DType]:
+    """Return the types that a node takes, without its control inputs."""
+    return [dtype for _, dtype in _typed(node, _arguments(node.op)[0])]
+
+
 def _outputs(node: Any) -> list[tuple[str, tf.DType]]:
     """Return the name of the output argument, and the type, of each output of a node."""
-    outputs: list[tuple[str, tf.DType]] = []
-    for name, type_list, number, type_, type_attr in _output_arguments(node.op):
+    return _typed(node, _arguments(node.op)[1])
+
+
+def _typed(node: Any, arguments: Sequence[_Argument]) -> list[tuple[str, tf.DType]]:
+    typed: list[tuple[str, tf.DType]] = []
+    for name, type_list, number, type_, type_attr in arguments:
         if type_list:
             types = list(node.attr[type_list].list.type)
         else:
             count = node.attr[number].i if number else 1
             types = [type_ or node.attr[type_attr].type] * count
-        outputs += [(name, tf.as_dtype(type_)) for type_ in types]
-    return outputs
+        typed += [(name, tf.as_dtype(type_)) for type_ in types]
+    return typed
 
 
 @functools.cache
-def _output_arguments(kind: str) -> list[tuple[str, str, str, int, str]]:
-    """Return what determines the outputs of an operation.
+def _arguments(kind: str) -> tuple[list[_Argument], list[_Argument]]:
+    """Return what determines the inputs, and the outputs, of an operation.
 
-    For each output argument: its name, and the names of the attributes with its types or their
-    number, or its type itself, or the name of the attribute with its type.
+    For each argument: its name, and the names of the attributes with its types or their number, or
+    its type itself, or the name of the attribute with its type.
     """
     definition = op_def_registry.get(kind)
-    return [
-        (out.name, out.type_list_attr, out.number_attr, out.type, out.type_attr)
-        for out in (() if definition is None else definition.output_arg)
-    ]
+    both = ((), ()) if definition is None else (definition.input_arg, definition.output_arg)
+    inputs, outputs = (
+        [(arg.name, arg.type_list_attr, arg.number_attr, arg.type, arg.type_attr) for arg in args]
+        for args in both
+    )
+    return inputs, outputs
 
 
 def output_offset(node: Any, output: str) -> int:

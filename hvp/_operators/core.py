@@ -65,6 +65,7 @@ class Core:
         self.problem = problem
         self._settings = settings
         self._in_full: Core | None = None
+        self._in_float64: Core | None = None
         self._cache: dict[Any, Any] = {}
 
     def map(self, damping: float = 0.0) -> LinearMap:
@@ -123,6 +124,53 @@ class Core:
             yield self._in_full
         finally:
             self._in_full.snapshot.close()
+
+    @property
+    def may_be_wide(self) -> bool:
+        """Whether the matrix is float32 and can be evaluated in float64, but for missing kernels.
+
+        Not on tapes, nor with devices of its own, nor of losses that draw random numbers, nor at
+        values that the variables no longer have. Nor where memory is bounded, as float64 takes
+        twice as much.
+        """
+        settings, facts = self._settings, self.snapshot.facts
+        if settings is None or self.problem is None or self.space.dtype != tf.float32:
+            return False
+        is_bounded = settings.memory_limit is not None or settings.recompute is not False
+        has_devices = settings.devices is not None
+        is_repeatable = not facts.draws and not self.snapshot.changed()
+        return facts.engine == "graph" and is_repeatable and not is_bounded and not has_devices
+
+    @contextlib.contextmanager
+    def in_float64(self) -> Iterator[Core | None]:
+        """Evaluate a float32 matrix in float64, and release what that keeps afterwards.
+
+        Vectors and products stay float32; what is computed between them does not. Yields None if
+        the matrix may not be wide, or if the device has no kernel for one of the operations.
+        """
+        if not self.may_be_wide:
+            yield None
+            return
+        assert self.problem is not None
+        assert self._settings is not None
+        wide = dataclasses.replace(
+            self._settings, on_stale="ignore", precision=None, jit_compile=False, wide=True
+        )
+        try:
+            with self.snapshot.with_seeds():
+                if self._in_float64 is None:
+                    self._in_float64 = Core(self.problem.snapshot(wide))
+                else:
+                    self._in_float64.snapshot.refresh()
+            zeros = tf.zeros([1, self.space.size], self.space.dtype)
+            self._in_float64.map().apply_rows(zeros)
+        except tf.errors.OpError:  # a kernel that the device lacks
+            yield None
+            return
+        try:
+            yield self._in_float64
+        finally:
+            self._in_float64.snapshot.close()
 
     @contextlib.contextmanager
     def evaluated_alone(self, part: Problem) -> Iterator[Core]:
@@ -278,6 +326,17 @@ class BlockCore(Core):
         """Evaluate the same block in full precision, as `Core` does."""
         with self._whole.in_full_precision() as whole:
             yield self if whole is self._whole else BlockCore(whole, self.selection.places)
+
+    @property
+    def may_be_wide(self) -> bool:
+        """Whether the whole matrix may be wide."""
+        return self._whole.may_be_wide
+
+    @contextlib.contextmanager
+    def in_float64(self) -> Iterator[Core | None]:
+        """Evaluate the same block in float64, as `Core` does."""
+        with self._whole.in_float64() as whole:
+            yield None if whole is None else BlockCore(whole, self.selection.places)
 
     def gradients(self, places: Sequence[int] | None = None) -> Gradients | None:
         """Return the gradient as a function of the point, in the variables of the block alone."""

@@ -32,6 +32,8 @@ class BlockProgress:
         Number of products with single vectors.
     is_low : bool
         Whether the iterations multiply in low precision.
+    is_refining : bool
+        Whether they multiply in float32, and residuals are computed in float64.
     active : ndarray
         Indices of the rows in `counters` and `state`; empty between cycles.
     counters : list of tf.Tensor
@@ -53,6 +55,7 @@ class BlockProgress:
     directions: np.ndarray
     products: int = 0
     is_low: bool = False
+    is_refining: bool = False
     active: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     counters: list[Any] = field(default_factory=list)
     state: list[Any] = field(default_factory=list)
@@ -71,6 +74,12 @@ class BlockProgress:
         self.outcome[pending] = SolveOutcome.RUNNING
         self.directions[pending] = 0
         self.is_low = False
+
+    def refine(self, maxiter: int) -> None:
+        """Let the rows run again that have converged or stalled, as far as float32 can tell."""
+        solved = (self.outcome == SolveOutcome.CONVERGED) | (self.outcome == SolveOutcome.STALLED)
+        self.outcome[solved & (self.iterations < maxiter)] = SolveOutcome.RUNNING
+        self.is_refining = True
 
     def begin_cycle(self, rows: np.ndarray, state: list[Any]) -> None:
         """Make some rows active, with the initial state of the method."""
@@ -115,6 +124,7 @@ class BlockProgress:
             "directions": self.directions,
             "products": np.array(self.products),
             "is_low": np.array(self.is_low),
+            "is_refining": np.array(self.is_refining),
             "active": self.active,
         }
         if self.correction is not None:
@@ -139,6 +149,7 @@ class BlockProgress:
             directions=arrays["directions"],
             products=int(arrays["products"]),
             is_low=bool(arrays.get("is_low", False)),
+            is_refining=bool(arrays.get("is_refining", False)),
             active=arrays["active"],
             counters=numbered("counter"),
             state=numbered("state"),

@@ -292,8 +292,17 @@ class _BlockwiseSolver:
         if progress.is_low and equations.low is not None:
             run(Krylov(equations.low, method, precondition, equations.rows))
             progress.go_on_in_full_precision(equations.maxiter)
-        if (progress.outcome == SolveOutcome.RUNNING).any():
-            run(Krylov(equations.rows, method, precondition, recycled=equations.recycled))
+        exact, arguments = equations.rows, (method, precondition)
+        refines = exact.may_refine
+        if (progress.outcome == SolveOutcome.RUNNING).any() and not progress.is_refining:
+            recycled = equations.recycled
+            run(Krylov(exact, *arguments, recycled=recycled, stops_at_rounding=refines))
+        if progress.is_refining or (refines and (progress.outcome == SolveOutcome.STALLED).any()):
+            with exact.in_float64() as wide:
+                if not progress.is_refining:
+                    progress.refine(equations.maxiter)
+                # Without float64 after all, cycles in float32 go on for as long as they help.
+                run(Krylov(exact, *arguments, wide))
         # From here until the method's index is advanced, an interrupt must not save anything.
         self._changing = True
         if self._x0 is None:

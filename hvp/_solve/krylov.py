@@ -31,9 +31,10 @@ _MAX_ITERATIONS, _SECONDS = 32, 1.0
 # The method aims at this part of the tolerance, because its recurrence differs by rounding from the
 # residual that is checked against the tolerance.
 _MARGIN = 0.95
-# The part to which a cycle in low precision reduces the residual. With less to a cycle, more
-# products in full precision are needed; with more, the directions lose their conjugacy.
-_REDUCTION = 0.06
+# The part to which a cycle reduces the residual in low precision, and in float32. With less to a
+# cycle, more products in the wider precision are needed; with more, the directions lose their
+# conjugacy.
+_REDUCTION, _REDUCTION_IN_FLOAT32 = 0.06, 1e-3
 # A cycle in low precision is trusted if the true residual is at most this many times its target;
 # otherwise full precision goes on.
 _TRUSTED = 4
@@ -51,9 +52,13 @@ class Krylov:
     precondition : Precondition
         The preconditioner, or `NO_PRECONDITION`.
     exact : Rows, optional
-        The operator in full precision, if `rows` multiplies in low precision.
+        The operator in a wider precision, in which residuals are computed: in full precision if
+        `rows` multiplies in low precision, or in float64.
     recycled : RecycledSpace, optional
         Receives the directions of the first iterations, if the method keeps their products.
+    stops_at_rounding : bool, optional
+        Whether rows count as stalled as soon as rounding has made their residual larger than the
+        recurrence says, instead of beginning another cycle.
     """
 
     def __init__(
@@ -63,7 +68,11 @@ class Krylov:
         precondition: Precondition,
         exact: Rows | None = None,
         recycled: RecycledSpace | None = None,
+        *,
+        stops_at_rounding: bool = False,
     ) -> None:
+        self._stops = stops_at_rounding
+        self._reduction = _REDUCTION if rows.is_low else _REDUCTION_IN_FLOAT32
         self._rows, self._method, self._precondition = rows, method, precondition
         self._exact, self._is_low = exact or rows, exact is not None
         # The rows that a cycle has ended for, and its state, to go on from.
@@ -73,7 +82,8 @@ class Krylov:
         if precondition.key is UNKNOWN or graph.eager:
             self._compiled = graph.compile()
         else:
-            self._compiled = rows.cached((method.name, precondition.key), graph.compile)
+            key = method.name, precondition.key, self._is_low
+            self._compiled = rows.cached(key, graph.compile)
 
     def run(
         self,
@@ -269,6 +279,8 @@ class Krylov:
         # Rows may still be running if another row of the block has used up its iterations.
         unfinished = outcome == SolveOutcome.RUNNING
         by_recurrence = outcome == SolveOutcome.CONVERGED
+        if self._stops:
+            worthwhile[by_recurrence & (residual_norms > tolerance)] = False
         outcome[by_recurrence & ~worthwhile] = SolveOutcome.STALLED
         outcome[(by_recurrence & worthwhile & used_up) | unfinished] = SolveOutcome.MAXITER
         outcome[worthwhile & ~used_up] = SolveOutcome.RUNNING
@@ -297,4 +309,4 @@ class Krylov:
         """Return the norms of the residuals at which this cycle ends, of shape `(k,)`."""
         if not self._is_low:
             return tolerance * _MARGIN
-        return np.maximum(tolerance * _MARGIN, _REDUCTION * progress.residual_norms)
+        return np.maximum(tolerance * _MARGIN, self._reduction * progress.residual_norms)

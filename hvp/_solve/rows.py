@@ -69,11 +69,30 @@ class Rows:
     @contextlib.contextmanager
     def in_full_precision(self) -> Iterator[Rows]:
         """Yield the rows of the operator in full precision; these, if they are."""
-        if not (self.native and core_of(self.operator).is_low):
+        if not self.is_low:
             yield self
             return
         with core_of(self.operator).in_full_precision() as core:
             yield Rows(SymmetricOperator(core, self.damping))
+
+    @property
+    def is_low(self) -> bool:
+        """Whether products are computed in low precision."""
+        return self.native and core_of(self.operator).is_low
+
+    @property
+    def may_refine(self) -> bool:
+        """Whether residuals can be computed in float64 although the operator is float32."""
+        return self.native and core_of(self.operator).may_be_wide
+
+    @contextlib.contextmanager
+    def in_float64(self) -> Iterator[Rows | None]:
+        """Yield the rows of a float32 operator computed in float64; None where there are none."""
+        if not self.native:
+            yield None
+            return
+        with core_of(self.operator).in_float64() as core:
+            yield None if core is None else Rows(SymmetricOperator(core, self.damping))
 
     def multiply(self, rows: tf.Tensor) -> tf.Tensor:
         """Multiply each row by the undamped operator, eagerly or in the graph being traced."""
@@ -146,7 +165,7 @@ def norms(rows: tf.Tensor) -> np.ndarray:
 def system_residual(rows: Rows, b: np.ndarray, x: np.ndarray, damping: float) -> np.ndarray:
     """Return the residual of the system, `b - (A + damping I) x`, row by row.
 
-    This costs one product with each row.
+    This costs one product with each row. The terms, which cancel, are added in float64.
     """
-    product = rows.multiply(tf.constant(x)).numpy()
-    return b - product - np.asarray(damping, x.dtype) * x
+    product = rows.multiply(tf.constant(x)).numpy().astype(np.float64)
+    return (b - product - damping * x.astype(np.float64)).astype(x.dtype)

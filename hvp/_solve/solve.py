@@ -195,6 +195,11 @@ def solve(
     again from there, as long as that helps. In exact arithmetic, and from the initial guess zero,
     the solution of a consistent singular system is the one of smallest norm.
 
+    If rounding keeps a float32 operator of this package from the tolerance, its residuals are
+    computed in float64, and the iterations refine the solution, which stays float32. This takes
+    another trace, and while it lasts the memory of an evaluation in float64. It requires the graph
+    engine, and is left out with `memory_limit`, `recompute` or `devices`.
+
     A block has at most 128 columns and takes at most 1 GiB of memory. More columns are solved block
     by block.
 

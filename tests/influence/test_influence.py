@@ -270,7 +270,8 @@ def test_a_killed_run_resumes_with_the_same_result(tmp_path, monkeypatch, out):
     w, loss, bare, data = ridge()
     influence = hvp.InfluenceFunctions(loss, w, data, test_loss=bare, solver="block_cg")
     inside.scoring(influence).gradients.at_once = 11
-    whole = influence.scores(TEST)
+    whole = influence.scores(TEST, checkpoint=tmp_path / "whole.npz")
+    (tmp_path / "whole.npz").unlink()
     products = influence.operator.stats.products
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(RUN), out],
