@@ -233,7 +233,9 @@ class Call:
     checkpoint: Any = None
 
 
-def solve_with(H: Any, b: Any, call: Call, recycled: RecycledSpace | None) -> SolveResult:
+def solve_with(
+    H: Any, b: Any, call: Call, recycled: RecycledSpace | None, *, preconditions: bool = True
+) -> SolveResult:
     """Solve as `solve` does, and remember directions.
 
     Parameters
@@ -244,6 +246,8 @@ def solve_with(H: Any, b: Any, call: Call, recycled: RecycledSpace | None) -> So
         The other arguments.
     recycled : RecycledSpace or None
         Preconditions block conjugate gradients, in place of `M`, and receives their directions.
+    preconditions : bool, optional
+        Whether it does; otherwise it only receives.
     """
     method, damping, M, progress = call.method, call.damping, call.M, call.progress
     rtol, atol, maxiter, checkpoint = call.rtol, call.atol, call.maxiter, call.checkpoint
@@ -272,7 +276,7 @@ def solve_with(H: Any, b: Any, call: Call, recycled: RecycledSpace | None) -> So
         if method == "auto" and M is None and len(columns) and _is_dense(rows.size, len(columns)):
             method = "exact"
         precondition, setup_products = _precondition(rows, M, damping)
-        if recycled is not None and M is None:
+        if recycled is not None and preconditions and M is None:
             precondition = recycled.precondition(equations.damping)
         file = None
         if checkpoint is not None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Any, Literal
-
-import numpy as np
 
 from hvp._errors import HvpError
 from hvp._runtime.arguments import check_count
@@ -12,6 +12,48 @@ from hvp._runtime.interrupts import Uninterrupted
 from hvp._solve.recycled import RecycledSpace
 from hvp._solve.rows import Rows
 from hvp._solve.solve import Call, SolveResult, solve_with
+
+
+@dataclass
+class _Costs:
+    """The products of solves of one kind, from which it is known whether recycling pays.
+
+    For the same operator it pays as long as it takes fewer products than the first solve did. When
+    the operator changes, so does the cost of a solve without recycling, and it has to be measured
+    again: when recycling has become so expensive that it is nearer to the last such measurement
+    than to its own best, in ratios.
+
+    Attributes
+    ----------
+    without, recycled : int or None
+        Products of the last solve without recycling, and with it.
+    best : int or None
+        The fewest products with recycling.
+    recycling_pays : bool
+        Whether the next solve should recycle.
+    """
+
+    without: int | None = None
+    recycled: int | None = None
+    best: int | None = None
+    recycling_pays: bool = True
+
+    def add(self, products: int, *, recycled: bool, has_changed: bool) -> None:
+        """Add a solve, and decide about the next one."""
+        if not recycled:
+            self.without = products
+            self.recycling_pays = self.recycled is None or self.recycled < products
+            if self.recycling_pays:
+                self.best = self.recycled
+            return
+        self.recycled = products
+        self.best = products if self.best is None else min(products, self.best)
+        if self.without is None:  # of another kind before, of which there is nothing to compare
+            self.recycling_pays = not has_changed or products <= 2 * self.best
+            return
+        limit = math.sqrt(self.without * self.best) if has_changed else self.without
+        self.recycling_pays = products <= limit
+
 
 # The default capacity, and the bytes that directions and their products may take.
 _CAPACITY, _BYTES = 512, 2**30
@@ -72,8 +114,8 @@ class Solver:
         self._H, self._rows = H, rows
         self._space = RecycledSpace(rows.size, rows.dtype.as_numpy_dtype, capacity)
         self._evaluations = self._count_evaluations()
-        # The products of the first solve with each damping, tolerance and number of columns.
-        self._first: dict[tuple[float, float, int], int] = {}
+        # What solves with each damping, tolerance and shape of right-hand sides have cost.
+        self._costs: dict[tuple[float, float, tuple[Any, ...]], _Costs] = {}
         self._has_changed = False
         self.products = 0
 
@@ -133,23 +175,16 @@ class Solver:
             x0=x0,
             progress=progress,
         )
+        kind = damping, rtol, tuple(getattr(b, "shape", ()))
+        costs = self._costs.setdefault(kind, _Costs())
+        is_used = len(self._space) > 0 and costs.recycling_pays
         try:
-            result = solve_with(self._H, b, call, self._space)
+            result = solve_with(self._H, b, call, self._space, preconditions=is_used)
         finally:
             self._space.end_solve()
         self.products += result.products
-        self._forget_unless_it_pays(result, damping, rtol)
+        costs.add(result.products, recycled=is_used, has_changed=self._has_changed)
         return result
-
-    def _forget_unless_it_pays(self, result: SolveResult, damping: float, rtol: float) -> None:
-        """Forget all directions if such a solve has taken more products than without them.
-
-        When the operator has changed, that is not known. Twice as many would be a bad sign.
-        """
-        count = np.size(result.converged)
-        first = self._first.setdefault((damping, rtol, count), result.products)
-        if result.products > first * (2 if self._has_changed else 1):
-            self._space.clear()
 
     def changed(self) -> None:
         """Say that an operator of scipy has changed; operators of this package tell so themselves.
