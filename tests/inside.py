@@ -28,6 +28,8 @@ from hvp._runtime import checkpoint, guard
 from hvp._snapshots.nearby import Gradients
 from hvp._snapshots.snapshot import Snapshot
 from hvp._solve import equations, krylov, solve
+from hvp._solve.rank import Plan
+from hvp._solve.rows import Rows
 from hvp._spectra import eigsh
 from hvp._vectors import packing
 
@@ -108,6 +110,11 @@ def has_wide_evaluation(operator: Any) -> bool:
 def forbid_wide_residuals(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no solve compute residuals in float64 that are not float64 anyway."""
     monkeypatch.setattr(Core, "may_be_wide", False)
+
+
+def rank_that_pays(operator: Any, b: Any, damping: float) -> int:
+    """The rank of the preconditioner `M="auto"` of conjugate gradients."""
+    return Plan(b.shape[1], False, 1e-5).sketch(Rows(operator), damping).rank
 
 
 def fingerprint(operator: Any) -> dict[str, str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import scipy.linalg
 import tensorflow as tf
 
+from hvp._runtime.interrupts import deliver_interrupt
 from hvp._solve.rows import Rows
 
 # Eigenvalues of a sketch are taken for zero below this many rounding units for each column.
@@ -15,6 +17,8 @@ _ROUNDING = 8
 # Shift that makes an indefinite operator positive definite, in units of the most negative
 # eigenvalue of its sketch.
 _SHIFT = 4
+# The largest rank of a sketch that grows, in units of `n`.
+_MAX_PART = 0.5
 
 
 class NystromSketch:
@@ -29,38 +33,60 @@ class NystromSketch:
         The operator.
     seed : sequence of int
         Two integers.
+
+    Attributes
+    ----------
+    basis, images : ndarray
+        Orthonormal vectors and their products, as rows, of shape `(rank, n)`.
     """
 
     def __init__(self, rows: Rows, seed: Any) -> None:
         self._rows, self._seed = rows, seed
         # Rows rather than columns: the basis is Q^T, the images are (A Q)^T.
-        self._basis = np.zeros((0, rows.size), rows.dtype.as_numpy_dtype)
-        self._images = self._basis.copy()
+        self.basis = np.zeros((0, rows.size), rows.dtype.as_numpy_dtype)
+        self.images = self.basis.copy()
+        self._eigen: tuple[np.ndarray, np.ndarray] | None = None
+
+    @property
+    def rank(self) -> int:
+        """The number of vectors, and of products."""
+        return len(self.basis)
+
+    @property
+    def eigenvalues(self) -> np.ndarray:
+        """The eigenvalues of the approximation, decreasing, not negative, of shape `(rank,)`."""
+        return self._eigenpairs()[0]
+
+    @property
+    def eigenvectors(self) -> np.ndarray:
+        """Its eigenvectors as columns; zero where only rounding errors are left."""
+        return self._eigenpairs()[1]
+
+    def grow(self, first_rank: int, suffices: Callable[[], bool]) -> None:
+        """Double the rank until it suffices, or is half of `n`."""
+        max_rank = max(1, int(_MAX_PART * self._rows.size))
+        self.extend(min(first_rank, max_rank))
+        while self.rank < max_rank and not suffices():
+            deliver_interrupt()
+            self.extend(min(2 * self.rank, max_rank))
 
     def extend(self, rank: int) -> None:
         """Add random vectors to the basis until it has `rank` of them, and multiply these."""
-        size = len(self._basis)
+        size, self._eigen = self.rank, None
         seed = [int(self._seed[0]), int(self._seed[1]) + size]
         shape = (rank - size, self._rows.size)
         draws = tf.random.stateless_normal(shape, seed, dtype=self._rows.dtype).numpy()
         for _ in range(2):  # rounding makes a second pass of orthogonalization necessary
-            draws -= (draws @ self._basis.T) @ self._basis
+            draws -= (draws @ self.basis.T) @ self.basis
         draws = np.ascontiguousarray(scipy.linalg.qr(draws.T, mode="economic")[0].T)
-        self._basis = np.concatenate([self._basis, draws])
+        self.basis = np.concatenate([self.basis, draws])
         images = self._rows.multiply(tf.constant(draws)).numpy()
-        self._images = np.concatenate([self._images, images])
+        self.images = np.concatenate([self.images, images])
 
-    def eigen(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the eigenvalues and eigenvectors of the approximation.
-
-        Returns
-        -------
-        eigenvalues : ndarray
-            Shape `(rank,)`, decreasing, not negative.
-        eigenvectors : ndarray
-            Shape `(n, rank)`, one in each column. Zero where only rounding errors are left.
-        """
-        return nystrom_eigen(self._basis, self._images)
+    def _eigenpairs(self) -> tuple[np.ndarray, np.ndarray]:
+        if self._eigen is None:
+            self._eigen = nystrom_eigen(self.basis, self.images)
+        return self._eigen
 
 
 def nystrom_eigen(basis: np.ndarray, images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

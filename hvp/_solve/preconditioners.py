@@ -32,8 +32,8 @@ _MIN_ENTRY = 1e-2
 # The lower bound on the eigenvalues of a block, relative to its largest.
 _MIN_EIGENVALUE = 1e-6
 # An adaptive rank begins at _FIRST_RANK and doubles until the smallest eigenvalue of the sketch is
-# at most _SMALL times the damping, or the rank reaches the part _MAX_PART of `n`.
-_FIRST_RANK, _SMALL, _MAX_PART = 16, 10.0, 0.5
+# at most _SMALL times the damping.
+_FIRST_RANK, _SMALL = 16, 10.0
 
 Tensors = Sequence[tf.Tensor]
 
@@ -113,9 +113,8 @@ def _make_nystrom(operator: SymmetricOperator, rank: int, seed: Any) -> list[tf.
     rows = Rows(operator)
     sketch = NystromSketch(rows, seed)
     sketch.extend(rank)
-    eigenvalues, vectors = sketch.eigen()
-    factors = nystrom_factors(eigenvalues, operator.damping)
-    return [tf.constant(vectors), tf.constant(factors, rows.dtype)]
+    factors = nystrom_factors(sketch.eigenvalues, operator.damping)
+    return [tf.constant(sketch.eigenvectors), tf.constant(factors, rows.dtype)]
 
 
 def _solve_nystrom(rows: tf.Tensor, tensors: Tensors) -> tf.Tensor:
@@ -279,19 +278,15 @@ class NystromPreconditioner(Preconditioner):
             check_count(rank, "rank")
             if rank > rows.size:
                 raise HvpError(f"the rank is {rank}", f"at most n = {rows.size}")
+
         sketch = NystromSketch(rows, (seed, 0))
-        max_rank = max(1, int(_MAX_PART * rows.size)) if rank is None else rank
-        size = min(_FIRST_RANK, max_rank) if rank is None else rank
-        while True:
-            deliver_interrupt()
-            sketch.extend(size)
-            self.eigenvalues, vectors = sketch.eigen()
-            if size >= max_rank or self.eigenvalues[-1] <= _SMALL * total:
-                break
-            size = min(2 * size, max_rank)
-        self.products = size
+        if rank is None:
+            sketch.grow(_FIRST_RANK, lambda: bool(sketch.eigenvalues[-1] <= _SMALL * total))
+        else:
+            sketch.extend(rank)
+        self.eigenvalues, self.products = sketch.eigenvalues, sketch.rank
         tensors = [
-            tf.constant(vectors),
+            tf.constant(sketch.eigenvectors),
             tf.constant(nystrom_factors(self.eigenvalues, total), rows.dtype),
         ]
         super().__init__("nystrom", _solve_nystrom, tensors, rows.size)

@@ -30,6 +30,7 @@ from hvp._solve.conjugate_gradients import CONJUGATE_GRADIENTS
 from hvp._solve.equations import Equations, Solution, solve_exactly, solve_iteratively
 from hvp._solve.method import Method
 from hvp._solve.minres import MINRES
+from hvp._solve.nystrom import NystromSketch, nystrom_factors
 from hvp._solve.outcome import SolveOutcome
 from hvp._solve.preconditioners import (
     NO_PRECONDITION,
@@ -38,7 +39,9 @@ from hvp._solve.preconditioners import (
     NystromPreconditioner,
     Precondition,
     Preconditioner,
+    nystrom_precondition,
 )
+from hvp._solve.rank import Plan
 from hvp._solve.recycled import RecycledSpace
 from hvp._solve.right_hand_sides import RightHandSides
 from hvp._solve.rows import Rows, norms
@@ -150,9 +153,11 @@ def solve(
         `max(rtol * norm(b), atol)`.
     maxiter : int, optional
         Upper bound on the iterations of each column; `10 * n` by default.
-    M : {"nystrom", "diagonal"}, preconditioner or LinearOperator, optional
+    M : {"auto", "nystrom", "diagonal"}, preconditioner or LinearOperator, optional
         A positive definite approximation of the inverse. A name computes a preconditioner for this
-        call.
+        call. With ``"auto"``, conjugate gradients with a positive damping are preconditioned by the
+        Nystrom approximation whose rank is expected to save the most products, for this number of
+        columns and this tolerance; where none pays, it costs 8 products.
     x0 : like `b`, optional
         Initial guess; zero by default.
     progress : bool or "always", optional
@@ -245,7 +250,8 @@ def solve_with(
     call : Call
         The other arguments.
     recycled : RecycledSpace or None
-        Preconditions block conjugate gradients, in place of `M`, and receives their directions.
+        Preconditions block conjugate gradients, in place of `M`, and receives their directions. If
+        it is empty, it begins with a sketch of the operator, of a rank that pays.
     preconditions : bool, optional
         Whether it does; otherwise it only receives.
     """
@@ -273,10 +279,24 @@ def solve_with(
             None if exact is rows else rows,
             recycled,
         )
-        if method == "auto" and M is None and len(columns) and _is_dense(rows.size, len(columns)):
+        is_open = M is None or (isinstance(M, str) and M == "auto")
+        if method == "auto" and is_open and len(columns) and _is_dense(rows.size, len(columns)):
             method = "exact"
-        precondition, setup_products = _precondition(rows, M, damping)
-        if recycled is not None and preconditions and M is None:
+        methods = _methods(method, rows.size, 2 if recycled is not None else len(columns))
+        precondition, setup_products = NO_PRECONDITION, 0
+        is_new = recycled is not None and preconditions and not len(recycled)
+        if not is_open:
+            precondition, setup_products = _precondition(rows, M, damping)
+        elif M is not None or is_new:
+            sketch = _sketch_that_pays(equations, columns, methods)
+            setup_products = 0 if sketch is None else sketch.rank
+            if sketch is not None and recycled is not None:
+                recycled.add(sketch.basis, sketch.images)
+            elif sketch is not None:
+                factors = nystrom_factors(sketch.eigenvalues, equations.damping)
+                tensors = tf.constant(sketch.eigenvectors), tf.constant(factors, rows.dtype)
+                precondition = nystrom_precondition(*tensors)
+        if recycled is not None and preconditions:
             precondition = recycled.precondition(equations.damping)
         file = None
         if checkpoint is not None:
@@ -300,7 +320,6 @@ def solve_with(
                 if file is not None:
                     file.save(solution.arrays())
             return _result(right_hand_sides, solution, ["exact"])
-        methods = _methods(method, rows.size, 2 if recycled is not None else len(columns))
         solution, used = solve_iteratively(
             equations, columns, start, methods, precondition, progress, file
         )
@@ -346,19 +365,32 @@ def _methods(method: str, size: int, count: int) -> list[Method]:
     For `method="auto"` and a small size, the columns that remain are solved exactly instead.
     """
     if method != "auto":
-        return [_KRYLOV[method]]
+        return [_KRYLOV[method]] if method in _KRYLOV else []
     first = BLOCK_CONJUGATE_GRADIENTS if count > 1 else CONJUGATE_GRADIENTS
     return [first] if size <= _DENSE else [first, MINRES]
 
 
+def _sketch_that_pays(
+    equations: Equations, columns: np.ndarray, methods: list[Method]
+) -> NystromSketch | None:
+    """Return the sketch for `M="auto"`; None if nothing tells that one would pay."""
+    lengths = norms(columns)
+    is_conjugate_gradients = methods[:1] in ([CONJUGATE_GRADIENTS], [BLOCK_CONJUGATE_GRADIENTS])
+    if not is_conjugate_gradients or equations.damping <= 0 or not lengths.any():
+        return None
+    nonzero = lengths > 0
+    rtol = float(np.min(equations.tolerance[nonzero] / lengths[nonzero]))
+    plan = Plan(int(nonzero.sum()), not methods[0].separable, rtol)
+    return plan.sketch(equations.rows, equations.damping)
+
+
 def _precondition(rows: Rows, M: Any, damping: float) -> tuple[Precondition, int]:
     """Return the preconditioner, and the number of products that it needed."""
-    if M is None:
-        return NO_PRECONDITION, 0
     products = 0
     if isinstance(M, str):
         if M not in _PRECONDITIONERS:
-            raise HvpError(f"M is {M!r}", " or ".join(map(repr, _PRECONDITIONERS)))
+            names = ("auto", *_PRECONDITIONERS)
+            raise HvpError(f"M is {M!r}", " or ".join(map(repr, names)))
         M = _PRECONDITIONERS[M](rows.operator, damping=damping)
         products = M.products
     is_matrix = isinstance(M, (LinearOperator, np.ndarray)) or hasattr(M, "toarray")

@@ -13,6 +13,9 @@ from hvp._solve.recycled import RecycledSpace
 from hvp._solve.rows import Rows
 from hvp._solve.solve import Call, SolveResult, solve_with
 
+# The solves of an operator that changes after which the cost without recycling is measured again.
+_PATIENCE = 3
+
 
 @dataclass
 class _Costs:
@@ -20,39 +23,39 @@ class _Costs:
 
     For the same operator it pays as long as it takes fewer products than the first solve did. When
     the operator changes, so does the cost of a solve without recycling, and it has to be measured
-    again: when recycling has become so expensive that it is nearer to the last such measurement
-    than to its own best, in ratios.
+    again: after some solves, which are twice as many each time recycling has turned out to pay,
+    and as soon as recycling is nearer to the last such measurement than to its own best, in ratios.
 
     Attributes
     ----------
-    without, recycled : int or None
-        Products of the last solve without recycling, and with it.
-    best : int or None
-        The fewest products with recycling.
     recycling_pays : bool
         Whether the next solve should recycle.
     """
 
-    without: int | None = None
-    recycled: int | None = None
-    best: int | None = None
     recycling_pays: bool = True
+    _without: int | None = None
+    _recycled: int | None = None
+    _best: int | None = None
+    _age: int = 0
+    _patience: int = _PATIENCE
 
     def add(self, products: int, *, recycled: bool, has_changed: bool) -> None:
         """Add a solve, and decide about the next one."""
         if not recycled:
-            self.without = products
-            self.recycling_pays = self.recycled is None or self.recycled < products
-            if self.recycling_pays:
-                self.best = self.recycled
+            self.recycling_pays = self._recycled is None or self._recycled < products
+            if self.recycling_pays and self._recycled is not None:
+                self._patience *= 2
+            self._without, self._best, self._age = products, self._recycled, 0
             return
-        self.recycled = products
-        self.best = products if self.best is None else min(products, self.best)
-        if self.without is None:  # of another kind before, of which there is nothing to compare
-            self.recycling_pays = not has_changed or products <= 2 * self.best
-            return
-        limit = math.sqrt(self.without * self.best) if has_changed else self.without
-        self.recycling_pays = products <= limit
+        self._recycled, self._age = products, self._age + 1
+        self._best = products if self._best is None else min(products, self._best)
+        if self._without is None:  # the directions are those of solves of another kind
+            self.recycling_pays = not has_changed or self._age < self._patience
+        elif has_changed:
+            is_dear = products > math.sqrt(self._without * self._best)
+            self.recycling_pays = self._age < self._patience and not is_dear
+        else:
+            self.recycling_pays = products <= self._without
 
 
 # The default capacity, and the bytes that directions and their products may take.
@@ -64,8 +67,10 @@ class Solver:
 
     The directions of the first iterations of a solve are kept with their products. They make a
     preconditioner for the next solve, which then needs about half of the products, or fewer, and no
-    product is spent on the preconditioner itself. After `refresh` of the operator, as between
-    Newton steps, the products from the point before serve as approximations.
+    product is spent on the preconditioner itself. The first solve with a positive damping begins
+    with a sketch of the operator, as `solve` does with ``M="auto"``. After `refresh` of the
+    operator, as between Newton steps, the products from the point before serve as approximations.
+    Some solves then go without them, to measure whether they still help.
 
     Parameters
     ----------
@@ -177,9 +182,9 @@ class Solver:
         )
         kind = damping, rtol, tuple(getattr(b, "shape", ()))
         costs = self._costs.setdefault(kind, _Costs())
-        is_used = len(self._space) > 0 and costs.recycling_pays
+        pays, is_used = costs.recycling_pays, len(self._space) > 0 and costs.recycling_pays
         try:
-            result = solve_with(self._H, b, call, self._space, preconditions=is_used)
+            result = solve_with(self._H, b, call, self._space, preconditions=pays)
         finally:
             self._space.end_solve()
         self.products += result.products

@@ -397,7 +397,7 @@ INVALID = {
     "rtol": ({"rtol": -1.0}, hvp.HvpError, "rtol is -1.0"),
     "atol": ({"atol": "small"}, hvp.HvpError, "atol is 'small'"),
     "maxiter": ({"maxiter": 0}, hvp.HvpError, "maxiter is 0"),
-    "M name": ({"M": "jacobi"}, hvp.HvpError, "'nystrom' or 'diagonal'"),
+    "M name": ({"M": "jacobi"}, hvp.HvpError, "'auto' or 'nystrom' or 'diagonal'"),
     "M shape": ({"M": np.eye(3)}, hvp.HvpError, r"of shape \(3, 3\)"),
     "M kind": ({"M": 3}, hvp.HvpError, "M is int"),
     "M block": ({"M": "nystrom", "method": "exact"}, hvp.HvpError, "leave M or method out"),
