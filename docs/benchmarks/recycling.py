@@ -3,8 +3,8 @@
 The damped Gauss-Newton matrix of an autoencoder of 7,856 weights and of a convolutional network of
 9,930, both trained on scikit-learn's digits. First, four sets of 64 right-hand sides, the gradients
 of single digits: block conjugate gradients, the same with Nystrom preconditioners of rank 100 and
-of the rank that pays, whose products count, and one `Solver` for all sets. Then ten Newton steps, one system each. Damping
-is relative to the largest eigenvalue. Variants take turns in one process.
+of the rank that pays, whose products count, and one `Solver` for all sets. Then ten Newton steps,
+one system each. Damping is relative to the largest eigenvalue. Variants take turns in one process.
 
     python docs/benchmarks/recycling.py [--networks autoencoder]
 """
