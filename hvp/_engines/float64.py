@@ -17,6 +17,7 @@ from hvp._engines.plan import WideGradient
 from hvp._engines.trace import TracedGraph
 from hvp._graphs.inline import inline_calls
 from hvp._graphs.parts import ancestors, cut_out, data_inputs, import_part, node_of
+from hvp._graphs.wide import widen
 
 _FLOAT, _DOUBLE = tf.float32.as_datatype_enum, tf.float64.as_datatype_enum
 # Operations that would give quite other numbers in float64; those are drawn as they were.
@@ -72,7 +73,7 @@ def gradient_in_float64(
         if node.op.startswith(_DRAWS):
             _widen_after(node, part)
         else:
-            _widen(node)
+            widen(node)
     order = list(read_places)
 
     def evaluate(*values: tf.Tensor) -> list[tf.Tensor]:
@@ -104,16 +105,3 @@ def _widen_after(node: Any, part: Any) -> None:
     node.name += "/float32"
     cast.input.append(node.name)
     cast.attr["SrcT"].type, cast.attr["DstT"].type = _FLOAT, _DOUBLE
-
-
-def _widen(node: Any) -> None:
-    """Let a node compute in float64 what it computes in float32."""
-    if node.op == "Const" and node.attr["dtype"].type == _FLOAT:
-        value = tf.make_ndarray(node.attr["value"].tensor).astype("float64")
-        node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value))
-    for attribute in node.attr.values():
-        if attribute.type == _FLOAT:
-            attribute.type = _DOUBLE
-        for index, kind in enumerate(attribute.list.type):
-            if kind == _FLOAT:
-                attribute.list.type[index] = _DOUBLE

@@ -75,7 +75,7 @@ class _Widening:
         copy = self.wide.node.add()
         copy.CopyFrom(node)
         if is_wide:
-            _widen(copy)
+            widen(copy)
         for i, expected in enumerate(input_dtypes(copy)):
             copy.input[i] = self._cast(copy.input[i], expected)
         self._was[node.name], self._dtypes[node.name] = output_dtypes(node), output_dtypes(copy)
@@ -131,8 +131,9 @@ def _wide_attributes(kind: str) -> set[str]:
     }
 
 
-def _widen(node: Any) -> None:
-    if node.op == "Const":
+def widen(node: Any) -> None:
+    """Let a node compute in float64 what it computes in float32."""
+    if node.op == "Const" and node.attr["dtype"].type == _FLOAT:
         value = tf.make_ndarray(node.attr["value"].tensor).astype("float64")
         node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value))
     for attribute in node.attr.values():

@@ -32,8 +32,6 @@ class Core:
         The results and the linear map.
     evaluate_gradient : callable, optional
         Returns a snapshot of the gradient alone, of a new trace: for checks.
-    evaluate_in_full : callable, optional
-        Returns a snapshot in full precision, of a new trace: where products are refined.
     problem : Problem, optional
         What the matrix is of, for checks.
     settings : Settings, optional
@@ -53,7 +51,6 @@ class Core:
         self,
         snapshot: Snapshot,
         evaluate_gradient: Callable[[], Snapshot] | None = None,
-        evaluate_in_full: Callable[[], Snapshot] | None = None,
         *,
         problem: Problem | None = None,
         settings: Settings | None = None,
@@ -61,7 +58,6 @@ class Core:
         self.snapshot = snapshot
         self.space = snapshot.plan.space
         self._evaluate_gradient = evaluate_gradient
-        self._evaluate_in_full = evaluate_in_full
         self.problem = problem
         self._settings = settings
         self._in_full: Core | None = None
@@ -114,10 +110,13 @@ class Core:
             yield self
             return
         self._refuse_another_matrix("in full precision", "leave out precision")
-        assert self._evaluate_in_full is not None
+        assert self.problem is not None
+        assert self._settings is not None
+        settings = dataclasses.replace(self._settings, on_stale="ignore", precision=None)
         with self.snapshot.with_seeds():
             if self._in_full is None:
-                self._in_full = Core(self._evaluate_in_full())
+                snapshot = self.problem.snapshot(settings)
+                self._in_full = Core(snapshot, problem=self.problem, settings=settings)
             else:
                 self._in_full.snapshot.refresh()
         try:
@@ -373,11 +372,9 @@ def evaluated(rule: Rule, variables: Any, data: Any, **options: Any) -> Core:
     """
     problem, settings = problem_of(rule, variables, data, **options)
     alone = dataclasses.replace(settings, on_stale="ignore", products=False)
-    in_full = dataclasses.replace(settings, on_stale="ignore", precision=None)
     return Core(
         problem.snapshot(settings),
         lambda: problem.snapshot(alone),
-        lambda: problem.snapshot(in_full),
         problem=problem,
         settings=settings,
     )

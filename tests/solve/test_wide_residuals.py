@@ -81,6 +81,16 @@ def test_gauss_newton_matrices_blocks_and_solvers_that_remember():
                 assert (relative_residuals(data, result.x, b) <= 1.01e-5).all()
 
 
+def test_products_in_low_precision_are_refined_as_far(monkeypatch):
+    inside.use_low_precision(monkeypatch)
+    data, b = rows(1.0), random(2, SIZE)
+    with least_squares(data, precision="bfloat16") as A:
+        assert A.stats.precision == "bfloat16"
+        result = hvp.solve(A, b, method="cg", damping=DAMPING, rtol=3e-7)
+        assert result.converged
+    assert relative_residuals(data, result.x[:, np.newaxis], b[:, np.newaxis]) <= 3.1e-7
+
+
 def test_nothing_is_evaluated_in_float64_unless_rounding_matters():
     with least_squares(rows(0.1)) as A:
         assert hvp.solve(A, random(2, SIZE), method="cg").converged
