@@ -112,6 +112,15 @@ def forbid_wide_residuals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Core, "may_be_wide", False)
 
 
+def fail_in_float64(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """Let evaluations in float64 fail, as on a device without such a kernel."""
+
+    def fail(graph_def: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(graph_program, "in_float64", fail)
+
+
 def rank_that_pays(operator: Any, b: Any, damping: float) -> int:
     """The rank of the preconditioner `M="auto"` of conjugate gradients."""
     return Plan(b.shape[1], False, 1e-5).sketch(Rows(operator), damping).rank

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,6 +22,8 @@ from hvp._snapshots.nearby import Gradients
 from hvp._snapshots.problem import Problem, problem_of
 from hvp._snapshots.snapshot import Snapshot
 from hvp._vectors.nests import flattened, unflattened
+
+_log = logging.getLogger("hvp")
 
 
 class Core:
@@ -145,7 +148,8 @@ class Core:
         """Evaluate a float32 matrix in float64, and release what that keeps afterwards.
 
         Vectors and products stay float32; what is computed between them does not. Yields None if
-        the matrix may not be wide, or if the device has no kernel for one of the operations.
+        the matrix may not be wide, or if it cannot be evaluated so: the device may have no kernel
+        for one of the operations, or too little memory.
         """
         if not self.may_be_wide:
             yield None
@@ -163,11 +167,14 @@ class Core:
                     self._in_float64.snapshot.refresh()
             zeros = tf.zeros([1, self.space.size], self.space.dtype)
             self._in_float64.map().apply_rows(zeros)
-        except tf.errors.OpError:  # a kernel that the device lacks
+        except (tf.errors.OpError, HvpError) as error:
+            _log.info("the operator cannot be evaluated in float64: %s", error)
             yield None
             return
         try:
-            yield self._in_float64
+            # On tapes, where a graph failed, it would be float32.
+            is_wide = self._in_float64.snapshot.facts.engine == "graph"
+            yield self._in_float64 if is_wide else None
         finally:
             self._in_float64.snapshot.close()
 

@@ -283,21 +283,15 @@ def solve_with(
         if method == "auto" and is_open and len(columns) and _is_dense(rows.size, len(columns)):
             method = "exact"
         methods = _methods(method, rows.size, 2 if recycled is not None else len(columns))
-        precondition, setup_products = NO_PRECONDITION, 0
-        is_new = recycled is not None and preconditions and not len(recycled)
         if not is_open:
             precondition, setup_products = _precondition(rows, M, damping)
-        elif M is not None or is_new:
-            sketch = _sketch_that_pays(equations, columns, methods)
-            setup_products = 0 if sketch is None else sketch.rank
-            if sketch is not None and recycled is not None:
-                recycled.add(sketch.basis, sketch.images)
-            elif sketch is not None:
-                factors = nystrom_factors(sketch.eigenvalues, equations.damping)
-                tensors = tf.constant(sketch.eigenvectors), tf.constant(factors, rows.dtype)
-                precondition = nystrom_precondition(*tensors)
-        if recycled is not None and preconditions:
+        elif recycled is not None and preconditions:
+            setup_products = _begin_recycling(equations, columns, methods, recycled)
             precondition = recycled.precondition(equations.damping)
+        elif M is not None:
+            precondition, setup_products = _precondition_that_pays(equations, columns, methods)
+        else:
+            precondition, setup_products = NO_PRECONDITION, 0
         file = None
         if checkpoint is not None:
             settings: list[Any] = [method, equations.damping, rtol, atol, equations.maxiter]
@@ -373,7 +367,7 @@ def _methods(method: str, size: int, count: int) -> list[Method]:
 def _sketch_that_pays(
     equations: Equations, columns: np.ndarray, methods: list[Method]
 ) -> NystromSketch | None:
-    """Return the sketch for `M="auto"`; None if nothing tells that one would pay."""
+    """Return the sketch of a rank that pays; None if nothing tells that one would pay."""
     lengths = norms(columns)
     is_conjugate_gradients = methods[:1] in ([CONJUGATE_GRADIENTS], [BLOCK_CONJUGATE_GRADIENTS])
     if not is_conjugate_gradients or equations.damping <= 0 or not lengths.any():
@@ -382,6 +376,29 @@ def _sketch_that_pays(
     rtol = float(np.min(equations.tolerance[nonzero] / lengths[nonzero]))
     plan = Plan(int(nonzero.sum()), not methods[0].separable, rtol)
     return plan.sketch(equations.rows, equations.damping)
+
+
+def _precondition_that_pays(
+    equations: Equations, columns: np.ndarray, methods: list[Method]
+) -> tuple[Precondition, int]:
+    """Return the preconditioner for `M="auto"`, and the number of products that it needed."""
+    sketch = _sketch_that_pays(equations, columns, methods)
+    if sketch is None:
+        return NO_PRECONDITION, 0
+    factors = nystrom_factors(sketch.eigenvalues, equations.damping)
+    tensors = tf.constant(sketch.eigenvectors), tf.constant(factors, equations.rows.dtype)
+    return nystrom_precondition(*tensors), sketch.rank
+
+
+def _begin_recycling(
+    equations: Equations, columns: np.ndarray, methods: list[Method], recycled: RecycledSpace
+) -> int:
+    """Fill an empty space with a sketch that pays; return the number of products."""
+    sketch = None if len(recycled) else _sketch_that_pays(equations, columns, methods)
+    if sketch is None:
+        return 0
+    recycled.add(sketch.basis, sketch.images)
+    return sketch.rank
 
 
 def _precondition(rows: Rows, M: Any, damping: float) -> tuple[Precondition, int]:

@@ -141,3 +141,12 @@ def test_a_refinement_resumes(calls, tmp_path, monkeypatch):
         resumed = hvp.solve(A, b, checkpoint=path, **options)
     assert whole.converged.all()
     assert np.array_equal(resumed.x, whole.x)
+
+
+def test_a_solution_is_not_lost_where_float64_fails(monkeypatch):
+    data, b = rows(), random(2, SIZE)
+    with least_squares(data) as A:
+        inside.fail_in_float64(monkeypatch, tf.errors.UnimplementedError(None, None, "no kernel"))
+        with pytest.warns(hvp.ConvergenceWarning, match="rounding"):
+            result = hvp.solve(A, b, method="cg", damping=DAMPING)
+    assert relative_residuals(data, result.x[:, np.newaxis], b[:, np.newaxis]) < 1e-3
