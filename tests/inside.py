@@ -99,6 +99,7 @@ def multiply_rows(operator: Any, rows: Any) -> Any:
 def multiply_in_float64(operator: Any, rows: Any) -> Any:
     """Float32 products with the rows of a block, computed in float64."""
     with core_of(operator).in_float64() as core:
+        assert core is not None, "there is no evaluation in float64"
         return core.map(operator.damping).apply_rows(rows)
 
 
@@ -115,7 +116,7 @@ def forbid_wide_residuals(monkeypatch: pytest.MonkeyPatch) -> None:
 def fail_in_float64(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     """Let evaluations in float64 fail, as on a device without such a kernel."""
 
-    def fail(graph_def: Any) -> Any:
+    def fail(graph_def: Any, inputs: Any) -> Any:
         raise error
 
     monkeypatch.setattr(graph_program, "in_float64", fail)

@@ -119,7 +119,7 @@ class GraphProgram:
         self._renamed = {name: rename(name) for name in traced.results}
         self._products = [rename(name) for name in traced.products if name is not None]
         if wide:
-            flat, narrow = in_float64(flat)
+            flat, narrow = in_float64(flat, [*self._captures, *self._vectors])
             self._renamed = {name: narrow(flat_name) for name, flat_name in self._renamed.items()}
             self._products = [narrow(name) for name in self._products]
         self._results_of_once = list(dict.fromkeys(self._renamed.values()))

@@ -12,7 +12,7 @@ in it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import tensorflow as tf
@@ -32,10 +32,18 @@ from hvp._graphs.sizes import note_shapes, shapes_of
 _FLOAT, _DOUBLE = tf.float32.as_datatype_enum, tf.float64.as_datatype_enum
 # Operations that stay in float32: what comes from outside, draws of random numbers, which would be
 # others in float64, lists that loops also refer to, and what depends on the size of an entry.
-_NARROW = ("Bitcast", "Placeholder", "Random", "Stateless", "TensorArray", "TensorList")
+_NARROW = (
+    "Bitcast",
+    "EmptyTensorList",
+    "Placeholder",
+    "Random",
+    "Stateless",
+    "TensorArray",
+    "TensorList",
+)
 
 
-def in_float64(graph_def: Any) -> tuple[Any, Callable[[str], str]]:
+def in_float64(graph_def: Any, inputs: Iterable[str]) -> tuple[Any, Callable[[str], str]]:
     """Compute a graph in float64 between its inputs and its results.
 
     Parameters
@@ -43,6 +51,9 @@ def in_float64(graph_def: Any) -> tuple[Any, Callable[[str], str]]:
     graph_def : GraphDef
         The graph. Functions that it calls, loops and branches stay in float32, as do operations
         that do not exist in float64.
+    inputs : iterable of str
+        Names of tensors that are replaced when the graph is imported, and keep their types. Small
+        ones among those that a function captures are constants in its graph.
 
     Returns
     -------
@@ -54,9 +65,11 @@ def in_float64(graph_def: Any) -> tuple[Any, Callable[[str], str]]:
         type.
     """
     functions = {function.signature.name: function for function in graph_def.library.function}
+    outside = {node_of(name) for name in inputs}
     widening = _Widening(type(graph_def)(versions=graph_def.versions, library=graph_def.library))
     for node in in_topological_order({node.name: node for node in graph_def.node}):
-        widening.add(node, is_wide=_can_be_wide(node, functions))
+        is_wide = node.name not in outside and _can_be_wide(node, functions)
+        widening.add(node, is_wide=is_wide)
     return widening.wide, widening.narrow
 
 
