@@ -13,7 +13,10 @@ from hvp._solve.recycled import RecycledSpace
 from hvp._solve.rows import Rows
 from hvp._solve.solve import Call, SolveResult, solve_with
 
-# The solves of an operator that changes after which the cost without recycling is measured again.
+# The default capacity, and the bytes that directions and their products may take.
+_CAPACITY, _BYTES = 512, 2**30
+# Number of recycled solves with a changing operator before the cost without recycling is measured
+# again.
 _PATIENCE = 3
 
 
@@ -56,10 +59,6 @@ class _Costs:
             self.recycling_pays = self._age < self._patience and not is_dear
         else:
             self.recycling_pays = products <= self._without
-
-
-# The default capacity, and the bytes that directions and their products may take.
-_CAPACITY, _BYTES = 512, 2**30
 
 
 class Solver:
