@@ -409,7 +409,7 @@ class KFAC(FactoredOperator):
         problem, _ = self._problem(self._rule, list(self._nest.variables))
         batch = problem.first_batch()
         traced, rows = self._traced(batch.part(0, min(2, batch.examples)))
-        self._layers, self._uncovered = traced.layers, traced.uncovered
+        self._layers, self._uncovered = traced.graph.layers, traced.graph.uncovered
         if batch.examples > 1:
             _, alone = self._traced(batch.first(), backward=False)
             self._refuse_mixed(rows, alone)

@@ -91,11 +91,13 @@ class StatisticsRule(Rule):
 
     def evaluate(self, variables: Sequence[tf.Variable], batch: Any) -> Evaluated:
         traced = self.traced(batch)
-        self._refuse_others(traced.layers, variables)
-        own = [(place, self.statistic(place, layer)) for place, layer in enumerate(traced.layers)]
+        self._refuse_others(traced.graph.layers, variables)
+        own = [
+            (place, self.statistic(place, layer)) for place, layer in enumerate(traced.graph.layers)
+        ]
         statistics = [(place, statistic) for place, statistic in own if statistic is not None]
         for place, statistic in statistics:
-            statistic.start(traced, traced.inputs(traced.layers[place]))
+            statistic.start(traced, traced.graph.inputs(traced.graph.layers[place]))
 
         def step(gradients: list[list[Any]]) -> list[tf.Tensor]:
             return [tensor for place, s in statistics for tensor in s.step(gradients[place])]

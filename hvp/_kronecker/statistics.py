@@ -206,7 +206,7 @@ class ExactBlock(Statistic):
         self._examples, self._inputs = traced.examples, inputs
         size = self._layer.entries.size
         self._slopes = [
-            tf.reshape(traced.derivative(tensor, value), [size]) if tensor else None
+            tf.reshape(traced.graph.derivative(tensor, value), [size]) if tensor else None
             for _, tensor, value in self._layer.uses
         ]
 

@@ -1,0 +1,159 @@
+"""The layers of what is being traced, with the tensors that enter them and come out of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from hvp._derivatives.corrections import corrected_derivatives
+from hvp._derivatives.replace import replace_operations
+from hvp._graphs.folding import fold_shapes
+from hvp._graphs.inline import inline_calls
+from hvp._graphs.parts import ancestors, cut_out, import_part, node_of
+from hvp._graphs.sizes import graph_def_with_shapes, take_sizes
+from hvp._graphs.weights import WeightedGraph
+from hvp._kronecker.layers import Layer, MatrixLayer, Weight, find_layers
+from hvp._vectors.variables import VariableNest
+
+# The names of the operations that are differentiated begin with this.
+_SCOPE = "hvp_layers"
+
+
+@dataclass
+class LayeredGraph:
+    """A copy of what has been traced, in which the layers are known.
+
+    Attributes
+    ----------
+    layers : list of Layer
+        The layers.
+    uncovered : list of str
+        Names of weights that belong to none.
+    results : list of tf.Tensor
+        What was traced, computed by the copy.
+    """
+
+    layers: list[Layer]
+    uncovered: list[str]
+    results: list[tf.Tensor]
+    _tensors: dict[str, tf.Tensor]
+
+    @classmethod
+    def of(
+        cls, nest: VariableNest, data: Sequence[tf.Tensor], results: Sequence[tf.Tensor]
+    ) -> LayeredGraph:
+        """Find the layers in the graph that is being traced, and import a copy of it.
+
+        Parameters
+        ----------
+        nest : VariableNest
+            The weights.
+        data, results : sequence of tf.Tensor
+            Where the graph begins and ends.
+
+        Raises
+        ------
+        HvpError
+            If a weight is used in two ways.
+        """
+        graph = tf.compat.v1.get_default_graph()
+        flat, rename = inline_calls(replace_operations(graph_def_with_shapes(graph)))
+        fold_shapes(flat)
+        ends = [rename(tensor.name) for tensor in results]
+        weighted = WeightedGraph(flat, [tensor.name for tensor in data], ends)
+        layers, uncovered = find_layers(weighted, _weights(nest, graph))
+        wanted = list(dict.fromkeys([*ends, *_tensors_of(layers)]))
+        take_sizes(flat)
+        known = {tensor.name: tensor for tensor in data}
+        known.update({inside.name: inside for _, inside in graph.captures})
+        starts = {node_of(name) for name in known}
+        nodes = {node.name: node for node in flat.node}
+        names = ancestors(nodes, wanted, lambda n: n not in starts)
+        part = cut_out(flat, names, keep_controls=False)
+        tensors = dict(zip(wanted, import_part(part, known, wanted, scope=_SCOPE)))
+        return cls(layers, uncovered, [tensors[name] for name in ends], tensors)
+
+    def inputs(self, layer: Layer) -> list[list[tf.Tensor]]:
+        """Return what enters the operations of a layer, for each of them."""
+        forms = layer.forms if isinstance(layer, MatrixLayer) else [use[0] for use in layer.uses]
+        return [[self._tensors[name] for name in form.inputs] for form in forms]
+
+    def output(self, name: str) -> tf.Tensor:
+        """Return what comes out of an operation of a layer."""
+        return self._tensors[name]
+
+    def derivative(self, tensor: str, value: str) -> tf.Tensor:
+        """Return the derivative of a tensor's entries in the weight's entries that they are of."""
+        source = self._tensors[value]
+        with corrected_derivatives():
+            sums = tf.reduce_sum(self._tensors[tensor])
+            (gradient,) = tf.gradients(sums, [source], unconnected_gradients="zero")
+        return gradient
+
+    def gradients(self, weights: Sequence[tf.Tensor] | None = None) -> list[list[Any]]:
+        """Return the gradients in what comes out of the operations, for each layer.
+
+        Parameters
+        ----------
+        weights : sequence of tf.Tensor, optional
+            What to multiply the results by. The default is ones.
+        """
+        names = _outputs_of(self.layers)
+        wanted = list(dict.fromkeys(name for several in names for name in several if name))
+        with corrected_derivatives():
+            gradients = tf.gradients(
+                self.results,
+                [self._tensors[name] for name in wanted],
+                None if weights is None else list(weights),
+            )
+        by_name = dict(zip(wanted, gradients))
+        return [[by_name.get(name) for name in several] for several in names]
+
+    def leave_out_unconnected(self, gradients: Sequence[Sequence[Any]]) -> list[list[Any]]:
+        """Leave out layers that no gradient reaches, as where a function has one of its own.
+
+        The gradients of the layers that are left are returned.
+        """
+        layers, kept = [], []
+        for layer, names, parts in zip(self.layers, _outputs_of(self.layers), gradients):
+            if all(part is not None or not name for name, part in zip(names, parts)):
+                layers.append(layer)
+                kept.append(list(parts))
+            else:
+                self.uncovered += layer.names
+        self.layers = layers
+        return kept
+
+
+def _weights(nest: VariableNest, graph: Any) -> list[Weight]:
+    handles = {id(outside): inside.name for outside, inside in graph.captures}
+    weights, first = [], 0
+    for variable, name, shape in zip(nest.variables, nest.names, nest.shapes):
+        weight = Weight(name, handles.get(id(variable.handle), ""), shape, first)
+        weights.append(weight)
+        first += weight.size
+    return weights
+
+
+def _outputs_of(layers: Sequence[Layer]) -> list[list[str]]:
+    return [
+        [form.output for form in layer.forms]
+        if isinstance(layer, MatrixLayer)
+        else [form.output for form, *_ in layer.uses]
+        for layer in layers
+    ]
+
+
+def _tensors_of(layers: Sequence[Layer]) -> list[str]:
+    """Return the names of all tensors that are asked for later."""
+    names = [name for several in _outputs_of(layers) for name in several]
+    for layer in layers:
+        if isinstance(layer, MatrixLayer):
+            names += [name for form in layer.forms for name in form.inputs]
+        else:
+            for form, tensor, value in layer.uses:
+                names += [*form.inputs, tensor, value]
+    return [name for name in names if name]
