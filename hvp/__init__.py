@@ -84,7 +84,7 @@ from hvp._errors import (
     StaleOperatorError,
     TooLargeError,
 )
-from hvp._influence.influence import InfluenceFunctions, TopInfluences
+from hvp._influence.influence import InfluenceFunctions, TokenScores, TopInfluences
 from hvp._kronecker.factored import FactoredOperator
 from hvp._kronecker.kfac import EKFAC, KFAC, BlockDescription
 from hvp._minimize.minimize import minimize
@@ -166,6 +166,7 @@ __all__ = [
     "SpectralDensity",
     "StaleOperatorError",
     "Statistics",
+    "TokenScores",
     "TooLargeError",
     "TopInfluences",
     "check",

@@ -11,11 +11,12 @@ import tensorflow as tf
 
 from hvp._data.elements import Elements, checked_loss
 from hvp._derivatives.gradient import value_and_gradient
-from hvp._errors import InvalidLossError, NonFiniteError
+from hvp._errors import HvpError, InvalidLossError, NonFiniteError, line_of
 from hvp._graphs.compiled import Compiled
 from hvp._graphs.parts import digest_of_graph
 from hvp._graphs.vectorized import NotVectorizedError, vectorized
 from hvp._influence.example_data import ExampleData
+from hvp._influence.layer_gradients import LayerGradients
 from hvp._keras.losses import preserved_losses
 from hvp._runtime.digest import digest
 from hvp._runtime.interrupts import Uninterrupted, deliver_interrupt
@@ -64,7 +65,8 @@ class ExampleGradients:
         self._nest = collect_variables(variables)
         self._space = Space.of_variables(self._nest)
         bytes_per_example = self._space.size * self._space.dtype.size * _WORKING_FACTOR
-        self.at_once = max(1, (nbytes or _GRADIENT_BYTES * _WORKING_FACTOR) // bytes_per_example)
+        self._nbytes = nbytes or _GRADIENT_BYTES * _WORKING_FACTOR
+        self.at_once = max(1, self._nbytes // bytes_per_example)
         self._functions: dict[Any, Compiled] = {}
         self._is_vectorized = True
 
@@ -98,6 +100,11 @@ class ExampleGradients:
         starts = range(0, count, self.at_once)
         parts = [elements.part(i, min(i + self.at_once, count)) for i in starts]
         rows = np.concatenate([self.of(part)[1].numpy() for part in parts])
+        self.check_finite(rows, kind, first)
+        return rows
+
+    def check_finite(self, rows: np.ndarray, kind: str, first: int) -> None:
+        """Raise `NonFiniteError` unless all rows are finite; the arguments are as for `of_all`."""
         broken = np.flatnonzero(~np.isfinite(rows).all(axis=1))
         if len(broken):
             others = len(broken) - 1
@@ -107,7 +114,6 @@ class ExampleGradients:
                 "finite data, and a loss that is differentiable at each example",
                 "look for NaN and extreme entries, and for labels out of range",
             )
-        return rows
 
     def pieces(self, data: ExampleData) -> Iterator[tuple[int, tf.Tensor]]:
         """Iterate over the gradients of all examples, `at_once` examples at a time.
@@ -122,6 +128,40 @@ class ExampleGradients:
         for first, part in data.blocks(self.at_once):
             deliver_interrupt()
             yield first, tf.constant(self.of_all(part, f"{data.name} example", first))
+
+    @property
+    def size(self) -> int:
+        """The length of a gradient."""
+        return self._space.size
+
+    def by_layers(self, sample: Elements) -> LayerGradients | str:
+        """Return the same gradients by the layers of the loss.
+
+        Parameters
+        ----------
+        sample : Elements
+            Some examples, at which the two are compared.
+
+        Returns
+        -------
+        LayerGradients or str
+            Why there are none, if layers cannot be found, or if their gradients differ from those
+            of the loss.
+        """
+        few = sample.part(0, min(_COMPARED, self.at_once, sample.examples))
+        layers = LayerGradients(
+            self._loss, self._nest, self._space, self._snapshot, self.of_all, self._nbytes
+        )
+        try:
+            rows = layers.rows(few)
+        except HvpError as error:
+            return error.problem
+        except Exception as error:  # the user's loss may raise anything at a symbolic tensor
+            return f"the loss cannot be traced ({type(error).__name__}: {line_of(error, -1)})"
+        exact = tf.constant(self.of_all(few))
+        if self._space.agree(rows, exact, tf.norm(exact)):
+            return layers
+        return "the gradients of its layers are not those of the loss"
 
     def prepare(self, elements: Elements) -> None:
         """Trace the loss for examples like these; errors of the loss are raised here."""

@@ -18,10 +18,10 @@ import numpy as np
 import tensorflow as tf
 
 from hvp._errors import CheckpointError, HvpError
-from hvp._influence.projection import Projection
+from hvp._influence.kept import Kept
 
 _DESCRIPTION = "store.json"
-_VERSION = 1
+_VERSION = 2
 _DERIVED = ("data", "rows", "width", "examples")
 # A shard takes at most this many bytes.
 _SHARD = 2**28
@@ -38,14 +38,17 @@ class GradientStore:
         Where they are; it is made if its parent exists.
     examples : int
         How many examples there are.
-    size : int
-        The length of a gradient.
     dtype : numpy.dtype
         The type of a gradient.
-    projection : Projection or None
-        What gradients are multiplied by before they are kept.
+    form : Kept
+        What is kept of a gradient.
     fingerprint : callable
         Returns digests of the weights, the data and the loss, by name.
+
+    Attributes
+    ----------
+    form : Kept
+        What is kept of a gradient.
 
     Raises
     ------
@@ -57,18 +60,17 @@ class GradientStore:
         self,
         folder: Any,
         examples: int,
-        size: int,
         dtype: np.dtype[Any],
-        projection: Projection | None,
+        form: Kept,
         fingerprint: Callable[[], dict[str, str]],
     ) -> None:
         if not isinstance(folder, (str, os.PathLike)):
             raise CheckpointError(
                 f"the store of gradients is {type(folder).__name__}", "the path of a folder"
             )
-        self._folder, self._projection = Path(folder), projection
+        self._folder, self.form = Path(folder), form
         self._examples, self._dtype = examples, np.dtype(dtype)
-        self._width = size if projection is None else projection.size
+        self._width = form.width
         self._rows = max(1, min(examples, _SHARD // (self._width * self._dtype.itemsize)))
         self._fingerprint = fingerprint
 
@@ -76,11 +78,6 @@ class GradientStore:
     def is_complete(self) -> bool:
         """Whether all gradients are kept."""
         return all(self._path(shard).exists() for shard in self._shards())
-
-    @property
-    def is_projected(self) -> bool:
-        """Whether rows are projections of gradients."""
-        return self._projection is not None
 
     def open(self) -> None:
         """Make the folder, or make sure that what it holds is what belongs there.
@@ -96,7 +93,7 @@ class GradientStore:
             "width": self._width,
             "dtype": self._dtype.name,
             "rows": self._rows,
-            "projection": None if self._projection is None else self._projection.seed,
+            "form of gradients": self.form.name,
             **self._fingerprint(),
         }
         try:
@@ -126,7 +123,7 @@ class GradientStore:
         ----------
         rows_of : callable
             Takes the numbers of the first example and of the one after the last; iterates over
-            their gradients, of shape `(k, n)`, each with the number of its first example.
+            what is kept of their gradients, each with the number of the first example.
 
         Yields
         ------
@@ -138,14 +135,19 @@ class GradientStore:
             if not path.exists():
                 array = np.empty((end - start, self._width), self._dtype)
                 for first, rows in rows_of(start, end):
-                    kept = rows if self._projection is None else self._projection.apply(rows)
-                    array[first - start : first - start + len(kept)] = kept
+                    array[first - start : first - start + len(rows)] = rows
                 self._save(path, array)
             yield end
 
-    def pieces(self) -> Iterator[tuple[int, tf.Tensor]]:
-        """Iterate over the rows that are kept, as `ExampleGradients.pieces` does."""
-        at_once = max(1, _PIECE // (self._width * self._dtype.itemsize))
+    def pieces(self, size: int) -> Iterator[tuple[int, tf.Tensor]]:
+        """Iterate over the gradients, as `ExampleGradients.pieces` does.
+
+        Parameters
+        ----------
+        size : int
+            The length of a gradient.
+        """
+        at_once = max(1, _PIECE // (max(self._width, size) * self._dtype.itemsize))
         for shard in self._shards():
             start, end = self._range(shard)
             try:
@@ -155,11 +157,7 @@ class GradientStore:
             if array.shape != (end - start, self._width) or array.dtype != self._dtype:
                 raise self._damaged(shard)
             for first in range(0, len(array), at_once):
-                yield start + first, tf.constant(array[first : first + at_once])
-
-    def projected(self, rows: np.ndarray) -> np.ndarray:
-        """Multiply vectors by what the gradients were multiplied by."""
-        return rows if self._projection is None else self._projection.apply(rows)
+                yield start + first, self.form.restored(array[first : first + at_once])
 
     def _save(self, path: Path, array: np.ndarray) -> None:
         try:
@@ -193,7 +191,7 @@ class GradientStore:
         if differing:
             raise CheckpointError(
                 f"the store of gradients {self._folder} belongs to other {', '.join(differing)}",
-                "gradients of the same loss, examples, weights and projection",
+                "gradients of the same loss, examples and weights, kept in the same form",
                 "remove the folder, or make a new InfluenceFunctions with another one",
             )
 

@@ -16,6 +16,7 @@ from hvp._influence.example_data import ExampleData
 from hvp._influence.example_gradients import ExampleGradients
 from hvp._influence.factored_inverse import FactoredInverse
 from hvp._influence.gradient_store import GradientStore
+from hvp._influence.kept import kept_form
 from hvp._influence.projection import Projection
 from hvp._influence.scoring import Scoring
 from hvp._keras.compiled_loss import loss_of_model
@@ -53,6 +54,21 @@ class TopInfluences(NamedTuple):
     helpful_scores: np.ndarray
     harmful: np.ndarray
     harmful_scores: np.ndarray
+
+
+class TokenScores(NamedTuple):
+    """Scores, divided among the tokens of the training examples.
+
+    Attributes
+    ----------
+    tokens : ndarray
+        The part of each token, of shape `(n_test, n_examples, n_tokens)`.
+    rest : ndarray
+        What belongs to no token, of shape `(n_test, n_examples)`.
+    """
+
+    tokens: np.ndarray
+    rest: np.ndarray
 
 
 # What belongs to the matrix alone, and not to gradients of examples.
@@ -127,7 +143,10 @@ class InfluenceFunctions(OneProcess):
         A folder that keeps the gradients of the training examples. The first call that needs them
         computes them, and goes on where a process that was killed had stopped; later calls and
         processes read them, so that the scores of other test data take one product and no pass over
-        the training data. The folder of other weights, data or another loss is refused.
+        the training data. The gradient of a dense layer is kept as what enters the layer and the
+        gradient in what comes out, which takes much less space; so is that of any other layer where
+        this takes less than half of the space. The folder of other weights, data or another loss is
+        refused.
     projection : int, optional
         Keep so many numbers of each gradient, by a random projection. The score of two gradients
         is then an estimate, whose standard error is at most ``sqrt(2 / projection)`` times the
@@ -265,18 +284,18 @@ class InfluenceFunctions(OneProcess):
             inverse = DampedInverse(point, solver, rtol, maxiter, quarter)
         store = None
         if gradients is not None:
-            size, dtype = point.shape[0], point.dtype
+            random = None if projection is None else Projection(point.shape[0], projection, seed=0)
+            form = kept_form(own_gradients, inverse, random, train.first)
 
             def fingerprint() -> dict[str, str]:
                 digests = core_of(point).fingerprint()
                 loss_now = own_gradients.fingerprint(train.first)
                 digests = {**digests, "training data": train.fingerprint()}
-                if projection is not None and isinstance(inverse, FactoredInverse):
+                if form.whitens:
                     digests.update(inverse.fingerprint())
                 return {**digests, "training loss": loss_now}
 
-            random = None if projection is None else Projection(size, projection, seed=0)
-            store = GradientStore(gradients, train.count, size, dtype, random, fingerprint)
+            store = GradientStore(gradients, train.count, point.dtype, form, fingerprint)
         self._scoring = Scoring(
             point, train, own_gradients, test_gradients, inverse, progress, store
         )
@@ -504,6 +523,47 @@ class InfluenceFunctions(OneProcess):
             for layer, own in groups(core.variable_names).items()
         }
         return self._scoring.scores_by_part(test_data, places)
+
+    @outside_strategies
+    def scores_by_token(self, test_data: Any, examples: Any = None) -> TokenScores:
+        """Divide scores among the tokens of the training examples.
+
+        The gradient of an example in a layer's weights is a sum over the positions to which the
+        layer is applied. The part of a token is the sum of what its positions contribute, over all
+        layers that are applied to each token (Grosse et al. 2023 [GR]_).
+
+        Parameters
+        ----------
+        test_data : tuple or dict of arrays, or iterable of such
+            Examples like the training data.
+        examples : int, or array_like of int or bool, optional
+            The training examples whose scores to divide, such as the most helpful ones that `top`
+            found. By default all of them.
+
+        Returns
+        -------
+        TokenScores
+            ``tokens.sum(axis=-1) + rest`` equals the scores.
+
+        Raises
+        ------
+        HvpError
+            If no layer is applied to each token, or if the layers of the loss cannot be found.
+
+        Notes
+        -----
+        Tokens are counted along the second axis of the first element of the data. Embeddings,
+        projections of attention, dense layers, normalizations and convolutions of sequences belong
+        to tokens. What comes after pooling and recurrent layers do not, nor do penalties on the
+        weights. The loss is attributed to the token that a layer processes, which need not be the
+        token whose prediction is wrong.
+
+        References
+        ----------
+        .. [GR] R. Grosse et al., "Studying large language model generalization with influence
+           functions", 2023. https://arxiv.org/abs/2308.03296
+        """
+        return TokenScores(*self._scoring.scores_by_token(test_data, examples))
 
     @Uninterrupted()
     def refresh(self) -> None:

@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvp._data.elements import Elements
 from hvp._errors import HvpError, InvalidDataError, StaleOperatorError, line_of
 from hvp._influence.example_data import ExampleData
 from hvp._influence.example_gradients import ExampleGradients
 from hvp._influence.extremes import Extremes
-from hvp._influence.factored_inverse import FactoredInverse
 from hvp._influence.gradient_store import GradientStore
+from hvp._influence.kept import ProjectedGradients
+from hvp._influence.layer_gradients import LayerGradients
 from hvp._influence.score_store import ScoreStore
 from hvp._operators.hessian import HessianOperator
 from hvp._operators.operator import core_of
@@ -133,22 +135,79 @@ class Scoring:
                     parts[name][first : first + len(rows), start:end] = scores.numpy()
         return parts
 
-    @property
-    def whitens(self) -> bool:
-        """Whether gradients are multiplied by a root of the inverse before they are projected.
+    @Uninterrupted()
+    def scores_by_token(self, test_data: Any, indices: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Return the parts of scores that belong to each position, and what belongs to none."""
+        self._check_fresh()
+        numbers = np.arange(self._train.count) if indices is None else self._train.numbers(indices)
+        layers, length = self._layers_of_tokens()
+        test = self._test_examples(test_data)
+        tokens = np.zeros((test.count, len(numbers), length), self._operator.dtype)
+        rest = np.zeros((test.count, len(numbers)), self._operator.dtype)
+        with progress_bar(self._progress, total=test.count, unit="test example") as bar:
+            for first, elements in test.blocks(self.inverse.width):
+                rows = self._test_gradients.of_all(elements, "test example", first)
+                solutions = self.inverse.apply(rows) / self._train.count
+                end = first + len(rows)
+                for columns, part in self._chosen(numbers, layers.at_once(self._few()), length):
+                    by_position, of_none = layers.products(part, tf.constant(solutions), length)
+                    tokens[first:end, columns] = by_position
+                    rest[first:end, columns] = of_none
+                bar.update(len(rows))
+        return tokens, rest
 
-        The error of a projection grows with the lengths of vectors, which are less different then.
+    def _few(self) -> Elements:
+        return self._train.first.part(0, min(2, self._train.first.examples))
+
+    def _chosen(
+        self, numbers: np.ndarray, at_once: int, length: int
+    ) -> Iterator[tuple[np.ndarray, Elements]]:
+        """Iterate over chosen training examples, with their places among the numbers."""
+        for first, elements in self._train.blocks(at_once):
+            places = np.flatnonzero((numbers >= first) & (numbers < first + elements.examples))
+            if len(places):
+                tokens = int(elements.tensors[0].shape[1])
+                if tokens != length:
+                    raise HvpError(
+                        f"training example {first} has {tokens} tokens, and the first has {length}",
+                        "examples of one length",
+                        "pad them, or pass examples= of one length as the data",
+                    )
+                yield places, elements.taken(numbers[places] - first)
+
+    def _layers_of_tokens(self) -> tuple[LayerGradients, int]:
+        """Return the layers, and the number of tokens of an example.
+
+        Raises
+        ------
+        HvpError
+            If no layer treats the tokens one by one.
         """
-        kept = self._kept is not None and self._kept.is_projected
-        return kept and isinstance(self.inverse, FactoredInverse)
+        few = self._few()
+        shape = few.tensors[0].shape
+        length = int(shape[1]) if len(shape) > 1 else 1
+        layers = self.gradients.by_layers(few)
+        if isinstance(layers, str):
+            raise HvpError(
+                f"scores cannot be divided among the tokens: {layers}",
+                "a loss of TensorFlow operations whose layers can be found in its graph",
+                "use scores, or scores_by_layer",
+            )
+        if length < 2 or not layers.has_positions(few, length):
+            raise HvpError(
+                f"no layer has one position for each of the {length} entries along the second axis "
+                f"of the first element of the data, whose shape is {tuple(shape)}",
+                "sequences, with the tokens along the second axis, and layers that are applied to "
+                "each token",
+                "use scores, or scores_by_layer",
+            )
+        return layers, length
 
     def _scores_of(self, solutions: np.ndarray, skip: int = 0) -> Iterator[tuple[int, tf.Tensor]]:
         """Iterate over the scores of training examples, those of the first `skip` left out."""
         if self._kept is not None:
             self._fill()
-            if self.whitens:
-                solutions = self.inverse.whitened_solutions(solutions)
-            solutions = self._kept.projected(solutions)
+            solutions = self._kept.form.matching(solutions)
         vectors = tf.constant(solutions)
         for start, rows in self._pieces():
             if start + int(rows.shape[0]) > skip:
@@ -159,7 +218,7 @@ class Scoring:
         if self._kept is None:
             return self.gradients.pieces(self._train)
         self._fill()
-        return self._kept.pieces()
+        return self._kept.pieces(self.gradients.size)
 
     def _fill(self) -> None:
         """Keep the gradients of the training examples, if they are not yet."""
@@ -177,18 +236,19 @@ class Scoring:
         self._filled = evaluations
 
     def _rows_between(self, start: int, end: int) -> Iterator[tuple[int, np.ndarray]]:
-        """Compute the gradients of the training examples with these numbers."""
-        for first, part in self._train.blocks(self.gradients.at_once):
+        """Compute what is kept of the training examples with these numbers."""
+        assert self._kept is not None
+        form = self._kept.form
+        for first, part in self._train.blocks(form.at_once):
             last = first + part.examples
             if last <= start or first >= end:
                 continue
             low, high = max(start, first), min(end, last)
             own = part.part(low - first, high - first)
-            rows = self.gradients.of_all(own, "training example", low)
-            yield low, self.inverse.whitened(rows) if self.whitens else rows
+            yield low, form.rows(own, low)
 
     def _refuse_projection(self) -> None:
-        if self._kept is not None and self._kept.is_projected:
+        if self._kept is not None and isinstance(self._kept.form, ProjectedGradients):
             raise HvpError(
                 "the gradients are kept as projections, which have no parts",
                 "gradients that are kept whole, or not at all",

@@ -306,17 +306,19 @@ class EntrywiseForm(Form):
     shape: tuple[int, ...]
     sign: float
 
+    def products(self, data: Sequence[tf.Tensor], gradient: tf.Tensor) -> tf.Tensor:
+        """Return the gradient at each position, in the shape of the result."""
+        return self.sign * (gradient * data[0] if data else gradient)
+
     def gradients(self, data: Sequence[tf.Tensor], gradient: tf.Tensor, examples: Any) -> tf.Tensor:
         """Return the gradient of each example, of shape `(examples, size)`."""
-        product = gradient * data[0] if data else gradient
+        product = self.products(data, gradient)
         rank = len(product.shape)
         shape = (1,) * (rank - len(self.shape)) + self.shape
         axes = [axis for axis in range(1, rank) if shape[axis] == 1]
         summed = tf.reduce_sum(product, axis=axes, keepdims=True) if axes else product
         # The examples may share their axis with positions.
-        return self.sign * tf.reduce_sum(
-            tf.reshape(summed, [examples, -1, math.prod(self.shape)]), axis=1
-        )
+        return tf.reduce_sum(tf.reshape(summed, [examples, -1, math.prod(self.shape)]), axis=1)
 
 
 def form_of(use: Use, graph: WeightedGraph) -> Form | None:

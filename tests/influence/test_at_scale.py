@@ -164,7 +164,7 @@ def test_the_folder_of_other_weights_data_or_anything_else_is_refused(tmp_path):
     with pytest.raises(hvp.CheckpointError, match=r"belongs to other .*training data"):
         influence.scores(TEST)
     projected = hvp.InfluenceFunctions(loss, w, data, gradients=path, projection=4, **options)
-    with pytest.raises(hvp.CheckpointError, match="projection"):
+    with pytest.raises(hvp.CheckpointError, match="form of gradients"):
         projected.scores(TEST)
     influence = hvp.InfluenceFunctions(loss, w, data, gradients=path, **options)
     w.assign(w * 2)
