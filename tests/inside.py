@@ -20,7 +20,7 @@ from hvp._devices import device, site, work
 from hvp._devices.device import LostDeviceError
 from hvp._engines import graph_map, graph_program, single_plan, trace
 from hvp._graphs import low_precision, rematerialize, sizes
-from hvp._influence import damped_inverse, example_gradients, gradient_store, kept
+from hvp._influence import damped_inverse, example_gradients, gradient_forms, gradient_store
 from hvp._operators import operator
 from hvp._operators.core import Core
 from hvp._operators.operator import core_of
@@ -45,7 +45,7 @@ LIMITS: dict[str, tuple[Any, str]] = {
     "right-hand sides of influence": (damped_inverse, "_MAX_WIDTH"),
     "bytes of example gradients": (example_gradients, "_GRADIENT_BYTES"),
     "bytes of a shard": (gradient_store, "_SHARD"),
-    "space of factors worth keeping": (kept, "_WORTH_IT"),
+    "space of factors worth keeping": (gradient_forms, "_WORTH_IT"),
     "bytes of large values": (sizes, "_SMALL"),
     "bytes of many values": (sizes, "_FEW"),
     "multiplications per entry in low precision": (low_precision, "_LEAST_INTENSITY"),

@@ -4,9 +4,10 @@ The damped Gauss-Newton matrix of an autoencoder of 7,856 weights and of a convo
 9,930, both trained on scikit-learn's digits. First, four sets of 64 right-hand sides, the gradients
 of single digits: block conjugate gradients, the same with Nystrom preconditioners of rank 100 and
 of the rank that pays, whose products count, and one `Solver` for all sets. Then ten Newton steps,
-one system each. Damping is relative to the largest eigenvalue. Variants take turns in one process.
+one system each, and forty of `NewtonCG` from random weights, by preconditioner. Damping is relative
+to the largest eigenvalue. Variants take turns in one process.
 
-    python docs/benchmarks/recycling.py [--networks autoencoder]
+    python docs/benchmarks/recycling.py [--networks autoencoder] [--only-newton]
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ DAMPINGS = (1e-3, 1e-4)
 class Problem:
     """A trained network, and its Gauss-Newton matrix."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, trained: bool = True) -> None:
         keras.utils.set_random_seed(0)
         digits = load_digits()
         x, layers = (digits.data / 16).astype("float32"), keras.layers
@@ -59,6 +60,8 @@ class Problem:
             loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
             self.data = (x, digits.target)
         self.model.compile(keras.optimizers.Adam(3e-3), loss)
+        if not trained:
+            return
         self.model.fit(*self.data, epochs=60, batch_size=64, verbose=0)
         self.start = [w.numpy() for w in self.model.trainable_variables]
         self.matrix = hvp.GaussNewtonOperator(
@@ -92,6 +95,29 @@ class Problem:
                 weight.assign_add(step)
             self.matrix.refresh()
         return counts
+
+
+def steps_from_the_start(name: str) -> None:
+    """Print the products of `NewtonCG` from random weights, by preconditioner."""
+    for preconditioner, rank in ((None, 1), ("nystrom", 100), ("recycled", 100)):
+        problem = Problem(name, trained=False)
+        newton = hvp.NewtonCG.from_keras(
+            problem.model,
+            problem.data,
+            curvature="gauss-newton",
+            damping=0.1,
+            radius=10.0,
+            preconditioner=preconditioner,
+            rank=rank,
+        )
+        newton.step()  # traces
+        products, start = newton.products, time.perf_counter()
+        result = newton.minimize(gtol=1e-4, maxiter=39)
+        seconds, products = time.perf_counter() - start, newton.products - products
+        steps = f"{result.nit + 1} steps, {seconds:.1f} s"
+        print(
+            name, "NewtonCG", preconditioner, products, f"products, loss {result.fun:.2g},", steps
+        )
 
 
 def sets_of_systems(problem: Problem, damping: float) -> list[list[Any]]:
@@ -142,7 +168,12 @@ def main() -> None:
     ]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--networks", default="autoencoder,cnn")
-    for name in parser.parse_args().networks.split(","):
+    parser.add_argument("--only-newton", action="store_true", help="only the steps of NewtonCG")
+    arguments = parser.parse_args()
+    for name in arguments.networks.split(","):
+        steps_from_the_start(name)
+        if arguments.only_newton:
+            continue
         problem = Problem(name)
         for damping in DAMPINGS:
             for row in sets_of_systems(problem, damping * problem.largest):
@@ -156,6 +187,8 @@ def main() -> None:
                 counts = problem.newton(which, absolute)
                 seconds = time.perf_counter() - start
                 print(name, damping, "Newton", method, sum(counts), round(seconds, 2), flush=True)
+    if arguments.only_newton:
+        return
     with CSV.open("w", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows(table)
 

@@ -228,7 +228,9 @@ class WeightedGraph:
         part = cut_out(self._flat, names, keep_controls=False)
         result = with_index(tensor)
         with tf.init_scope():
-            return tf.function(lambda: import_part(part, {}, [result]))()[0].numpy()
+            # A call of the function itself would count as one more trace of the same function.
+            traced = tf.function(lambda: import_part(part, {}, [result])).get_concrete_function()
+            return traced()[0].numpy()
 
     def _descendants(self, starts: Iterable[str]) -> set[str]:
         users: Mapping[str, set[str]] = defaultdict(set)

@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvp._errors import CheckpointError, HvpError
-from hvp._influence.kept import Kept
+from hvp._influence.gradient_forms import GradientForm
 
 _DESCRIPTION = "store.json"
 _VERSION = 2
@@ -40,14 +40,14 @@ class GradientStore:
         How many examples there are.
     dtype : numpy.dtype
         The type of a gradient.
-    form : Kept
+    form : GradientForm
         What is kept of a gradient.
     fingerprint : callable
         Returns digests of the weights, the data and the loss, by name.
 
     Attributes
     ----------
-    form : Kept
+    form : GradientForm
         What is kept of a gradient.
 
     Raises
@@ -61,7 +61,7 @@ class GradientStore:
         folder: Any,
         examples: int,
         dtype: np.dtype[Any],
-        form: Kept,
+        form: GradientForm,
         fingerprint: Callable[[], dict[str, str]],
     ) -> None:
         if not isinstance(folder, (str, os.PathLike)):

@@ -15,8 +15,8 @@ from hvp._influence.damped_inverse import DampedInverse, check_solver
 from hvp._influence.example_data import ExampleData
 from hvp._influence.example_gradients import ExampleGradients
 from hvp._influence.factored_inverse import FactoredInverse
+from hvp._influence.gradient_forms import gradient_form
 from hvp._influence.gradient_store import GradientStore
-from hvp._influence.kept import kept_form
 from hvp._influence.projection import Projection
 from hvp._influence.scoring import Scoring
 from hvp._keras.compiled_loss import loss_of_model
@@ -285,7 +285,7 @@ class InfluenceFunctions(OneProcess):
         store = None
         if gradients is not None:
             random = None if projection is None else Projection(point.shape[0], projection, seed=0)
-            form = kept_form(own_gradients, inverse, random, train.first)
+            form = gradient_form(own_gradients, inverse, random, train.first)
 
             def fingerprint() -> dict[str, str]:
                 digests = core_of(point).fingerprint()

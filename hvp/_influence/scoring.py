@@ -14,8 +14,8 @@ from hvp._errors import HvpError, InvalidDataError, StaleOperatorError, line_of
 from hvp._influence.example_data import ExampleData
 from hvp._influence.example_gradients import ExampleGradients
 from hvp._influence.extremes import Extremes
+from hvp._influence.gradient_forms import ProjectedGradients
 from hvp._influence.gradient_store import GradientStore
-from hvp._influence.kept import ProjectedGradients
 from hvp._influence.layer_gradients import LayerGradients
 from hvp._influence.score_store import ScoreStore
 from hvp._operators.hessian import HessianOperator

@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvp._errors import GraphModeError, HvpError
+from hvp._minimize.subproblem import RECYCLED
 from hvp._runtime.arguments import check_count
 from hvp._solve.preconditioners import PRECONDITIONERS
 
@@ -36,10 +37,10 @@ def check_method(
     check_count(max_cg_iterations, "max_cg_iterations")
     check_count(rank, "rank")
     check_count(seed, "seed", least=0)
-    if preconditioner not in (None, *PRECONDITIONERS):
+    if preconditioner not in (None, *PRECONDITIONERS, RECYCLED):
         raise HvpError(
             f"the argument preconditioner is {preconditioner!r}",
-            "None, " + " or ".join(map(repr, PRECONDITIONERS)),
+            "None, " + " or ".join(map(repr, (*PRECONDITIONERS, RECYCLED))),
         )
 
 

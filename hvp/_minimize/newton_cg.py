@@ -71,13 +71,15 @@ class NewtonCG(OneProcess, tf.Module):
         takes few iterations far from the minimum and many close to it.
     max_cg_iterations : int, optional
         Maximum number of iterations of conjugate gradients in one step.
-    preconditioner : {"diagonal", "nystrom"}, optional
+    preconditioner : {"diagonal", "nystrom", "recycled"}, optional
         ``"diagonal"`` is the absolute value of the diagonal, estimated from 16 products with random
         signs. ``"nystrom"`` is a sketch of the largest positive eigenvalues from `rank` products
         [NY]_. Either is rebuilt when conjugate gradients have used four times the products that it
-        cost.
+        cost. ``"recycled"`` is the same approximation from the directions of the last steps and
+        their products, and costs no further product. It pays if a product takes longer than the
+        algebra of `rank` vectors, and if the Hessian changes slowly.
     rank : int, optional
-        Rank of the sketch.
+        Rank of the approximation. For ``"recycled"``, 100 is a good choice.
     seed : int, optional
         Seed of samples and sketches.
     **options
@@ -151,7 +153,7 @@ class NewtonCG(OneProcess, tf.Module):
         damping: float = 0.0,
         forcing: float | Literal["eisenstat-walker"] = "eisenstat-walker",
         max_cg_iterations: int = 250,
-        preconditioner: Literal["diagonal", "nystrom"] | None = None,
+        preconditioner: Literal["diagonal", "nystrom", "recycled"] | None = None,
         rank: int = 20,
         seed: int = 0,
         **options: Any,

@@ -120,6 +120,7 @@ class NewtonIteration:
             tolerance=max(forcing, _model_error(hessian)) * norm,
             damping=float(state.damping),
         )
+        self._subproblem.recycle(solution, state.preconditioner)
         self.cg_seconds += time.perf_counter() - start
         state.preconditioner_iterations.assign_add(solution.iterations)
         return self._try(point, solution, forcing)

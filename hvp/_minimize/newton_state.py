@@ -71,10 +71,12 @@ class NewtonState(tf.Module):
     def reset(self) -> None:
         """Restore the initial state, except for the variables that are minimized over.
 
-        The preconditioner is built again when it is needed next.
+        The preconditioner is built again when it is needed next, or begins anew.
         """
         for variable, value in zip(self._numbers, self._initial_values):
             variable.assign(value)
+        for tensor in self.preconditioner:
+            tensor.assign(tf.zeros_like(tensor))
 
 
 def _number(value: float) -> tf.Variable:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 from hvp._graphs.compiled import Compiled
@@ -63,6 +64,9 @@ class SteihaugResult:
         Norm of the step, in the preconditioner's norm.
     predicted : float
         Decrease `m(0) - m(p)` of the model.
+    directions, images : ndarray or None
+        The directions of the first iterations, as rows, and their products with the Hessian; None
+        if they are not recorded.
     """
 
     step: tf.Tensor
@@ -70,6 +74,8 @@ class SteihaugResult:
     iterations: int
     norm: float
     predicted: float
+    directions: np.ndarray | None = None
+    images: np.ndarray | None = None
 
 
 class _State(NamedTuple):
@@ -127,6 +133,8 @@ class Steihaug:
         The Hessian `H`. It may be refreshed between solves.
     precondition : callable, optional
         Takes a vector and the preconditioner's tensors, and returns `inv(M)` times the vector.
+    recorded : int, optional
+        Of how many iterations to return the directions with their products.
 
     References
     ----------
@@ -139,8 +147,9 @@ class Steihaug:
         self,
         operator: SymmetricOperator,
         precondition: Callable[[tf.Tensor, Sequence[tf.Tensor]], tf.Tensor] | None = None,
+        recorded: int = 0,
     ) -> None:
-        self._operator = operator
+        self._operator, self._recorded = operator, recorded
         self._precondition = precondition
         stats = operator.stats
         self._in_python = stats.engine == "tape" or stats.batches is not None
@@ -181,19 +190,24 @@ class Steihaug:
         limits = tf.constant([radius, tolerance, damping], gradient.dtype)
         inputs, last = [limits, gradient, *tensors], min(self._per_call, maxiter)
         start, resume = self._compiled(gradient, tensors, damping != 0)
-        report, *state = start(tf.constant(last), *inputs)
+        record = _Record(self._recorded)
+        report, *state = record.taken(start(tf.constant(last), *inputs))
         ending, iterations, norm_squared, predicted = report.numpy()
+        record.add(int(iterations))
         while int(ending) == Ending.RUNNING and last < maxiter:
             deliver_interrupt()
             last = min(last + self._per_call, maxiter)
-            report, *state = resume(*state, tf.constant(last), *inputs)
+            report, *state = record.taken(resume(*state, tf.constant(last), *inputs))
             ending, iterations, norm_squared, predicted = report.numpy()
+            record.add(int(iterations))
         return SteihaugResult(
             step=_State(*state).step,
             ending=Ending(int(ending)) or Ending.MAXITER,
             iterations=int(iterations),
             norm=math.sqrt(max(norm_squared, 0.0)),
             predicted=float(predicted),
+            directions=record.directions,
+            images=record.images,
         )
 
     def _compiled(
@@ -255,15 +269,18 @@ class Steihaug:
     ) -> list[tf.Tensor]:
         """Iterate up to iteration `last`; return a report for Python, followed by the state.
 
+        Before them are the directions and their products, if they are recorded.
+
         The report is one float64 vector, so that Python waits for one transfer only: the ending,
         the number of iterations, the squared norm of the step, and the predicted decrease.
         """
         limits, gradient, *tensors = inputs
-        state = self._iterate(state, limits, tensors, last, damped)
+        state, recorded = self._iterate(state, limits, tensors, last, damped)
         step = tf.cast(state.step, tf.float64)
         gradients = tf.cast(gradient + state.model_gradient, tf.float64)
         report = [state.ending, state.iterations, state.step_step, -_dot(step, gradients) / 2]
-        return [tf.stack([tf.cast(number, tf.float64) for number in report]), *state]
+        stacked = tf.stack([tf.cast(number, tf.float64) for number in report])
+        return [*recorded, stacked, *state]
 
     def _iterate(
         self,
@@ -272,18 +289,26 @@ class Steihaug:
         tensors: list[tf.Tensor],
         last: tf.Tensor,
         damped: bool,
-    ) -> _State:
+    ) -> tuple[_State, list[tf.Tensor]]:
         """Run the loop of the class docstring."""
         radius, tolerance, damping = tf.unstack(limits, 3)
+        first, fields = state.iterations, len(_State._fields)
+        arrays = [
+            tf.TensorArray(state.step.dtype, self._per_call, element_shape=state.step.shape)
+            for _ in range(2 if self._recorded else 0)
+        ]
 
-        def is_running(*loop_variables: tf.Tensor) -> tf.Tensor:
-            state = _State(*loop_variables)
+        def is_running(*loop_variables: Any) -> tf.Tensor:
+            state = _State(*loop_variables[:fields])
             return tf.equal(state.ending, Ending.RUNNING) & (state.iterations < last)
 
-        def iteration(*loop_variables: tf.Tensor) -> list[tf.Tensor]:
-            _, iterations, step, model_gradient, direction, *inner_products = loop_variables
+        def iteration(*loop_variables: Any) -> list[Any]:
+            own, recorded = loop_variables[:fields], loop_variables[fields:]
+            _, iterations, step, model_gradient, direction, *inner_products = own
             squared_before, step_step, step_direction, direction_direction = inner_products
             image = self._operator.product(direction)
+            vectors = direction, image
+            written = [a.write(iterations - first, v) for a, v in zip(recorded, vectors)]
             if damped:
                 image += damping * direction
             curvature = _dot(direction, image)
@@ -331,10 +356,51 @@ class Steihaug:
                 step_step,
                 step_direction,
                 direction_direction,
+                *written,
             ]
 
-        end: Any = tf.while_loop(is_running, iteration, list(state), parallel_iterations=1)
-        return _State(*end)
+        start = [*state, *arrays]
+        end: Any = tf.while_loop(is_running, iteration, start, parallel_iterations=1)
+        return _State(*end[:fields]), [array.stack() for array in end[fields:]]
+
+
+class _Record:
+    """Directions and their products, as calls of the graph return them.
+
+    Parameters
+    ----------
+    most : int
+        How many to keep.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most, self._done = most, 0
+        self._parts: list[list[np.ndarray]] = [[], []]
+        self._last: list[tf.Tensor] = []
+
+    def taken(self, results: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Take the directions from the results of a call, and return the rest."""
+        count = 2 if self._most else 0
+        self._last = results[:count]
+        return results[count:]
+
+    def add(self, iterations: int) -> None:
+        """Keep those of the last call, after which there were so many iterations."""
+        new = min(iterations, self._most) - self._done
+        if new > 0:
+            for parts, block in zip(self._parts, self._last):
+                parts.append(block.numpy()[:new])
+            self._done += new
+
+    @property
+    def directions(self) -> np.ndarray | None:
+        """The directions as rows."""
+        return np.concatenate(self._parts[0]) if self._done else None
+
+    @property
+    def images(self) -> np.ndarray | None:
+        """Their products."""
+        return np.concatenate(self._parts[1]) if self._done else None
 
 
 def _dot(one: tf.Tensor, other: tf.Tensor) -> tf.Tensor:

@@ -11,7 +11,12 @@ import tensorflow as tf
 
 from hvp._minimize.steihaug import Ending, Steihaug, SteihaugResult
 from hvp._operators.operator import SymmetricOperator
+from hvp._solve.nystrom import nystrom_eigen, nystrom_factors
 from hvp._solve.preconditioners import PRECONDITIONERS
+from hvp._solve.recycled import merged
+
+# The preconditioner that is made of the directions of earlier steps.
+RECYCLED = "recycled"
 
 # A preconditioner is rebuilt once the iterations that used it number this many times the products
 # that it cost.
@@ -60,7 +65,7 @@ class Subproblem:
     Parameters
     ----------
     kind : str or None
-        Kind of the preconditioner, a key of `PRECONDITIONERS`.
+        Kind of the preconditioner: a key of `PRECONDITIONERS`, or `RECYCLED`.
     rank : int
         Rank of the preconditioner.
     maxiter : int
@@ -70,12 +75,15 @@ class Subproblem:
     """
 
     def __init__(self, kind: str | None, rank: int, maxiter: int, seed: int) -> None:
-        self._kind = None if kind is None else PRECONDITIONERS[kind]
+        self._recycles = kind == RECYCLED
+        self._kind = PRECONDITIONERS["nystrom" if self._recycles else kind] if kind else None
         self._rank, self._maxiter, self._seed = rank, maxiter, seed
         self._solvers: dict[int, _Solvers] = {}
 
     def shapes(self, size: int) -> list[list[int]]:
         """Return the shapes of the preconditioner's tensors for `size` variables."""
+        if self._recycles:
+            return [[size, self._rank], [self._rank]]
         return [] if self._kind is None else self._kind.shapes(size, self._rank)
 
     def needs_preconditioner(self, iterations: int) -> bool:
@@ -86,7 +94,7 @@ class Subproblem:
         iterations : int
             Number of iterations that used the current one; negative if there is none.
         """
-        if self._kind is None:
+        if self._kind is None or self._recycles:
             return False
         return iterations < 0 or iterations >= _LIFETIME * self._kind.products(self._rank)
 
@@ -118,8 +126,38 @@ class Subproblem:
     ) -> SteihaugResult:
         """Minimize the model; `limits` are those of `Steihaug.solve`."""
         values = [tensor.read_value() for tensor in tensors]
+        if self._recycles:
+            factors = nystrom_factors(values[1].numpy(), limits.get("damping", 0.0))
+            values[1] = tf.constant(factors, gradient.dtype)
         solver = self._solvers_of(operator).preconditioned
         return solver.solve(gradient, tensors=values, maxiter=self._maxiter, **limits)
+
+    def recycle(self, result: SteihaugResult, tensors: Sequence[tf.Variable]) -> None:
+        """Take up the directions of a step, if they precondition the next ones.
+
+        Parameters
+        ----------
+        result : SteihaugResult
+            The step.
+        tensors : sequence of tf.Variable
+            The variables that hold eigenvectors, as columns, and eigenvalues. They are overwritten.
+        """
+        if not self._recycles or result.directions is None or result.images is None:
+            return
+        if not (np.isfinite(result.directions).all() and np.isfinite(result.images).all()):
+            return
+        vectors, values = (tensor.numpy() for tensor in tensors)
+        before = vectors.T[values > 0]
+        basis, images = merged(
+            (before, values[values > 0, np.newaxis] * before),
+            (result.directions, result.images),
+            self._rank,
+            has_changed=True,
+        )
+        values, vectors = nystrom_eigen(basis, images)
+        room = self._rank - len(values)
+        tensors[0].assign(np.pad(vectors, [(0, 0), (0, room)]))
+        tensors[1].assign(np.pad(values, (0, room)).astype(vectors.dtype))
 
     def negative_curvature(
         self, operator: SymmetricOperator, gradient: tf.Tensor, number: int
@@ -166,7 +204,10 @@ class Subproblem:
         solvers = self._solvers.get(id(operator))
         if solvers is None:
             plain = Steihaug(operator)
-            preconditioned = plain if self._kind is None else Steihaug(operator, self._kind.solve)
+            preconditioned = plain
+            if self._kind is not None:
+                recorded = self._rank if self._recycles else 0
+                preconditioned = Steihaug(operator, self._kind.solve, recorded)
             solvers = self._solvers[id(operator)] = _Solvers(operator, preconditioned, plain)
         return solvers
 

@@ -112,22 +112,48 @@ class RecycledSpace:
             return
         directions, images = (np.concatenate(parts) for parts in zip(*self._new))
         self._new = []
-        basis, images = _orthonormal(directions, images, _DEPENDENT)
-        along = self._basis @ basis.T
-        least = _DEPENDENT_OF_BEFORE if self._has_changed else _DEPENDENT
-        before = self._basis - along @ basis, self._images - along @ images
-        parts = (basis, images), _orthonormal(*before, least, of_units=True)
-        basis, images = (np.concatenate(pair) for pair in zip(*parts))
-        most = self._capacity
-        if self._has_changed:
-            most = min(most, max(_FEW, len(parts[0][0])))
-        if len(basis) > most:  # those of the largest eigenvalues
-            projected = (basis @ images.T).astype(np.float64)
-            values, mixing = scipy.linalg.eigh((projected + projected.T) / 2)
-            best = mixing[:, np.argsort(-np.abs(values))[:most]].T.astype(basis.dtype)
-            basis, images = best @ basis, best @ images
-        self._basis, self._images, self._eigen = basis, images, None
-        self._has_changed = False
+        self._basis, self._images = merged(
+            (self._basis, self._images),
+            (directions, images),
+            self._capacity,
+            has_changed=self._has_changed,
+        )
+        self._eigen, self._has_changed = None, False
+
+
+def merged(
+    before: tuple[np.ndarray, np.ndarray],
+    new: tuple[np.ndarray, np.ndarray],
+    capacity: int,
+    *,
+    has_changed: bool,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return an orthonormal basis of old and new directions, and its products, as rows.
+
+    Parameters
+    ----------
+    before : (ndarray, ndarray)
+        An orthonormal basis and its products.
+    new : (ndarray, ndarray)
+        Directions and their products.
+    capacity : int
+        The largest number of directions to return: those of the largest eigenvalues.
+    has_changed : bool
+        Whether the operator has changed since the old products were computed.
+    """
+    basis, images = _orthonormal(*new, _DEPENDENT)
+    along = before[0] @ basis.T
+    least = _DEPENDENT_OF_BEFORE if has_changed else _DEPENDENT
+    rest = before[0] - along @ basis, before[1] - along @ images
+    parts = (basis, images), _orthonormal(*rest, least, of_units=True)
+    basis, images = (np.concatenate(pair) for pair in zip(*parts))
+    most = min(capacity, max(_FEW, len(parts[0][0]))) if has_changed else capacity
+    if len(basis) > most:
+        projected = (basis @ images.T).astype(np.float64)
+        values, mixing = scipy.linalg.eigh((projected + projected.T) / 2)
+        best = mixing[:, np.argsort(-np.abs(values))[:most]].T.astype(basis.dtype)
+        basis, images = best @ basis, best @ images
+    return basis, images
 
 
 def _orthonormal(

@@ -138,6 +138,42 @@ def test_preconditioners_save_iterations():
         np.testing.assert_allclose(w.numpy(), -1 / scales, atol=1e-4)
 
 
+@pytest.mark.parametrize("options", [{}, {"batch_size": 2}, {"engine": "tape"}], ids=str)
+def test_steps_learn_from_the_directions_of_earlier_ones(options):
+    """A few large eigenvalues in random directions, which change a little from step to step."""
+    random = np.random.default_rng(0)
+    axes = np.linalg.qr(random.standard_normal((60, 60)))[0]
+    x = np.sqrt(np.r_[np.geomspace(1e2, 1e5, 12), np.ones(48)])[:, np.newaxis] * axes.T
+    w = tf.Variable(np.zeros(60))
+
+    def loss(x):
+        z = tf.linalg.matvec(x, w)
+        return tf.reduce_mean(z**2 + 1e-3 * tf.cos(z)) + 0.01 * tf.reduce_mean((w - 1) ** 2)
+
+    taken = {}
+    for preconditioner in (None, "recycled"):
+        w.assign(np.zeros(60))
+        method = hvp.NewtonCG(
+            loss,
+            w,
+            (x,),
+            preconditioner=preconditioner,
+            rank=40,
+            radius=1e6,
+            damping=1e-9,
+            forcing=1e-6,
+            **options,
+        )
+        steps = [method.step() for _ in range(3)]
+        assert all(step.outcome == "converged" for step in steps)
+        taken[preconditioner] = [step.cg_iterations for step in steps]
+        H = hvp.HessianOperator(loss, w, (x,))
+        assert np.linalg.norm(H.gradient) < 1e-10
+    # The first step knows nothing yet.
+    assert taken["recycled"][0] == taken[None][0]
+    assert taken["recycled"][1] <= taken[None][1] / 2
+
+
 def test_damping_is_added_and_adapted():
     w = tf.Variable([1.0, 2.0], dtype=tf.float64)
     method = hvp.NewtonCG(
@@ -318,7 +354,7 @@ def test_variables_changed_between_steps_are_noticed():
 
 @pytest.mark.parametrize(
     ("preconditioner", "sampled"),
-    crossed(["diagonal", "nystrom"], [True, False])
+    crossed(["diagonal", "nystrom", "recycled"], [True, False])
     + [long(None, sampled) for sampled in (True, False)],
 )
 @pytest.mark.few(1)

@@ -109,3 +109,29 @@ def test_products_are_counted_and_the_operator_may_be_refreshed():
         result = solver.solve(tf.ones(SIZE, tf.float64), radius=9.0, tolerance=1e-9, maxiter=50)
         np.testing.assert_allclose(result.step, -np.ones(SIZE) / at**2)
     assert H.stats.products == 2
+
+
+@pytest.mark.parametrize("engine", ["graph", "tape"])
+@pytest.mark.parametrize("maxiter", [5, 70])
+def test_recorded_directions_have_the_products_of_the_matrix(engine, maxiter):
+    A, g = matrix(np.geomspace(1, 1e6, SIZE)), np.arange(1.0, SIZE + 1)
+    w = tf.Variable(np.zeros(SIZE))
+    H = hvp.HessianOperator(
+        lambda: tf.tensordot(w, tf.linalg.matvec(A, w), 1) / 2, w, engine=engine
+    )
+    result = Steihaug(H, recorded=8).solve(
+        tf.constant(g), radius=1e9, tolerance=1e-30, damping=0.5, maxiter=maxiter
+    )
+    assert result.directions.shape == (min(maxiter, 8), SIZE)
+    np.testing.assert_allclose(result.images, result.directions @ A, rtol=1e-10)
+    np.testing.assert_allclose(result.directions[0], -g)
+    products = result.directions @ (A + 0.5 * np.eye(SIZE)) @ result.directions.T
+    scale = np.sqrt(np.outer(np.diag(products), np.diag(products)))
+    off = products / scale - np.eye(len(products))  # conjugate, as far as rounding allows
+    assert np.abs(off[:3, :3]).max() < 1e-8
+    assert (
+        Steihaug(H)
+        .solve(tf.constant(g), radius=1e9, tolerance=1e-9, damping=0.5, maxiter=3)
+        .directions
+        is None
+    )

@@ -22,7 +22,7 @@ _WORTH_IT = 0.5
 _SAMPLE = 2
 
 
-class Kept(abc.ABC):
+class GradientForm(abc.ABC):
     """A form of gradients.
 
     Attributes
@@ -65,7 +65,7 @@ class Kept(abc.ABC):
         return False
 
 
-class WholeGradients(Kept):
+class WholeGradients(GradientForm):
     """Gradients as they are."""
 
     def __init__(self, gradients: ExampleGradients) -> None:
@@ -76,7 +76,7 @@ class WholeGradients(Kept):
         return self._gradients.of_all(elements, "training example", first)
 
 
-class ProjectedGradients(Kept):
+class ProjectedGradients(GradientForm):
     """Random projections of gradients.
 
     The error of a projection grows with the lengths of vectors. If the root of the inverse is
@@ -102,7 +102,7 @@ class ProjectedGradients(Kept):
         return self._projection.apply(solutions)
 
 
-class FactoredGradients(Kept):
+class FactoredGradients(GradientForm):
     """What enters the layers and the gradients in what comes out, where these are smaller.
 
     Parameters
@@ -172,9 +172,9 @@ class FactoredGradients(Kept):
         return tf.concat([*blocks, rest], axis=1).numpy()
 
 
-def kept_form(
+def gradient_form(
     gradients: ExampleGradients, inverse: Any, projection: Projection | None, sample: Elements
-) -> Kept:
+) -> GradientForm:
     """Return the form in which to keep gradients.
 
     Parameters
