@@ -1,7 +1,9 @@
 """Sphinx configuration; `make docs` builds with warnings as errors."""
 
 import os
+import sys
 
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ["TQDM_DISABLE"] = "1"  # progress bars do not look well in print
 
@@ -16,6 +18,7 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
+    "sphinx_design",
     "sphinx_gallery.gen_gallery",
 ]
 exclude_patterns = ["_build", "**/GALLERY_HEADER.rst", "sg_execution_times.rst"]
@@ -30,7 +33,7 @@ napoleon_use_rtype = False
 default_role = "code"
 
 sphinx_gallery_conf = {
-    "within_subsection_order": "FileNameSortKey",
+    "within_subsection_order": "gallery_order.place_of",
     "examples_dirs": "../examples",
     "gallery_dirs": "gallery",
     "filename_pattern": r"\.py$",

@@ -116,7 +116,7 @@ from hvp._spectra.norm import norm
 from hvp._spectra.pictures import plot_layers
 from hvp._spectra.trace import trace
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 __all__ = [
     "EKFAC",

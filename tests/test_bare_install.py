@@ -1,31 +1,39 @@
 """Everything works with TensorFlow, NumPy and scipy alone and one thread for graphs.
 
-So does the README's code.
+So does the code of the README and of "Getting started".
 """
 
 import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 # After the blocks of the README.
 OF_THE_README = """
 assert info == 0
+assert solutions.shape == (161, 8)
+assert np.isfinite(result.fun)
+assert harmful.shape == (10, 3)
+"""
+# After those of "Getting started".
+OF_GETTING_STARTED = """
+assert info == 0
 assert largest > 0
 assert dense.shape == (161, 161)
-assert H.stats.batches == H.stats.batches_kept > 1
+assert flat.shape == (161,) and len(restored) == 4
+assert H.stats.engine == "graph"
 assert result.gradient_evaluations == len(result.history)
-assert result.fun < loss_value
 assert solutions.shape == (161, 8)
-assert direction.shape == (161,)
+assert len(eigenvalues) == 5
 assert J.shape == (200, 161)
 assert F.is_positive_semidefinite and first.shape == (144, 144)
 assert density.size == 161
 assert report.ok
-assert scores.shape == (10, 200)
-assert again.shape == block.__wrapped__.kernel.shape
+assert len(history["curvature_largest"]) == 3
+assert second.shape == block.__wrapped__.kernel.shape
 """
 # Everything that can show progress, without; and what it says when a bar is asked for.
 EVERYTHING = """
@@ -76,12 +84,15 @@ except hvp.HvpError as error:
 """
 
 
-def test_the_readmes_code_and_everything_else_works_with_the_required_packages_alone(tmp_path):
-    readme = (ROOT / "README.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
-    assert len(blocks) == 12
+def test_the_documented_code_and_everything_else_works_with_the_required_packages_alone(tmp_path):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    page = (ROOT / "docs" / "getting_started.rst").read_text()
+    found = re.findall(r".. code-block:: python\n\n((?:   .*\n|\n)*)", page)
+    started = [textwrap.dedent(block) for block in found]
+    assert (len(blocks), len(started)) == (3, 13)
     script = tmp_path / "script.py"
-    script.write_text("\n".join([*blocks, OF_THE_README, EVERYTHING]))
+    parts = [*blocks, OF_THE_README, *started, OF_GETTING_STARTED, EVERYTHING]
+    script.write_text("\n".join(parts))
     command = [sys.executable, str(ROOT / "tests" / "bare.py"), str(script)]
     one_thread = {**os.environ, "TF_NUM_INTEROP_THREADS": "1"}
     run = subprocess.run(
