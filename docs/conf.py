@@ -19,6 +19,7 @@ extensions = [
     "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
     "sphinx_design",
+    "mathml",
     "sphinx_gallery.gen_gallery",
 ]
 exclude_patterns = ["_build", "**/GALLERY_HEADER.rst", "sg_execution_times.rst"]
@@ -74,6 +75,7 @@ def setup(app):
     app.connect("source-read", _tables_of_derivatives)
 
 
+html_math_renderer = "mathml"
 html_theme = "pydata_sphinx_theme"
 html_title = "hvp"
 html_theme_options = {"show_prev_next": False, "navigation_with_keys": False}
