@@ -135,11 +135,11 @@ class GraphProgram:
         }
         self.residuals = [name for name in parts.residuals if name not in self._handles]
         nodes = {node.name: node for node in flat.node}
-        self.owned = [nodes[node_of(name)].op not in BORROWED for name in self.residuals]
+        self._owned = [nodes[node_of(name)].op not in BORROWED for name in self.residuals]
         self._rounded: set[str] = set()
         product = parts.product
         if precision is not None:
-            own = (name for name, owned in zip(self.residuals, self.owned) if owned)
+            own = (name for name, owned in zip(self.residuals, self._owned) if owned)
             types = {name: _dtype_of(name, nodes) for name in own if name not in self._products}
             lowered = in_low_precision(product, precision, sizes, types, self._products)
             product, sizes, self._rounded = lowered.part, lowered.sizes, lowered.rounded
@@ -149,12 +149,21 @@ class GraphProgram:
         self.precision = precision
         self._product_in_any_order = product
         self.product_part = in_order_if_large(product, sizes, self._products)
+        self._settings = jit_compile, report
+        self._compile()
+
+    def _compile(self, packs: bool = True) -> None:
+        """Trace and compile the two functions, the residuals packed where that saves time."""
+        jit_compile, report = self._settings
+        self._packs = packs
         self._packing: Packing | None = None
+        self._complete = not packs
         self._once = Compiled(self._import_once, [], False, report)
         outputs = [tf.TensorSpec(t.shape, t.dtype) for t in self._once.outputs[1:]]
-        self.residual_specs = outputs[len(self._results_of_once) + len(self._reads) :]
-        if self._packing is not None:
-            self.owned = [True] * len(self.residual_specs)
+        self._first_residual = len(self._results_of_once) + len(self._reads)
+        self.residual_specs = outputs[self._first_residual :]
+        packed = self._packing is not None
+        self.owned = [True] * len(self.residual_specs) if packed else self._owned
         self._compilation = Compilation(
             self.residual_specs,
             jit_compile,
@@ -164,14 +173,14 @@ class GraphProgram:
             briefly=not any(map(_has_functions, self.product_part.node)),
             changed=self.changed if self.tells_changes else None,
         )
-        specs = traced.vector_specs
-        same = specs == codomain.specs
-        domain = codomain if same else Space.of_tensors(specs)
+        specs = self._traced.vector_specs
+        same = specs == self._codomain.specs
+        domain = self._codomain if same else Space.of_tensors(specs)
         self.product = GraphProduct(
             self._import_product,
             specs,
             domain,
-            codomain,
+            self._codomain,
             self._compilation,
             multiply_each=self._import_product_of_each,
         )
@@ -235,6 +244,14 @@ class GraphProgram:
     def evaluate(self, place: Place = HERE) -> tuple[Results, list[tf.Tensor]]:
         """Run the first function at the values the variables have now; return the residuals too."""
         finite, *tensors = self._once(place=place)
+        if not self._complete and tf.executing_eagerly():
+            if self._packing is not None and not self._packing.fits(
+                tensors[self._first_residual :]
+            ):
+                # TensorFlow 2.16 may lose parts of a concatenation when it folds constants.
+                self._compile(packs=False)
+                return self.evaluate(place)
+            self._complete = True
         results, rest = tensors[: len(self._results_of_once)], tensors[len(self._results_of_once) :]
         by_name = dict(zip(self._results_of_once, results))
 
@@ -288,7 +305,8 @@ class GraphProgram:
         """Pack residuals, with the values of the variables to compare with, if they are small."""
         specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
         packing = Packing(specs)
-        if not self._products or not packing.pays or packing.buffers == len(tensors) - watched:
+        wanted = self._packs and self._products and packing.pays
+        if not wanted or packing.buffers == len(tensors) - watched:
             return tensors[watched:]
         self._packing = packing
         return self._packing.pack(tensors)

@@ -10,7 +10,10 @@ import numbers
 from typing import Any
 
 import numpy as np
+import scipy.sparse
 from scipy.sparse.linalg import LinearOperator, aslinearoperator
+
+from hvp._vectors.arrays import make_array
 
 
 class DtypePreserving(LinearOperator):
@@ -75,7 +78,13 @@ class DtypePreserving(LinearOperator):
         """
         if type(x) in (bool, int, float):
             x = self.dtype.type(x)
-        return _compose(super().dot(x))
+        if np.isscalar(x) or isinstance(x, LinearOperator):
+            return _compose(super().dot(x))
+        if scipy.sparse.issparse(x):
+            return self.matmat(x)
+        # Not by way of scipy, some versions of which look at shapes before the operator does.
+        x = make_array(x)
+        return self.matvec(x) if x.ndim == 1 else self.matmat(x)
 
 
 class Composite(DtypePreserving):

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 import numpy as np
 import scipy.sparse
 import tensorflow as tf
-from scipy.sparse.linalg import LinearOperator
 
 from hvp._engines.linear_map import LinearMap
 from hvp._engines.restricted import Restricted, Selection
@@ -23,7 +22,7 @@ from hvp._operators.rectangular import RectangularOperator
 from hvp._runtime.guard import OneProcess
 from hvp._runtime.interrupts import Uninterrupted, deliver_interrupt
 from hvp._snapshots.statistics import Statistics
-from hvp._vectors.arrays import check_array, check_product, make_array
+from hvp._vectors.arrays import check_array, check_product
 from hvp._vectors.selection import groups, select
 from hvp._vectors.space import as_tensor
 
@@ -221,12 +220,7 @@ class SymmetricOperator(OneProcess, DtypePreserving):
         """Multiply by a scalar, an operator, or an array of one or two axes."""
         if type(x) is np.ndarray and x.ndim:  # the usual case comes first, for small products
             return self.matvec(x) if x.ndim == 1 else self.matmat(x)
-        if np.isscalar(x) or isinstance(x, LinearOperator):
-            return super().dot(x)
-        if scipy.sparse.issparse(x):
-            return self.matmat(x)
-        x = make_array(x)
-        return self.matvec(x) if x.ndim == 1 else self.matmat(x)
+        return super().dot(x)
 
     def __matmul__(self, other: Any) -> Any:
         """Multiply by an operator or an array of one or two axes."""

@@ -42,6 +42,13 @@ class Packing:
         nbytes = sum(spec.dtype.size * spec.shape.num_elements() for spec in self._specs)
         return nbytes <= _MAX_BYTES
 
+    def fits(self, buffers: Sequence[tf.Tensor]) -> bool:
+        """Whether the buffers are as long as the tensors are together."""
+        lengths = dict.fromkeys(self._dtypes, 0)
+        for spec in self._specs:
+            lengths[spec.dtype] += spec.shape.num_elements()
+        return [buffer.shape.num_elements() for buffer in buffers] == list(lengths.values())
+
     def pack(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Concatenate the tensors, or the first few of them, into buffers."""
         flat: dict[tf.DType, list[tf.Tensor]] = {dtype: [] for dtype in self._dtypes}

@@ -11,6 +11,7 @@ import hvp
 from hvp._engines import graph_program
 from hvp._graphs import compiled
 from hvp._graphs.split import UnsplittableError
+from hvp._vectors.packing import Packing
 from tests import inside
 from tests.cases import random
 
@@ -67,6 +68,34 @@ def test_arrays_and_tensors_share_one_import_of_the_product(monkeypatch):
         np.testing.assert_array_equal(flat, H.product(tf.constant(v)))
         parts = inside.program(H).once_part, inside.program(H).product_part
         assert imported == [len(part.node) for part in parts]
+
+
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_residuals_are_not_packed_where_packing_loses_some(batch_size, monkeypatch):
+    """As TensorFlow 2.16 does when it folds constants."""
+    w, x = tf.Variable(random(0, 6)), random(1, 4, 6)
+
+    def loss(x):
+        return tf.reduce_mean(tf.tanh(x @ w[:, None]) ** 2)
+
+    def build():
+        return hvp.HessianOperator(loss, w, data=(x,), batch_size=batch_size)
+
+    with build() as H:
+        packed = 0 if batch_size else len(inside.held(H).residuals)
+        want = H.to_dense()
+    original = Packing.pack
+
+    def pack(self, tensors):
+        first, *rest = original(self, tensors)
+        short = tf.numpy_function(lambda array: array[:-1], [first], first.dtype)
+        short.set_shape(first.shape)  # what it was before the graph was optimized
+        return [short, *rest]
+
+    monkeypatch.setattr(Packing, "pack", pack)
+    with build() as H:
+        np.testing.assert_allclose(H.to_dense(), want, rtol=1e-5)
+        assert batch_size or len(inside.held(H).residuals) > packed
 
 
 @pytest.mark.parametrize("loops", [False, True])

@@ -112,7 +112,9 @@ def test_penalties_and_python_functions_keep_whole_gradients(tmp_path):
         folder = tmp_path / str(number)
         kept = hvp.InfluenceFunctions(loss, model, (x,), solver=Identity, gradients=folder)
         without = hvp.InfluenceFunctions(loss, model, (x,), solver=Identity)
-        np.testing.assert_allclose(kept.scores((x[:2],)), without.scores((x[:2],)), rtol=1e-5)
+        want = without.scores((x[:2],))
+        error = np.abs(kept.scores((x[:2],)) - want).max()
+        assert error < 1e-6 * np.abs(want).max()
     assert numbers_kept(tmp_path / "0") >= 30 * 20
 
 
