@@ -65,11 +65,6 @@ class HvpError(Exception):
         self.problem, self.expected, self.remedy = problem, expected, remedy
         return self
 
-    @property
-    def mend(self) -> str:
-        """The former name of `remedy`."""
-        return self.remedy
-
     def __str__(self) -> str:
         message = _sentence(self.problem)
         if self.expected:
@@ -128,7 +123,7 @@ class ConvergenceWarning(RuntimeWarning):
 
 
 class DeviceError(HvpError, RuntimeError):
-    """No device is left that can be reached, or what one held cannot be computed again."""
+    """No device can be reached, or results of a lost device cannot be computed again."""
 
 
 class FailedCheckError(HvpError, AssertionError):

@@ -31,7 +31,7 @@ from hvp._runtime.strategies import outside_strategies
 @outside_strategies
 @Uninterrupted()
 def check(H: Any, *, rtol: float = 1e-5, seed: int = 0, progress: Any = False) -> CheckReport:
-    """Check that an operator is the matrix that was meant, in at most 20 products.
+    """Check that an operator is the matrix you intend, in at most 20 products.
 
     Parameters
     ----------

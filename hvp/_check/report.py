@@ -28,11 +28,6 @@ class Finding(NamedTuple):
     outcome: Verdict
     message: str
 
-    @property
-    def said(self) -> str:
-        """The former name of `message`."""
-        return self.message
-
 
 @dataclass(frozen=True)
 class CheckReport:

@@ -116,7 +116,7 @@ class JointProducts:
 
         def failed(error: Exception) -> None:
             if isinstance(error, LostDeviceError):
-                self._runner = Runner()  # the one before may wait for ever
+                self._runner = Runner()  # the one before may hang
             elif not any(part.site.device.may_be_of_another(error) for part in parts):
                 _log.info("workers multiply one by one, as TensorFlow says: %s", error)
                 self._functions[key] = None

@@ -32,9 +32,9 @@ _JOB = "worker"
 class Cluster:
     """TensorFlow servers on this machine, one process each, and this process connected to them.
 
-    It is for trying out what `devices` does, and for tests: workers on one machine share its
-    processors. On several machines, start TensorFlow's own servers, and connect with
-    `tf.config.experimental_connect_to_cluster`.
+    Use it to try out `devices`, and in tests. It makes nothing faster, because the workers share
+    the processors of this machine. On several machines, start TensorFlow's own servers, and connect
+    with `tf.config.experimental_connect_to_cluster`.
 
     Parameters
     ----------
@@ -44,9 +44,9 @@ class Cluster:
         The processor cores that each server may use, on Linux. The default is all.
     any_interface : bool, optional
         TensorFlow's servers, and this process once it is connected, listen on all network
-        interfaces, and do whatever anybody asks who can reach them. On Linux, these take
-        connections from this machine alone. With True they are left as TensorFlow makes them,
-        which other systems require.
+        interfaces and execute what anyone who can reach them asks for. On Linux, they are therefore
+        restricted to connections from this machine. Pass True to leave out this restriction, as
+        other systems require.
     timeout : float, optional
         Seconds that the servers may take to start.
 
@@ -58,15 +58,15 @@ class Cluster:
     Raises
     ------
     HvpError
-        If an argument is not what it should be, or this process is connected to a cluster already:
-        TensorFlow would forget all tensors there.
+        If an argument is invalid, or if this process is already connected to a cluster, whose
+        tensors TensorFlow would lose.
     DeviceError
         If a server does not start, or the system does not restrict it to this machine.
 
     Notes
     -----
-    The servers end when the cluster is closed, and with this process, however it ends. A process
-    has one `Cluster` in its life.
+    The servers end when the cluster is closed, or when this process ends for any reason. A process
+    can create only one `Cluster`.
 
     Examples
     --------
@@ -123,13 +123,13 @@ class Cluster:
         return int(self._processes[index].pid)
 
     def kill(self, index: int) -> None:
-        """End a worker at once, as the failure of a machine would (SIGKILL)."""
+        """Kill a worker at once (SIGKILL), as if its machine had failed."""
         self._processes[index].kill()
         self._processes[index].wait()
 
     @Uninterrupted()
     def restart(self, index: int) -> None:
-        """Start a worker again that has ended; operators use it from their next `refresh` on."""
+        """Restart a worker that has ended. Operators use it again from their next `refresh` on."""
         if self._processes[index].poll() is None:
             raise HvpError(f"worker {index} is running", "a worker that has ended")
         _close_pipes(self._processes[index])

@@ -141,7 +141,7 @@ class Device:
 
     def come_back(self) -> None:
         """Use the device again; what it held before is gone."""
-        self._runner = Runner()  # the one before may wait for ever
+        self._runner = Runner()  # the one before may hang
         self.lost = ""
         self.lives += 1
         self._version_is_known = False
@@ -220,7 +220,7 @@ class Job:
             if end is not None and time.monotonic() >= end:
                 raise LostDeviceError(f"it did not answer within {seconds:g} seconds")
             if is_there and not is_there() and not self._ended.is_set():
-                raise LostDeviceError("it takes no connections any more")
+                raise LostDeviceError("it no longer accepts connections")
             pause = _LOOK_SECONDS
         if self._error is not None:
             error, self._error = self._error, None

@@ -74,7 +74,7 @@ def _full_name(name: str, existing: Sequence[str]) -> str:
     try:
         spec = tf.DeviceSpec.from_string(name if "/" in name else f"/device:{name}")
     except ValueError:
-        raise HvpError(f"{name!r} is no name of a device", _listed(existing)) from None
+        raise HvpError(f"{name!r} does not name a device", _listed(existing)) from None
     fitting = [other for other in existing if _fits(spec, other)]
     if len(fitting) == 1:
         return fitting[0]

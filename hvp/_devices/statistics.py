@@ -18,7 +18,7 @@ class DeviceStatistics:
     residual_bytes : int
         Upper bound on the size of these, with the data of the batches.
     bytes_sent, bytes_received : int
-        What was moved to the device, and from it: variables, data, vectors and products.
+        Bytes moved to the device and from it, for variables, data, vectors and products.
     lost : str
         Why the device is no longer used; empty while it is.
     """

@@ -29,7 +29,7 @@ def call_python(
     Raises
     ------
     HvpError
-        If TensorFlow would wait for ever, see `can_wait_for_python`.
+        If TensorFlow would hang, see `can_wait_for_python`.
     """
     check_can_wait_for_python("the product")
 
@@ -56,7 +56,7 @@ def error_of_python(error: tf.errors.OpError) -> HvpError | None:
 
 
 def check_can_wait_for_python(doing: str) -> None:
-    """Refuse to call Python from a graph where TensorFlow would wait for ever."""
+    """Refuse to call Python from a graph where TensorFlow would hang."""
     if not can_wait_for_python():
         raise HvpError(
             f"{doing} calls Python inside a graph, and TensorFlow has one thread for the "

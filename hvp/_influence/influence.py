@@ -110,8 +110,8 @@ class InfluenceFunctions(OneProcess):
         The matrix whose inverse is applied. Gauss-Newton matrices of convex output losses are
         positive semi-definite also where training did not end at a minimum. The `loss` is then a
         pair `(model, output_loss)`, as for `GaussNewtonOperator`. An operator of the same
-        variables, such as a `FisherOperator`, is used as it is; options that say how to evaluate
-        the matrix are then its own. A `KFAC` or `EKFAC` matrix is its own solver.
+        variables, such as a `FisherOperator`, is used as it is, with its own options. A `KFAC` or
+        `EKFAC` matrix is its own solver.
     damping : float, optional
         Multiple of the identity that is added to the Hessian. It makes the Hessian positive
         definite if training did not end at a minimum, and shrinks influences along flat directions.
@@ -123,8 +123,8 @@ class InfluenceFunctions(OneProcess):
         `rtol`. ``"minres"`` is for Hessians that are indefinite even with damping. ``"neumann"``
         (LiSSA) and ``"arnoldi"`` are approximations, for comparison. ``"ekfac"`` and ``"kfac"``
         approximate the Gauss-Newton matrix by Kronecker factors, whatever `curvature` says, and
-        solve nothing: for models with too many weights for the others. A function takes the damped
-        operator, and returns its inverse as a `LinearOperator`.
+        need no linear solve: use them for models with too many weights for the other solvers. A
+        function takes the damped operator, and returns its inverse as a `LinearOperator`.
     regularization : callable, optional
         Takes nothing, and returns a scalar that is added to the training loss once.
     test_loss : callable, optional
@@ -145,13 +145,14 @@ class InfluenceFunctions(OneProcess):
         processes read them, so that the scores of other test data take one product and no pass over
         the training data. The gradient of a dense layer is kept as what enters the layer and the
         gradient in what comes out, which takes much less space; so is that of any other layer where
-        this takes less than half of the space. The folder of other weights, data or another loss is
-        refused.
+        this takes less than half of the space. A folder that belongs to other weights, other data
+        or another loss raises an error.
     projection : int, optional
-        Keep so many numbers of each gradient, by a random projection. The score of two gradients
+        Keep a random projection of each gradient to this many numbers. The score of two gradients
         is then an estimate, whose standard error is at most ``sqrt(2 / projection)`` times the
         product of their lengths: in the metric of the inverse for ``"ekfac"`` and ``"kfac"``, which
-        is the root of the product of their self-influences. Weak scores drown in it.
+        is the root of the product of their self-influences. Scores that are much smaller than that
+        are lost in this noise.
     progress : bool or "always", optional
         Whether to show a tqdm progress bar over the examples on a terminal; ``"always"`` shows it
         on any stream.
@@ -569,7 +570,8 @@ class InfluenceFunctions(OneProcess):
     def refresh(self) -> None:
         """Evaluate the matrix again, at the current values of the variables.
 
-        Gradients that are kept in a folder belong to the old values, and another folder is needed.
+        Gradients that are kept in a folder belong to the old values; the new values need another
+        folder.
         """
         self._point.refresh()
         inverse = self._scoring.inverse

@@ -139,7 +139,7 @@ class FactoredOperator(OneProcess, DtypePreserving):
         -------
         FactoredOperator
             The exact inverse of ``K.damped(damping)``, which costs no products. It can be passed as
-            a preconditioner `M`, and has all that this operator has.
+            a preconditioner `M`, and has the same methods as this operator.
 
         Raises
         ------
@@ -173,9 +173,9 @@ class FactoredOperator(OneProcess, DtypePreserving):
         damping : float, optional
             The precision of an independent prior: a multiple of the identity that is added.
         examples : int, optional
-            What the precision is multiplied by. For the Laplace approximation of a posterior, pass
-            the number of examples, because this matrix belongs to a mean over them, and the
-            precision of the prior divided by it as `damping`.
+            A factor that the precision is multiplied by. For the Laplace approximation of a
+            posterior, pass the number of examples, because this matrix belongs to a mean over them;
+            and as `damping` pass the precision of the prior, divided by the number of examples.
         seed : int, optional
             What the draws depend on.
 

@@ -70,20 +70,21 @@ class BlockDescription(NamedTuple):
 class KFAC(FactoredOperator):
     """The K-FAC approximation of a Gauss-Newton or Fisher matrix, as a scipy `LinearOperator`.
 
-    The blocks of different layers are independent of each other. The block of a layer that
-    multiplies by a matrix is approximated by a Kronecker product `A x G`: of the second moments of
-    what enters the layer, and of the gradients in what comes out (Martens and Grosse 2015 [MG]_).
-    Its inverse costs the eigenvalues of these two small matrices, and no linear solve.
+    Each layer has a block of its own, and all entries between different layers are zero. The block
+    of a layer that multiplies by a matrix is approximated by a Kronecker product `A x G`, where `A`
+    is the second moment of the layer's inputs, and `G` that of the gradients with respect to its
+    outputs (Martens and Grosse 2015 [MG]_). The inverse requires only the eigenvalues of these two
+    small matrices, and no linear solve.
 
-    Layers are found in the graph of the model, by the operations that read its weights: products of
-    matrices, einsums, embeddings and convolutions with any stride, dilation, padding and groups;
-    biases that are added to their results join them. Weights that multiply or are added entry by
+    Layers are found in the graph of the model by the operations that read weights: matrix products,
+    einsums, embeddings, and convolutions with any stride, dilation, padding and groups. A bias that
+    is added to the result belongs to the same block. Weights that multiply or are added entry by
     entry, such as those of normalization layers, have exact blocks.
 
     Parameters
     ----------
     model, output_loss, variables, data
-        As for `FisherOperator`. Recurrent layers of Keras write out their steps.
+        As for `FisherOperator`. Recurrent Keras layers are unrolled.
     fisher : {"type-2", "monte-carlo", "empirical"}, optional
         Which matrix to approximate, as `kind` for `FisherOperator`. ``"type-2"`` takes one backward
         pass for each class, ``"monte-carlo"`` one for each sample.
@@ -91,10 +92,11 @@ class KFAC(FactoredOperator):
         As for `FisherOperator`. Without one, ``"type-2"`` stands for the Gauss-Newton matrix of any
         convex output loss with up to 256 predictions for each example.
     samples : int, optional
-        How many targets to draw for each prediction, if `fisher` is ``"monte-carlo"``. If it is
-        ``"type-2"`` and an example has several predictions, as a sequence of tokens has, how many
-        random signs to draw for each: one backward pass serves all of them, and their products with
-        each other are zero on average only. Costs grow with it.
+        If `fisher` is ``"monte-carlo"``, the number of targets to draw for each prediction. If it
+        is ``"type-2"`` and an example has several predictions, like a sequence of tokens, the
+        number of random signs to draw for each of them: all share one backward pass, and the signs
+        make the products of different predictions vanish on average. The cost is proportional to
+        this number.
     seed, weight
         As for `FisherOperator`.
     sharing : {"expand", "reduce"}, optional
@@ -102,8 +104,8 @@ class KFAC(FactoredOperator):
         that all tokens of a sequence pass: as if they were independent of each other, or averaged
         first (Eschenhagen et al. 2023 [Esch]_).
     largest : int, optional
-        Kronecker factors with more rows are kept as diagonals, as those of an embedding always are
-        on the side of its rows.
+        Kronecker factors with more rows are kept as diagonals. The factor for the rows of an
+        embedding is always diagonal.
     largest_exact : int, optional
         Exact blocks with more rows are kept as diagonals.
     **options
@@ -112,8 +114,9 @@ class KFAC(FactoredOperator):
     Raises
     ------
     HvpError
-        If a weight is used in two ways, as where an embedding is also the last layer; if weights
-        belong to no layer and are too many for an exact block; and as `FisherOperator`.
+        If a weight is used in two ways, for example if an embedding is also the last layer; if
+        weights belong to no layer and are too many for an exact block; or for the same reasons as
+        `FisherOperator`.
 
     Notes
     -----
@@ -301,15 +304,15 @@ class KFAC(FactoredOperator):
 
     @property
     def blocks(self) -> list[BlockDescription]:
-        """What the approximation of each block is."""
+        """A description of the approximation of each block."""
         return [BlockDescription(b.names, b.kind, b.entries.shape) for b in self._blocks]
 
     @property
     def factors(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """The factors `A` and `G` of each Kronecker-factored block, by the name of its kernel.
 
-        Of shapes `(K, I, I)` and `(K, O, O)` for `K` groups; `(K, I)` or `(K, O)` where only a
-        diagonal is kept. If there is a bias, it is the last row and column of `A`.
+        Their shapes are `(K, I, I)` and `(K, O, O)` for `K` groups, or `(K, I)` and `(K, O)` where
+        only the diagonal is kept. If there is a bias, it is the last row and column of `A`.
         """
         pairs = zip(self._layers, self._averages)
         return {
@@ -326,8 +329,8 @@ class KFAC(FactoredOperator):
         Parameters
         ----------
         decay : float, optional
-            The weight of the means so far in an exponential average, for use during training: at
-            least 0, and less than 1.
+            The weight of the previous factors in an exponential moving average, for use during
+            training: at least 0, and less than 1.
 
         Raises
         ------
@@ -355,16 +358,16 @@ class KFAC(FactoredOperator):
         Parameters
         ----------
         probes : int, optional
-            With how many random vectors to multiply each block.
+            Number of random vectors that each block is multiplied by.
         seed : int, optional
             What they depend on.
 
         Returns
         -------
         dict of str to float
-            By the name of the first variable of a block: ``|K - F| / |F|``, where `F` is the block
-            of the matrix itself. The estimate has a relative standard error of at most about one
-            over the square root of ``probes / 2``.
+            The error ``|K - F| / |F|`` of each block, by the name of its first variable, where `F`
+            is the exact block. The estimate has a relative standard error of at most about one over
+            the square root of ``probes / 2``.
 
         Notes
         -----
@@ -539,14 +542,15 @@ class KFAC(FactoredOperator):
 class EKFAC(KFAC):
     """The EK-FAC approximation of a Gauss-Newton or Fisher matrix, as a scipy `LinearOperator`.
 
-    It has the eigenvectors of `KFAC`. Along each of them it has the exact second moment of the
-    gradients, which K-FAC takes for a product of two (George et al. 2018 [George]_). Of all
-    matrices with these eigenvectors it is the nearest to the block, in the Frobenius norm.
+    It has the eigenvectors of `KFAC`. The eigenvalue of each is the exact second moment of the
+    gradients along it, which K-FAC approximates by a product of two moments (George et al. 2018
+    [George]_). Of all matrices with these eigenvectors, it is the closest to the block in the
+    Frobenius norm.
 
     Parameters
     ----------
     model, output_loss, variables, data, **options
-        As for `KFAC`. The second moments take a second pass over the data.
+        As for `KFAC`. The second moments require a second pass over the data.
 
     References
     ----------

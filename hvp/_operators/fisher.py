@@ -39,8 +39,9 @@ class FisherOperator(SymmetricOperator):
     ``"monte-carlo"``
         An unbiased estimate of it from `samples` such targets for each prediction.
     ``"empirical"``
-        The targets of the data. This needs no `likelihood`, but is another matrix, which approaches
-        the Fisher matrix only where the model fits the data (Kunstner et al. 2019 [Kun]_).
+        The targets of the data. This needs no `likelihood`, but it is a different matrix, which
+        approaches the Fisher matrix only where the model fits the data (Kunstner et al. 2019
+        [Kun]_).
 
     All are positive semi-definite.
 
@@ -50,26 +51,26 @@ class FisherOperator(SymmetricOperator):
         Returns the predictions, as for `GaussNewtonOperator`. Their first axis counts the examples.
     output_loss : callable
         Takes the predictions and the other elements of `data`; returns the mean of a loss for each
-        example. It is called with the first example alone, too, to make sure that it is a mean.
+        example. It is also called with the first example alone, to check that it is a mean.
     variables : nest
-        What the gradients are with respect to, as for `HessianOperator`.
+        The variables that gradients are taken with respect to, as for `HessianOperator`.
     data : tuple of arrays, or iterable of such
         The examples, such as ``(x, y)``, as for `HessianOperator`.
     kind : {"type-2", "monte-carlo", "empirical"}, optional
-        Which targets to take.
+        The targets for which gradients are computed.
     likelihood : {"categorical", "bernoulli", "gaussian", "poisson"}, or nest of these, optional
         The distribution of the targets, given the predictions; required unless `kind` is
         ``"empirical"``. The predictions are the logits of classes (along the last axis), the logits
         of ones, means, or logarithms of means. If there are several predictions, this may be a nest
         like them. The output loss must be the negative log-likelihood times a constant, such as the
-        softmax cross-entropy or a mean square error; another one is refused.
+        softmax cross-entropy or a mean square error; any other raises an error.
     samples : int, optional
-        How many targets to draw for each prediction, if `kind` is ``"monte-carlo"``. They take as
-        much memory as `samples` times the predictions. The error falls as one over its square root;
-        `standard_error` estimates it.
+        Number of targets to draw for each prediction, if `kind` is ``"monte-carlo"``. They take as
+        much memory as `samples` times the predictions. The error is proportional to one over the
+        square root of `samples`; `standard_error` estimates it.
     seed : int, optional
-        What the draws depend on, besides the data. They are the same in all products, also after
-        `refresh`.
+        Seed of the draws, which also depend on the data. The draws are the same in all products,
+        even after `refresh`.
     weight : callable, optional
         Set this if the loss averages over something other than examples, as for `HessianOperator`.
     damping : float, optional
@@ -85,8 +86,7 @@ class FisherOperator(SymmetricOperator):
     InvalidDataError
         If there are no data; otherwise as `GaussNewtonOperator`.
     HvpError
-        If `kind`, `likelihood`, `samples` or `seed` is not what it should be; otherwise as
-        `HessianOperator`.
+        If `kind`, `likelihood`, `samples` or `seed` is invalid; otherwise as `HessianOperator`.
 
     Notes
     -----
@@ -95,8 +95,9 @@ class FisherOperator(SymmetricOperator):
     matrix is the mean of `J_i^T r_i (r_i . J_i v)`: it takes one product with the Jacobian of all
     predictions and one with its transpose. No gradient of a single example is computed or stored.
 
-    If an example has several predictions, as a sequence of tokens has, its gradient is the one of
-    its whole loss in the empirical matrix. In the others each prediction is drawn by itself.
+    If an example has several predictions, like a sequence of tokens, the empirical matrix uses the
+    gradient of the whole loss of the example. For the other kinds, each prediction is drawn
+    separately.
 
     References
     ----------
@@ -163,7 +164,7 @@ class FisherOperator(SymmetricOperator):
         X : array_like
             A vector of shape `(n,)`, or a block of columns of shape `(n, k)`.
         replicates : int, optional
-            How many further matrices to draw, at least 2.
+            Number of further matrices to draw, at least 2.
 
         Returns
         -------
@@ -249,12 +250,13 @@ class FisherOperator(SymmetricOperator):
         data : tuple of arrays, or iterable of such
             `(x, y)`, as for `model.fit`, or batches of these.
         kind : {"type-2", "monte-carlo", "empirical"}, optional
-            Which targets to take.
+            The targets for which gradients are computed.
         likelihood : str or nest of str, optional
             The distribution of the targets. By default it follows from the name of the compiled
             loss: a categorical or binary cross-entropy, or the mean square error.
         variables : nest, optional
-            What the gradients are with respect to; by default the model's trainable variables.
+            The variables that gradients are taken with respect to; by default the model's trainable
+            variables.
         training : bool, optional
             Whether layers behave as in training (dropout, batch normalization).
         **options

@@ -35,7 +35,7 @@ class GaussNewtonOperator(SymmetricOperator):
         Takes the predictions and the other elements of `data`; returns the mean over the examples,
         a real scalar tensor.
     variables : nest
-        What `J` is with respect to, as for `HessianOperator`.
+        The variables that `J` is taken with respect to, as for `HessianOperator`.
     data : tuple of arrays, or iterable of such, optional
         The examples, such as ``(x, y)``, as for `HessianOperator`.
     damping : float, optional
@@ -118,12 +118,13 @@ class GaussNewtonOperator(SymmetricOperator):
         Parameters
         ----------
         model : keras.Model
-            A compiled model. Loss weights and several outputs count as in `model.evaluate`.
+            A compiled model. Loss weights and multiple outputs are handled as in `model.evaluate`.
             Regularizers of weights add their Hessian.
         data : tuple of arrays, or iterable of such
             `(x, y)` or `(x, y, sample_weight)`, as for `model.fit`, or batches of these.
         variables : nest, optional
-            What `J` is with respect to; by default the model's trainable variables.
+            The variables that `J` is taken with respect to; by default the model's trainable
+            variables.
         training : bool, optional
             Whether layers behave as in training (dropout, batch normalization).
         **options
@@ -140,8 +141,8 @@ class GaussNewtonOperator(SymmetricOperator):
 
         Notes
         -----
-        If the model ends with a softmax or sigmoid, Keras computes cross-entropies from what goes
-        into that, the logits. The predictions are then the logits, in which these losses are
+        If the model ends with a softmax or sigmoid, Keras computes cross-entropies from its inputs,
+        the logits. The predictions are then the logits, in which these losses are
         convex.
 
         Examples

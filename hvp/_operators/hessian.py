@@ -90,12 +90,12 @@ class HessianOperator(SymmetricOperator):
     precision : {"bfloat16", "float16"}, optional
         Compute the matrix products and convolutions of each product in this type, and store large
         residuals in it, which then take half the memory. Vectors, sums and everything else stay in
-        the type of the variables, as do the loss and the gradient. A product is then wrong by some
-        tenths of a percent, up to one; `hvp.check` says by how much. `hvp.solve` refines its
-        solutions to the tolerance that you ask for, and optimizers use the true gradient. Where the
-        device is not faster in this type, ``stats`` and the log say so, and nothing changes. Loops
-        and branches, and products of the tape engine, stay in full precision. On GPUs that have it,
-        TensorFlow itself computes float32 products in TF32: see
+        the type of the variables, as do the loss and the gradient. The relative error of a product
+        is then a few tenths of a percent, and at most about one percent; `hvp.check` measures it.
+        `hvp.solve` refines its solutions to the tolerance that you ask for, and optimizers use the
+        true gradient. Where the device is not faster in this type, ``stats`` and the log say so,
+        and nothing changes. Loops and branches, and products of the tape engine, stay in full
+        precision. On GPUs that have it, TensorFlow itself computes float32 products in TF32: see
         `tf.config.experimental.enable_tensor_float_32_execution`.
     devices : sequence of str or tf.config.LogicalDevice, or tf.distribute.Strategy, optional
         The devices to compute on, of this process or, after
@@ -237,7 +237,7 @@ class HessianOperator(SymmetricOperator):
         Parameters
         ----------
         model : keras.Model
-            A compiled model. Loss weights, several outputs and regularizers count as in
+            A compiled model. Loss weights, multiple outputs and regularizers are handled as in
             `model.evaluate`.
         data : tuple of arrays, or iterable of such
             `(x, y)` or `(x, y, sample_weight)`, as for `model.fit`, or batches of these.

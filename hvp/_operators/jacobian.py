@@ -25,7 +25,7 @@ from hvp._vectors.space import Space, as_tensor, check_numeric, outline
 
 
 class JacobianOperator(RectangularOperator):
-    """The Jacobian of a function in the variables, as a rectangular scipy `LinearOperator`.
+    """The Jacobian of a function of the variables, as a rectangular scipy `LinearOperator`.
 
     The function is evaluated once, at the values the variables have now. What its derivative needs
     is kept as *residuals*, which all products reuse: `J @ v`, `J.T @ u`, and those of blocks.
@@ -37,7 +37,7 @@ class JacobianOperator(RectangularOperator):
         it takes no arguments. With `data` it takes the elements of a batch, and the first axes of
         what it returns count the examples.
     variables : nest
-        What the derivatives are with respect to, as for `HessianOperator`.
+        The variables that derivatives are taken with respect to, as for `HessianOperator`.
     data : tuple or dict of arrays, or iterable of such, optional
         The examples, as for `HessianOperator`. The values of batches are stacked in their order.
     batch_size : int, optional

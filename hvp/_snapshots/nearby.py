@@ -20,7 +20,7 @@ class Gradients:
     make : callable
         Returns an evaluation of the gradient alone.
     other : Snapshot
-        The operator's, of which the seeds are used.
+        Those of the operator, whose seeds are used.
     places : sequence of int, optional
         Of some variables alone: which they are.
 

@@ -353,10 +353,10 @@ class DiagonalPreconditioner(Preconditioner):
 
 
 class BlockDiagonalPreconditioner(Preconditioner):
-    """The inverses of diagonal blocks: those of the layers, usually.
+    """The inverses of diagonal blocks, usually those of the layers.
 
-    What couples different blocks is left out. Each block is computed as a dense matrix, and its
-    eigenvalues are replaced by their absolute values, so that the preconditioner is positive
+    Entries that couple different blocks are left out. Each block is computed as a dense matrix, and
+    its eigenvalues are replaced by their absolute values, so that the preconditioner is positive
     definite; those below `1e-6` times the largest of the block are raised to that.
 
     Parameters
@@ -364,8 +364,8 @@ class BlockDiagonalPreconditioner(Preconditioner):
     H : HessianOperator or operator like it
         The symmetric operator of the system.
     blocks : list, optional
-        The blocks, each as `H.block` takes it. Together they must have each variable once. By
-        default they are those of `H.blocks()`.
+        The blocks, each as `H.block` takes it. Together they must contain each variable exactly
+        once. By default they are those of `H.blocks()`.
     damping : float, optional
         Multiple of the identity that is added to the operator's own damping, as in `solve`.
     max_size : int, optional

@@ -62,21 +62,21 @@ class _Costs:
 
 
 class Solver:
-    """Solves systems with one operator, each with what the earlier ones have learned.
+    """Solves systems with one operator, and reuses what earlier solves have learned about it.
 
     The directions of the first iterations of a solve are kept with their products. They make a
-    preconditioner for the next solve, which then needs about half of the products, or fewer, and no
-    product is spent on the preconditioner itself. The first solve with a positive damping begins
-    with a sketch of the operator, as `solve` does with ``M="auto"``. After `refresh` of the
-    operator, as between Newton steps, the products from the point before serve as approximations.
-    Some solves then go without them, to measure whether they still help.
+    preconditioner for the next solve, without any further product. That solve then needs about half
+    of the products, or fewer. The first solve with a positive damping begins with a sketch of the
+    operator, as `solve` does with ``M="auto"``. After `refresh` of the operator, as between Newton
+    steps, the products from the point before serve as approximations. Some solves then go without
+    them, to measure whether they still help.
 
     Parameters
     ----------
     H : HessianOperator, or scipy LinearOperator or matrix
         Real and symmetric, as for `solve`.
     capacity : int, optional
-        How many directions to keep. By default 512, but at most as many as take 1 GiB with their
+        Number of directions to keep. By default 512, but at most as many as take 1 GiB with their
         products: `2 * capacity` vectors of `n` numbers.
 
     Attributes
@@ -92,9 +92,9 @@ class Solver:
     Notes
     -----
     The method is block conjugate gradients, preconditioned by a Nystrom approximation from the
-    recycled directions; the fallbacks are those of `solve` with ``method="auto"``. Solutions agree
-    with those of `solve` to the tolerance. Systems that are small enough for ``"exact"`` are solved
-    so, which needs no memory.
+    recycled directions; the fallbacks are those of `solve` with ``method="auto"``.
+    Solutions agree with those of `solve` to the tolerance. Systems that are small enough for
+    ``"exact"`` are solved by that method, which keeps no directions.
 
     Examples
     --------
@@ -191,9 +191,10 @@ class Solver:
         return result
 
     def changed(self) -> None:
-        """Say that an operator of scipy has changed; operators of this package tell so themselves.
+        """Tell the solver that a scipy operator has changed.
 
-        The solutions are right in any case. The directions are brought up to date by the next one.
+        The solver notices changes of operators of this package itself. Solutions are correct even
+        without this call. The next solve brings the directions up to date.
         """
         self._space.is_current, self._has_changed = False, True
 

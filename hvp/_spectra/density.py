@@ -43,7 +43,7 @@ class SpectralDensity:
         spectrum, those whose Ritz values have converged and are separate from the next one. It is
         the median over the vectors. Equal eigenvalues count once.
     products : int
-        How many vectors were multiplied.
+        Number of products with a vector.
     """
 
     nodes: np.ndarray
@@ -167,7 +167,7 @@ def spectral_density(
     A : HessianOperator, or another operator of this package or of scipy, or a matrix
         Real and symmetric. Its damping counts.
     probes : int, optional
-        How many random vectors to take. The standard error falls as one over its root.
+        Number of random vectors. The standard error is proportional to one over its square root.
     steps : int, optional
         Steps of the Lanczos method for each vector. More steps resolve finer details.
     seed : int, optional

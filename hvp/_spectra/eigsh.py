@@ -45,12 +45,12 @@ class EigenResult:
     eigenvectors : ndarray
         As columns, of shape `(n, k)`, in the operator's dtype.
     residual_norms : ndarray
-        Norms of `A x - lambda x`, by products with the eigenvectors, of shape `(k,)`. An eigenvalue
-        of the operator is no farther away than this.
+        Norms of `A x - lambda x`, computed by products with the eigenvectors, of shape `(k,)`. The
+        operator has an eigenvalue at most this far away.
     converged : ndarray of bool
         Whether each residual is within the tolerance, of shape `(k,)`.
     products : int
-        How many vectors were multiplied.
+        Number of products with a vector.
     """
 
     eigenvalues: np.ndarray
@@ -67,7 +67,7 @@ class EigenResult:
         Raises
         ------
         HvpError
-            If the operator is not of this package.
+            If the operator does not come from this package.
         """
         if self._operator is None:
             raise HvpError(
@@ -138,7 +138,7 @@ def eigsh(
         Upper bound on the number of products; by default `10 * n`, and at least 1000.
     v0 : array_like, optional
         Vectors to begin with, of shape `(n,)` or `(n, m)`, such as the eigenvectors of an earlier
-        point. The result is the same; it is there sooner.
+        point. They do not change the result, only how soon it is reached.
     seed : int, optional
         The random seed.
     progress : bool or "always", optional

@@ -23,16 +23,16 @@ class Estimate:
     standard_error : float or ndarray
         The standard deviation of the estimate over draws of the vectors, itself estimated.
     products : int
-        How many vectors were multiplied.
+        Number of products with a vector.
     converged : bool
         Whether the standard error is as small as was asked for.
     method : str
         The name of the method.
     degrees_of_freedom : int
-        Those of the standard error: the number of independent samples, less one.
+        Degrees of freedom of the standard error: the number of independent samples minus one.
     layers : dict of str to Estimate
         The estimates of the diagonal blocks of the layers, from the same products. It is empty if
-        the method or the operator does not tell them.
+        the method does not provide them, or if the operator has no layers.
     """
 
     estimate: Any

@@ -20,17 +20,17 @@ from hvp._vectors.arrays import check_array
 
 @dataclass(frozen=True, repr=False)
 class LossSlice:
-    """The loss on a line or in a plane through the present point.
+    """The loss on a line or in a plane through the current point.
 
     Attributes
     ----------
     offsets : ndarray
-        The distances from the present point, of shape `(points,)`, in units of the directions.
+        The distances from the current point, of shape `(points,)`, in units of the directions.
     losses : ndarray
         The loss, of shape `(points,)`, or `(points, points)` for two directions, the first one
         along the first axis. It is NaN where the loss is not finite.
     quadratic : ndarray
-        The quadratic model there, from the value, the gradient and the curvature at the present
+        The quadratic model there, from the value, the gradient and the curvature at the current
         point, of the same shape.
     """
 
@@ -88,7 +88,7 @@ def loss_slice(
     radius : float, optional
         The largest offset, in units of the directions.
     points : int, optional
-        The number of points on a line, at least 3. If it is odd, the present point is among them.
+        The number of points on a line, at least 3. If it is odd, the current point is among them.
     progress : bool or "always", optional
         Whether to show a progress bar over the points, as for `trace`.
 
