@@ -16,8 +16,9 @@ from hvp._engines.taped import TapedFunction, TapedGradient
 from hvp._errors import InvalidLossError
 from hvp._graphs.refusals import refuse_unless
 
-# How far two computations of the same vector may be apart, as a part of its Euclidean norm.
-_APART = {tf.float64: 1e-8, tf.float32: 1e-3}
+# How far two computations of the same vector may be apart, as a part of its Euclidean norm. Some
+# versions of Keras divide masked losses by the number of entries plus 1e-7.
+_APART = {tf.float64: 1e-7, tf.float32: 1e-3}
 _APART_IN_HALF_PRECISION = 0.1
 
 
