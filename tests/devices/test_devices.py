@@ -287,7 +287,7 @@ def test_names_of_devices():
         (["CPU:0", "/cpu:0"], "named twice"),
         ([3], r"The argument devices is \[3\]"),
         (3, "The argument devices is 3"),
-        (["CPU:x:y:z"], "no name of a device"),
+        (["CPU:x:y:z"], "does not name a device"),
     ],
 )
 def test_devices_that_are_refused(devices, said):
