@@ -25,6 +25,8 @@ _QUANTITIES = ("largest", "smallest", "trace", "gradient_norm")
 _TOLERANCE, _TRACE_ERROR = 1e-2, 0.1
 # Products for one eigenvalue or trace, at most.
 _PRODUCTS = 200
+# Seconds that all measurements but the first may take in a short training.
+_GRACE = 10.0
 
 
 class CurvatureMonitor(keras.callbacks.Callback):
@@ -35,25 +37,27 @@ class CurvatureMonitor(keras.callbacks.Callback):
     Parameters
     ----------
     data : tuple of arrays, or iterable of such
-        `(x, y)` or `(x, y, sample_weight)`, what the Hessian of the compiled loss is of, as for
-        `HessianOperator.from_keras`.
+        The examples `(x, y)` or `(x, y, sample_weight)` for the Hessian of the compiled loss, as
+        for `HessianOperator.from_keras`.
     quantities : sequence of str, optional
         Which of ``"largest"`` and ``"smallest"`` (eigenvalues), ``"trace"`` and
         ``"gradient_norm"`` to measure.
     every : "epoch" or int, optional
-        Measure at the end of each epoch, or after so many batches as well. The values of the last
-        measurement are logged at the end of the epoch.
+        Measure at the end of each epoch, or each time after this many batches. The values of the
+        last measurement are logged at the end of the epoch.
     budget : float, optional
-        The part of the training time that measurements may take. A measurement is left out, and NaN
-        logged, if it would exceed that, judged by the time of the last one. The first one, which
-        traces the Hessian and takes seconds, is made in any case. If measurements were left out, a
-        line at the end of the training tells how many.
+        The part of the training time that measurements may take; unless it is 0, they may take ten
+        seconds in any case. A measurement is skipped, and NaN is logged, if it would exceed the
+        budget, judged by the time of the last one. The first measurement, which traces the Hessian
+        and takes seconds, is always made and does not count. If measurements were skipped, a line
+        in the log at the end of the training says how many.
     sample : int, optional
-        Upper bound on the number of examples: of more, so many are drawn once. Only for arrays.
+        Upper bound on the number of examples. If there are more, this many are drawn once. Only for
+        arrays.
     seed : int, optional
         The random seed of vectors and of the sample. No global state is used or changed.
     prefix : str, optional
-        What the names in the logs begin with.
+        The prefix of the names in the logs.
     slice_radius : float, optional
         Also evaluate the loss along the eigenvector of the largest eigenvalue, up to this distance
         on both sides, as `loss_slice` does. The result is in `history` as ``"slice"``.
@@ -73,8 +77,8 @@ class CurvatureMonitor(keras.callbacks.Callback):
     InvalidDataError
         If `sample` is given and the data are not arrays.
     HvpError
-        If another argument is invalid. What is wrong with the model or the data is raised when the
-        training begins.
+        If another argument is invalid. Errors in the model or the data are raised when the training
+        begins.
 
     Notes
     -----
@@ -129,28 +133,28 @@ class CurvatureMonitor(keras.callbacks.Callback):
         self._operator: HessianOperator | None = None
         self._vectors: dict[str, Any] = {}
         self.history: list[dict[str, Any]] = []
-        self._spent = self._building = self._start = self._seconds = 0.0
+        self._start = self._seconds = 0.0
+        self._spent = self._preparing = 0.0  # the latter on the first measurement
         self._epoch = self._batch = self._omitted = 0
         self._last: dict[str, Any] | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Build the Hessian, which checks the model and the data, and begin to count the time."""
         self._close()
-        before = time.perf_counter()
         self._vectors, self.history = {}, []
+        self._spent = self._preparing = 0.0
         self._batch = self._omitted = 0
         self._operator = HessianOperator.from_keras(self.model, self._data, **self._options)
         self._start = time.perf_counter()
-        self._building = self._spent = self._start - before
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Release the Hessian, and tell how many measurements were left out."""
+        """Release the Hessian, and say how many measurements were skipped."""
         self._close()
         if self._omitted:
             _log.warning(
-                "CurvatureMonitor left out %d of %d measurements to keep to budget=%g of the "
-                "training time, as the last one took %.2g s: raise budget, or measure more rarely "
-                "or on fewer examples (every=, sample=)",
+                "CurvatureMonitor skipped %d of %d measurements to keep to budget=%g of the "
+                "training time, because the last one took %.2g s: raise budget, or measure less "
+                "often or on fewer examples (every=, sample=)",
                 self._omitted,
                 self._omitted + len(self.history),
                 self._budget,
@@ -175,8 +179,9 @@ class CurvatureMonitor(keras.callbacks.Callback):
                 logs[self._prefix + name] = np.nan if last is None else last[name]
 
     def _measure(self) -> dict[str, Any] | None:
-        training = time.perf_counter() - self._start - (self._spent - self._building)
-        if self.history and self._spent + self._seconds > self._budget * training:
+        training = time.perf_counter() - self._start - self._preparing - self._spent
+        allowed = max(self._budget * training, _GRACE if self._budget else 0.0)
+        if self.history and self._spent + self._seconds > allowed:
             self._omitted += 1
             return None
         before = time.perf_counter()
@@ -189,7 +194,10 @@ class CurvatureMonitor(keras.callbacks.Callback):
         except NonFiniteError:  # a training that diverges is not ended here
             measured = {key: np.nan for q in self._quantities for key in (q, f"{q}_error")}
         self._seconds = time.perf_counter() - before
-        self._spent += self._seconds
+        if self.history:
+            self._spent += self._seconds
+        else:
+            self._preparing = self._seconds
         measured |= {"epoch": self._epoch, "batch": self._batch, "seconds": self._seconds}
         measured["products"] = H.stats.products - products
         self.history.append(measured)
