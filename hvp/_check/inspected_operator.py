@@ -9,7 +9,7 @@ import numpy as np
 from hvp._operators.operator import SymmetricOperator, core_of
 from hvp._runtime.interrupts import deliver_interrupt
 
-# Products in low precision count as equal if they differ by at most so many rounding units of the
+# Products in low precision count as equal if they differ by at most this many rounding units of the
 # operator's norm.
 _ROUNDINGS = 6
 

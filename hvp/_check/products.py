@@ -13,7 +13,7 @@ from hvp._errors import NonFiniteError
 
 # Steps of the Lanczos iteration, which needs most of the products.
 _STEPS = 10
-# Products in low precision are compared along so many random directions, and may be wrong by so
+# Products in low precision are compared along this many random directions, and may be wrong by so
 # much, relative to their norm.
 _COMPARED, _LARGE_ERROR = 3, 0.02
 

@@ -27,7 +27,7 @@ def load_data(
     path : Path
         The file.
     examples : int or None
-        Draw so many of the examples, if there are more.
+        Number of examples to draw, if there are more.
     seed : int
         The random seed of that.
 

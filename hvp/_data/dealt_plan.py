@@ -211,7 +211,7 @@ class DealtPlan(BatchedPlan):
         return live
 
     def _forget_surplus(self, shares: Sequence[Share]) -> None:
-        """Forget data that are gone; and so many that devices which have none get a share."""
+        """Forget data that are gone, and enough others that devices without any get a share."""
         sites = [share.site for share in shares]
         self._kept = {i: item for i, item in self._kept.items() if item.site in sites}
         loads: dict[Site | None, int] = dict.fromkeys(sites, 0)

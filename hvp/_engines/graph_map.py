@@ -17,7 +17,7 @@ from hvp._graphs.place import HERE, Place
 from hvp._graphs.variants import variant_nbytes
 from hvp._vectors.space import Space
 
-# Rows in one call of a block product: at most so many, and so many bytes of residuals times rows.
+# Upper bounds on the rows in one call of a block product, and on the bytes of residuals times rows.
 # What a row computes on the way takes about what the residuals take: beyond the processor's cache
 # a row takes longer than in a smaller block, up to a fourth.
 _WIDEST = 64

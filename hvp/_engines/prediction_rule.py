@@ -33,9 +33,9 @@ class Output:
     predictions : sequence of tf.Tensor
         The predictions.
     batch : Arguments
-        The batch that they are of.
+        Their batch.
     loss : callable
-        Takes predictions, and the batch that they are of; returns the loss.
+        Takes predictions and their batch, and returns the loss.
     """
 
     taped: TapedGradient
@@ -193,7 +193,7 @@ def is_close(one: Sequence[tf.Tensor], other: Sequence[tf.Tensor], slack: Any = 
     one, other : sequence of tf.Tensor
         The parts of two vectors.
     slack : tf.Tensor, optional
-        By how much they may be apart besides.
+        A further distance that is allowed between them.
     """
     if not one:
         return tf.constant(True)

@@ -51,7 +51,7 @@ class Settings:
     Raises
     ------
     HvpError
-        If one of them is not what it should be.
+        If one of them is invalid.
     """
 
     engine: Engine = "graph"

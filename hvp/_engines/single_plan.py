@@ -358,7 +358,7 @@ def _foreign(traced: Trace) -> str:
     """Return what of this process a function needs besides variables and tensors, if anything."""
     if traced.python:
         return "Python code, by tf.py_function or tf.numpy_function"
-    return "a lookup table, or another object that is no variable" if traced.tables else ""
+    return "a lookup table, or another object that is not a variable" if traced.tables else ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -110,7 +110,7 @@ class Trace:
         Bytes of the values on the way from the variables to the results, an upper bound of
         what a tape must keep; the body of a loop counts once, a partly unknown shape not at all.
     random : list of Doubt
-        Random draws that the results depend on, of which the state is no variable.
+        Random draws that the results depend on and whose state is not a variable.
     repeated : list of Doubt
         Random draws that are the same each time, from seeds that are put back.
     python : bool

@@ -23,10 +23,11 @@ from hvp._runtime.interrupts import Uninterrupted
 
 JitCompile = Union[bool, Literal["auto"]]
 
-# Upper bound on the rounds in which two functions are timed, and the ratio of their times that ends
-# the comparison early.
-_MAX_ROUNDS = 5
+# Rounds in which two functions are timed: the bounds on their number, and the ratio of times that
+# ends the comparison early. A single round is enough for functions that take this many seconds.
+_MIN_ROUNDS, _MAX_ROUNDS = 3, 5
 _CLEAR_RATIO = 2.0
+_LONG = 0.1
 
 _log = logging.getLogger("hvp")
 
@@ -213,7 +214,8 @@ def is_faster(one: Any, other: Any, tensors: Sequence[tf.Tensor]) -> bool:
             if turn == 0:
                 _seconds(function, tensors)  # to warm up
             best[index] = min(best[index], _seconds(function, tensors))
-        if max(best) > _CLEAR_RATIO * min(best):
+        enough = turn + 1 >= _MIN_ROUNDS or min(best) > _LONG
+        if enough and max(best) > _CLEAR_RATIO * min(best):
             break
     return best[0] < best[1]
 

@@ -19,7 +19,7 @@ from hvp._graphs.parts import cut_out
 from hvp._graphs.rematerialize import Rematerialization, add_own_views
 from hvp._graphs.sizes import DEAR, ENTRYWISE, VIEWS, Sizes, are_few, is_small
 
-# Where the order is not strict, large values are computed in groups of so many, each after the
+# Where the order is not strict, large values are computed in groups of this size, each after the
 # group before the last one.
 _GROUP = 4
 # What has been moved makes room for other moves, twice or three times.

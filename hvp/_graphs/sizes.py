@@ -100,12 +100,12 @@ def take_sizes(graph_def: Any, inputs: Mapping[str, tf.TensorSpec] | None = None
 
 
 def is_small(nbytes: int) -> bool:
-    """Whether a value of so many bytes is not worth any effort."""
+    """Whether a value of this many bytes is not worth any effort."""
     return nbytes < _SMALL
 
 
 def are_few(nbytes: int) -> bool:
-    """Whether values of so many bytes together are not worth any time."""
+    """Whether values that take this many bytes together are not worth any time."""
     return nbytes < _FEW
 
 

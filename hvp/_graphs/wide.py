@@ -103,7 +103,7 @@ class _Widening:
         """Return the name of a tensor in a type, which is float32 or float64 if it must be cast."""
         name, index = node_of(tensor), int(tensor.partition(":")[2] or 0)
         dtypes = self._dtypes.get(name, [])
-        # Some operations have outputs, or loops inputs, of which their definition tells no type.
+        # The definitions of some operations do not tell the types of all outputs or inputs.
         if index >= len(dtypes) or {dtypes[index], expected} != {tf.float32, tf.float64}:
             return tensor
         key = with_index(tensor), expected

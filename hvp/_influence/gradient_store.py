@@ -205,7 +205,7 @@ class GradientStore:
 
     def _not_a_store(self) -> CheckpointError:
         return CheckpointError(
-            f"the folder {self._folder} is not empty, and is no store of gradients",
+            f"the folder {self._folder} is not empty, and is not a store of gradients",
             "an empty or new folder, or one that InfluenceFunctions wrote",
             "pass another folder, or remove this one",
         )

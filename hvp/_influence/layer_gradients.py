@@ -278,7 +278,7 @@ class LayerGradients:
         Returns
         -------
         by_position : ndarray
-            Of layers that have so many positions, of shape `(m, k, length)`.
+            Those of layers with this number of positions, of shape `(m, k, length)`.
         rest : ndarray
             Of the others, of shape `(m, k)`.
         """
@@ -298,7 +298,7 @@ class LayerGradients:
         return tf.stack(tokens).numpy(), tf.stack(rest).numpy()
 
     def has_positions(self, elements: Elements, length: int) -> bool:
-        """Whether a layer has so many positions."""
+        """Whether a layer has this number of positions."""
         zeros = tf.zeros([self._space.size], self._space.dtype)
         return any(
             product.shape[1] == length

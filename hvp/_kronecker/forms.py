@@ -143,7 +143,7 @@ class EinsumForm(MatrixForm):
 
     @property
     def shared(self) -> str:
-        """The axes of the data that are no axes of the weight; the first one has the examples."""
+        """The axes of the data that are not axes of the weight; the first one is the examples."""
         return "".join(x for x in self.data if x in self.result and x not in self.weight)
 
     def _arranged(self, tensor: tf.Tensor, letters: str, last: str, examples: Any) -> tf.Tensor:
@@ -453,7 +453,7 @@ def _dilated(
 ) -> Form | None:
     """Return the form of a dilated convolution, which TensorFlow writes as one of fewer examples.
 
-    It moves every so many positions to the axis of the examples, and back.
+    It moves positions at regular distances to the axis of the examples, and back.
     """
     after = graph.consumer(product, PASSED)
     attributes = use.node.attr

@@ -281,7 +281,7 @@ class KFAC(FactoredOperator):
                 f"call hvp.{cls.__name__}(model, output_loss, model, data) with a loss of the "
                 "predictions alone; a penalty of c times the squares then adds 2 c to the damping",
             )
-        # With weights of examples the loss is no log-likelihood, but convex all the same.
+        # With weights of examples the loss is not a log-likelihood, but it is still convex.
         is_weighted = isinstance(data, tuple) and len(data) > 2 and fisher == "type-2"
         if likelihood is None and fisher != "empirical" and not is_weighted:
             likelihood = likelihoods_of(model)

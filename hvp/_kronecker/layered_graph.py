@@ -86,7 +86,7 @@ class LayeredGraph:
         return self._tensors[name]
 
     def derivative(self, tensor: str, value: str) -> tf.Tensor:
-        """Return the derivative of a tensor's entries in the weight's entries that they are of."""
+        """Return the derivative of a tensor's entries with respect to the entries of the weight."""
         source = self._tensors[value]
         with corrected_derivatives():
             sums = tf.reduce_sum(self._tensors[tensor])

@@ -114,7 +114,7 @@ def _of_hessian(rule: PredictionRule, output: Output) -> list[tf.Tensor]:
             "pass likelihood='categorical', 'bernoulli', 'gaussian' or 'poisson' if the loss is "
             "its negative log-likelihood; or fisher='empirical'",
         )
-    rule.count(output)  # which refuses a loss that is no mean
+    rule.count(output)  # which refuses a loss that is not a mean
     count = _examples(output)
     dtype, total = predictions[0].dtype, sum(sizes)
 
@@ -142,8 +142,8 @@ def _of_hessian(rule: PredictionRule, output: Output) -> list[tf.Tensor]:
     refuse_unless(
         (tf.reduce_min(values) >= -least) | ~tf.math.is_finite(largest),
         InvalidLossError(
-            "the output loss is not convex in the predictions, so that its curvature is no mean of "
-            "outer products",
+            "the output loss is not convex in the predictions, so that its curvature is not a mean "
+            "of outer products",
             "a convex output loss",
             "pass fisher='empirical', or another loss",
         ),

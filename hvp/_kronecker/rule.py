@@ -140,7 +140,7 @@ class StatisticsRule(Rule):
         return Factors(layer, arrangement.reduces, arrangement.dtype, arrangement.full(layer))
 
     def multiply(self, state: Any, vector: Parts) -> Parts:
-        """There is no product: statistics are not linear in anything."""
+        """Statistics are not linear in anything, and have no product."""
         raise NotImplementedError
 
 

@@ -15,7 +15,7 @@ import tensorflow as tf
 from hvp._kronecker.layers import EntrywiseLayer, MatrixLayer
 from hvp._kronecker.traced_model import TracedModel
 
-# Gradients of single examples are computed for so many at once that they take this many bytes.
+# The bytes of the gradients of single examples that are computed at once.
 _BYTES = 2**26
 
 

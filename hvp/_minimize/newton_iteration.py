@@ -25,7 +25,7 @@ from hvp._vectors.watch import Watch
 
 # A difference of two losses is trusted if it is at least this many units of rounding.
 _ROUNDINGS = 100
-# A model whose products are in low precision is minimized to so many rounding units of theirs.
+# A model whose products are in low precision is minimized to this many of their rounding units.
 _LOW_ROUNDINGS = 4
 
 

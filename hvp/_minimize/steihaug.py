@@ -385,7 +385,7 @@ class _Record:
         return results[count:]
 
     def add(self, iterations: int) -> None:
-        """Keep those of the last call, after which there were so many iterations."""
+        """Keep those of the last call, given the number of iterations after it."""
         new = min(iterations, self._most) - self._done
         if new > 0:
             for parts, block in zip(self._parts, self._last):

@@ -40,12 +40,12 @@ def rule_of(loss: Any, curvature: Curvature, data: Any, options: Mapping[str, An
     data : object
         The examples.
     options : mapping
-        The other arguments, of which some divide the data.
+        The other arguments, some of which divide the data.
 
     Raises
     ------
     HvpError
-        If an argument is not what it should be.
+        If an argument is invalid.
     """
     check_curvature(curvature)
     is_pair = isinstance(loss, (tuple, list)) and len(loss) == 2

@@ -28,7 +28,7 @@ from hvp._vectors.space import as_tensor
 
 Self = TypeVar("Self", bound="SymmetricOperator")
 
-# Vectors of so many bytes are multiplied part by part.
+# Vectors with at least this many bytes are multiplied part by part.
 _LONG = 2**26
 # Columns in one block when a dense matrix is assembled.
 _DENSE_BLOCK = 64

@@ -89,7 +89,7 @@ class Problem:
         Raises
         ------
         HvpError
-            If an argument is not what it should be.
+            If an argument is invalid.
         """
         if reduction not in ("mean", "sum"):
             raise HvpError(f"the argument reduction is {reduction!r}", "'mean' or 'sum'")

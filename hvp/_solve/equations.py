@@ -42,7 +42,7 @@ class Equations:
     maxiter : int
         Upper bound on the iterations of each column.
     low : Rows or None
-        The operator in low precision, for most of the iterations; None if there is no such thing.
+        The operator in low precision, for most of the iterations; None if there is none.
     recycled : RecycledSpace or None
         Receives the directions of the first iterations.
     """

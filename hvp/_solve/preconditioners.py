@@ -171,7 +171,7 @@ class Preconditioner(LinearOperator):
     solve : callable
         Takes a vector or rows, and the tensors. Returns the inverse times the vector or rows.
     tensors : list of tf.Tensor
-        The tensors, of which the first has the type of the vectors.
+        The tensors. The first one has the type of the vectors.
     size : int
         Length of a vector.
 

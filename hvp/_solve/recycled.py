@@ -64,7 +64,7 @@ class RecycledSpace:
         return min(count, self._capacity)
 
     def wants(self, count: int) -> bool:
-        """Return whether so many more directions of the running solve have a place.
+        """Return whether there is room for this many more directions of the running solve.
 
         A full space of the present operator stays as it is: others would add little to it.
         """

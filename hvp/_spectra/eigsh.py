@@ -28,7 +28,7 @@ _DENSE, _PART = 256, 8
 _DENSE_LARGEST = 4096
 # The default of `tol`, by the type of the operator.
 _TOLERANCES = {"float32": 1e-4, "float64": 1e-8}
-# The default of `max_products`, in units of n, but at least so many.
+# The default of `max_products`, in units of n, and its least value.
 _PRODUCTS, _FEWEST_PRODUCTS = 10, 1000
 
 

@@ -85,7 +85,7 @@ def quadratures(
     for a, b in zip(diagonal, beside):
         nodes, mixing = scipy.linalg.eigh_tridiagonal(a, b[: steps - 1])
         weights = mixing[0] ** 2
-        # Nodes without weight are no eigenvalues, such as the zeros of a space that is exhausted.
+        # Nodes without weight, such as the zeros of a space that is exhausted, are not eigenvalues.
         nodes = np.where(weights > NOTHING, nodes, nodes[np.argmax(weights)])
         order = np.argsort(nodes, kind="stable")
         results.append((nodes[order], weights[order], np.abs(b[-1] * mixing[-1])[order]))

@@ -166,7 +166,7 @@ class CurvatureMonitor(keras.callbacks.Callback):
         self._epoch, self._last = epoch, None
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Measure after so many batches."""
+        """Measure after every so many batches, if asked to."""
         self._batch += 1
         if self._every != "epoch" and self._batch % self._every == 0:
             self._last = self._measure()

@@ -123,7 +123,7 @@ class NearZero:
         return scale
 
     def _random_block(self, count: int) -> np.ndarray:
-        """Return orthonormal random vectors outside of the basis, as far as there are so many."""
+        """Return orthonormal random vectors outside of the basis, fewer if there are not enough."""
         room = max(0, min(count, self._rows.size - len(self._basis)))
         block = self._random.standard_normal((room, self._rows.size)).astype(self._dtype)
         return orthonormal(block, self._basis) if room else block

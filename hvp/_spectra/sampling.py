@@ -30,12 +30,12 @@ class Stopping:
 
     @classmethod
     def of(cls, rtol: Any, atol: Any, max_products: Any, fewest: int) -> Stopping:
-        """Check the arguments of an estimator that needs so many products at least.
+        """Check the arguments of an estimator that needs at least this many products.
 
         Raises
         ------
         HvpError
-            If one of them is not what it should be.
+            If one of them is invalid.
         """
         check_count(max_products, "max_products", fewest)
         tolerances = check_tolerance("rtol", rtol), check_tolerance("atol", atol)
@@ -71,7 +71,7 @@ class Stopping:
         Parameters
         ----------
         draw : callable
-            Takes a number; returns so many samples, along the first axis.
+            Takes a number, and returns this many samples along the first axis.
         fewest, widest : int
             How many to draw at least, and at most in one call.
         cost : int, optional

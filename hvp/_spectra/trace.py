@@ -170,7 +170,7 @@ class _Doubling:
                 return estimate
 
     def samples(self, count: int) -> np.ndarray:
-        """Return the samples of a run with so many vectors."""
+        """Return the samples of a run with this number of vectors."""
         raise NotImplementedError
 
 

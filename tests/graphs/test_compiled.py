@@ -66,12 +66,33 @@ def test_auto_stays_with_the_faster(monkeypatch, faster):
     assert H.stats.jit_compile is (faster == "xla")
 
 
-def test_which_is_faster_is_measured():
-    slow = tf.function(lambda a: tf.linalg.matmul(a, a))
-    fast = tf.function(lambda a: a[:1] + 1.0)
-    a = tf.ones((500, 500))
-    assert compiled.is_faster(fast, slow, [a])
-    assert not compiled.is_faster(slow, fast, [a])
+class Timed:
+    """A function that takes the given times, one after the other, by a clock of its own."""
+
+    now = 0.0
+
+    def __init__(self, *seconds):
+        self._seconds = iter(seconds)
+
+    def __call__(self, a):
+        Timed.now += next(self._seconds)
+        return a
+
+
+@pytest.mark.parametrize(
+    ("fast", "slow"),
+    [
+        ((5.0, 0.001, 0.001, 0.001), (0.003,) * 4),  # a clear case, after the first call
+        ((0.001, 0.1, 0.001, 0.001), (0.003,) * 4),  # the machine was busy once
+        ((1.0, 1.0), (3.0, 3.0)),  # once is enough
+        ((0.001, *[0.002] * 4, 0.001), (0.0015,) * 6),  # almost the same, and busy until the end
+    ],
+)
+def test_which_is_faster_is_measured(fast, slow, monkeypatch):
+    monkeypatch.setattr(compiled.time, "perf_counter", lambda: Timed.now)
+    a = [tf.ones(3)]
+    assert compiled.is_faster(Timed(*fast), Timed(*slow), a)
+    assert not compiled.is_faster(Timed(*slow), Timed(*fast), a)
 
 
 @pytest.mark.parametrize("jit_compile", [True, "auto"])
