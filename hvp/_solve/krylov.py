@@ -38,6 +38,9 @@ _REDUCTION, _REDUCTION_IN_FLOAT32 = 0.06, 1e-3
 # A cycle in low precision is trusted if the true residual is at most this many times its target;
 # otherwise full precision goes on.
 _TRUSTED = 4
+# Another cycle of this many iterations takes less time than two residuals in float64, which
+# refinement needs at least.
+_CHEAP = 4
 
 
 class Krylov:
@@ -58,7 +61,7 @@ class Krylov:
         Receives the directions of the first iterations, if the method keeps their products.
     stops_at_rounding : bool, optional
         Whether rows count as stalled as soon as rounding has made their residual larger than the
-        recurrence says, instead of beginning another cycle.
+        recurrence says, instead of beginning another cycle; except for a cycle of few iterations.
     """
 
     def __init__(
@@ -279,8 +282,9 @@ class Krylov:
         # Rows may still be running if another row of the block has used up its iterations.
         unfinished = outcome == SolveOutcome.RUNNING
         by_recurrence = outcome == SolveOutcome.CONVERGED
-        if self._stops:
-            worthwhile[by_recurrence & (residual_norms > tolerance)] = False
+        lost = by_recurrence & (residual_norms > tolerance)
+        if self._stops and self._iterations_left(b, progress, tolerance, lost) > _CHEAP:
+            worthwhile[lost] = False
         outcome[by_recurrence & ~worthwhile] = SolveOutcome.STALLED
         outcome[(by_recurrence & worthwhile & used_up) | unfinished] = SolveOutcome.MAXITER
         outcome[worthwhile & ~used_up] = SolveOutcome.RUNNING
@@ -290,6 +294,16 @@ class Krylov:
         if not better.all():
             residual = np.where(better[:, np.newaxis], residual, 0)  # these rows have ended
         return residual
+
+    @staticmethod
+    def _iterations_left(
+        b: np.ndarray, progress: BlockProgress, tolerance: np.ndarray, rows: np.ndarray
+    ) -> float:
+        """Estimate the iterations that rows need in another cycle, at the rate of the last ones."""
+        target = tolerance[rows] * _MARGIN
+        done = np.log(np.maximum(norms(b[rows]) / target, 2))
+        left = np.log(progress.residual_norms[rows] / target)
+        return float((progress.iterations[rows] * left / done).max(initial=0))
 
     def _residual(self, b: np.ndarray, progress: BlockProgress, damping: float) -> np.ndarray:
         if not progress.x.any():

@@ -174,7 +174,7 @@ def test_the_folder_of_other_weights_data_or_anything_else_is_refused(tmp_path):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "mine.txt").write_text("mine")
     influence = hvp.InfluenceFunctions(loss, w, data, gradients=tmp_path / "notes", **options)
-    with pytest.raises(hvp.CheckpointError, match="no store of gradients"):
+    with pytest.raises(hvp.CheckpointError, match="not a store of gradients"):
         influence.scores(TEST)
     assert [p.name for p in (tmp_path / "notes").iterdir()] == ["mine.txt"]
     damaged = next(path.glob("*.npy"))
