@@ -143,10 +143,10 @@ class InfluenceFunctions(OneProcess):
         A folder that keeps the gradients of the training examples. The first call that needs them
         computes them, and goes on where a process that was killed had stopped; later calls and
         processes read them, so that the scores of other test data take one product and no pass over
-        the training data. The gradient of a dense layer is kept as what enters the layer and the
-        gradient in what comes out, which takes much less space; so is that of any other layer where
-        this takes less than half of the space. A folder that belongs to other weights, other data
-        or another loss raises an error.
+        the training data. The gradient of a dense layer is kept as two factors, the layer's input
+        and the gradient with respect to its output, which takes much less space. The same is done
+        for any other layer where it takes less than half of the space. A folder that belongs to
+        other weights, other data or another loss raises an error.
     projection : int, optional
         Keep a random projection of each gradient to this many numbers. The score of two gradients
         is then an estimate, whose standard error is at most ``sqrt(2 / projection)`` times the
