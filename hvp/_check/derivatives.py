@@ -35,6 +35,9 @@ class GradientInspection:
         self._inspected = inspected
         self._gradients: Gradients | None = None
         self._is_repeatable = False
+        # The scales of the variables' entries, a random direction in these scales, and the product
+        # with it, in the same scales; empty if the product is not finite.
+        self._scales = self._direction = self._product = np.empty(0)
 
     @property
     def evaluations(self) -> int:
@@ -54,6 +57,7 @@ class GradientInspection:
         if self._gradients is None:
             yield Finding(name, "warning", "not checked: there is no loss to evaluate again")
             return
+        self._multiply_in_scale()
         original = (inspected.operator.value, inspected.operator.gradient)
         retraced = self._gradients.last()
         repeated = self._gradients.again()
@@ -62,17 +66,18 @@ class GradientInspection:
             (original, retraced, "traced again"),
         ):
             variables = self._differing_variables(gradient, other_gradient)
-            largest = max(abs(value), abs(other_value))
-            if variables or abs(value - other_value) > self._rounding * largest:
+            differences = []
+            if abs(value - other_value) > self._rounding * max(abs(value), abs(other_value)):
+                differences.append(f"the loss is {value:.8g} and {other_value:.8g}")
+            if variables:
+                distance = float(np.linalg.norm(gradient - other_gradient))
+                differences.append(f"gradients in {shortened(variables)} differ by {distance:.2g}")
+            if differences:
                 remarks = inspected.core.remarks
                 draws = remarks.random if remarks is not None else []
-                cause = f"; it draws random numbers: {shortened(draws)}" if draws else ""
-                yield Finding(
-                    name,
-                    "failed",
-                    f"{occasion}, the loss is {value:.6g} and {other_value:.6g}; gradients differ "
-                    f"by {shortened(variables) or 'none of the variables'}{cause}",
-                )
+                if draws:
+                    differences.append(f"the loss draws random numbers: {shortened(draws)}")
+                yield Finding(name, "failed", f"{occasion}, {'; '.join(differences)}")
                 return
         self._is_repeatable = True
         yield Finding(name, "ok", "loss and gradient, traced again and evaluated twice")
@@ -82,10 +87,34 @@ class GradientInspection:
         """Relative difference that sums in another order may have."""
         return 1000 * self._inspected.epsilon
 
-    def _differing_variables(self, one: np.ndarray, other: np.ndarray) -> list[str]:
-        """Return the names of the variables for which two gradients differ."""
+    def _multiply_in_scale(self) -> None:
+        """Multiply by a random direction in which each entry is in proportion to its own scale.
+
+        Scales may differ widely. The product is multiplied by the scales too, so that its entries
+        are comparable.
+        """
         assert self._gradients is not None
-        rounding = self._rounding * max(np.linalg.norm(one), np.linalg.norm(other))
+        inspected = self._inspected
+        self._scales = self._gradients.scales()
+        direction = self._scales * inspected.rng.standard_normal(inspected.size)
+        self._direction = direction.astype(inspected.operator.dtype)
+        damping_part = inspected.operator.damping * self._direction.astype(np.float64)
+        try:
+            product = inspected.multiply(self._direction)
+        except NonFiniteError:
+            return  # another step says so
+        self._product = self._scales * (product - damping_part)
+
+    def _differing_variables(self, one: np.ndarray, other: np.ndarray) -> list[str]:
+        """Return the names of the variables for which two gradients differ.
+
+        Near a minimum, what remains of the gradient is rounding. Its size is that of the change in
+        the gradient if the variables change by a rounding unit.
+        """
+        assert self._gradients is not None
+        one, other = self._scales * one, self._scales * other
+        sizes = [float(np.linalg.norm(vector)) for vector in (one, other, self._product)]
+        rounding = self._rounding * max(sizes)
         parts = zip(self._gradients.parts(one), self._gradients.parts(other))
         distances = [np.linalg.norm(a - b) for a, b in parts]
         names = self._inspected.core.variable_names
@@ -99,22 +128,17 @@ class GradientInspection:
         products_are_finite : bool
             Whether there is a product to compare with.
         """
-        name = "differences"
-        if self._gradients is None or not self._is_repeatable or not products_are_finite:
+        name, gradients = "differences", self._gradients
+        if gradients is None or not (
+            self._is_repeatable and products_are_finite and len(self._product)
+        ):
             yield Finding(
                 name, "warning", "not checked: there is no repeatable gradient or finite product"
             )
             return
-        inspected = self._inspected
-        # Each variable moves in proportion to its own scale, because scales may differ widely. The
-        # products and differences are multiplied by the scales too, so that they are comparable.
-        scales = self._gradients.scales()
-        direction = scales * inspected.rng.standard_normal(inspected.size)
-        direction = direction.astype(inspected.operator.dtype)
-        damping_part = inspected.operator.damping * direction.astype(np.float64)
-        product = scales * (inspected.multiply(direction) - damping_part)
+        scales, direction, product = self._scales, self._direction, self._product
         # In float64 the steps can be so short that there are no kinks within them.
-        in_float64 = self._gradients.in_float64()
+        in_float64 = gradients.in_float64()
         try:
             try:
                 differences, unit = self._central_differences(direction, in_float64)

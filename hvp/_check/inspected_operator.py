@@ -59,9 +59,9 @@ class InspectedOperator:
         return (v / np.linalg.norm(v)).astype(self.operator.dtype)
 
     def multiply(self, v: np.ndarray) -> np.ndarray:
-        """Return the product with a vector, and record its time."""
+        """Return the product with a vector, in float64, and record its time."""
         deliver_interrupt()
         start = time.perf_counter()
         product = self.operator @ v
         self.seconds.append(time.perf_counter() - start)
-        return product
+        return product.astype(np.float64)  # in which norms of large float32 numbers are finite

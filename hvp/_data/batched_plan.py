@@ -111,6 +111,10 @@ class BatchedPlan(Plan):
             note="; ".join(filter(None, [facts.note, note])),
         )
 
+    def averages(self, examples: int | None) -> bool:
+        """Whether the graph of the loss shows that it is a mean over the examples of a batch."""
+        return all(s.plan.averages(shapes[0][0]) for shapes, s in self._shape_plans.items())
+
     @outside_strategies
     def at_point(self) -> tuple[Results, LinearMap]:
         """Evaluate all batches at the current values of the variables; hold the maps that fit."""

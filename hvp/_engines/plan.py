@@ -172,6 +172,16 @@ class Plan(abc.ABC):
     def facts(self) -> Facts:
         """What is known about the rule by now."""
 
+    def averages(self, examples: int | None) -> bool:
+        """Whether the graph of the loss shows that it is a mean over the examples of a batch.
+
+        Parameters
+        ----------
+        examples : int or None
+            The number of examples, if there is only one batch.
+        """
+        return False
+
     @abc.abstractmethod
     def at_point(self) -> tuple[Results, LinearMap]:
         """Evaluate at the values the variables have now."""

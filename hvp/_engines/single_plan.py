@@ -133,6 +133,13 @@ class SinglePlan(Plan):
         uses_xla = False if self._program is None else self._program.product.uses_xla
         return dataclasses.replace(self._facts, uses_xla=uses_xla, note=self._note)
 
+    def averages(self, examples: int | None) -> bool:
+        """Whether the graph of the loss shows that it is a mean over the examples of a batch."""
+        lengths = () if self._trace is None else self._trace.lengths_averaged
+        if not (lengths and examples):
+            return False
+        return all(length is None or length % examples == 0 for length in lengths)
+
     @outside_strategies
     def at_point(self, place: Place = HERE) -> tuple[Results, LinearMap]:
         """Run the rule's evaluation at the values the variables have now.

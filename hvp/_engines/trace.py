@@ -25,6 +25,7 @@ from hvp._graphs.concrete import (
     is_written,
 )
 from hvp._graphs.dataflow import RECOMPUTED_GRADIENT, Dataflow, Vertex, layer_of
+from hvp._graphs.means import lengths_averaged
 from hvp._graphs.parts import ancestors, cut_out, import_part
 from hvp._graphs.sizes import BORROWED, VIEWS, graph_def_with_shapes
 from hvp._vectors.resources import Resource
@@ -118,6 +119,9 @@ class Trace:
     risky_pools : bool
         Whether functions, loops or branches have max pools in them that TensorFlow itself may
         differentiate wrong.
+    lengths_averaged : tuple of (int or None)
+        Over how many rows the means are taken that the loss consists of, None where that is not
+        known; empty if it is computed from anything but means.
     """
 
     graph: TracedGraph
@@ -132,6 +136,7 @@ class Trace:
     repeated: list[Doubt]
     python: bool
     risky_pools: bool
+    lengths_averaged: tuple[int | None, ...]
 
 
 def trace(
@@ -200,6 +205,7 @@ def trace(
         repeated=sorted(
             doubt_of(flow, v) for v in reaching if _REPEATED.fullmatch(flow.types.get(v, ""))
         ),
+        lengths_averaged=lengths_averaged(flow, concrete.graph, targets[0]) if targets else (),
     )
 
 

@@ -11,6 +11,10 @@ import tensorflow as tf
 from hvp._snapshots.snapshot import Snapshot
 from hvp._vectors.resources import Resource, restored
 
+# Entries whose decimal logarithms have a larger standard deviation are in different units. That of
+# random numbers of a normal distribution is half of one.
+_SPREAD = 1.5
+
 
 class Gradients:
     """A loss and its gradient, evaluated without the operator.
@@ -92,15 +96,14 @@ class Gradients:
     def scales(self) -> np.ndarray:
         """Return how large entries are, of shape `(n,)`: the root mean square of their variable.
 
-        Of variables that are zero, that of the smallest other one; one, if all are.
+        If the entries of a variable differ by orders of magnitude, as parameters in different units
+        do, each is its own scale. Of variables that are zero, the scale is that of the smallest
+        other one; one, if all are.
         """
-        norms = [
-            tf.sqrt(tf.reduce_mean(tf.square(tf.cast(v, tf.float64)))) for v in self._variables
-        ]
-        scales = np.array([float(norm) for norm in norms])
-        positive = scales > 0
-        scales[~positive] = scales[positive].min() if positive.any() else 1.0
-        return np.repeat(scales, self._space.sizes)
+        scales = [_scales(np.abs(tf.cast(v, tf.float64).numpy().ravel())) for v in self._variables]
+        positive = [scale.min() for scale in scales if scale.any()]
+        least = min(positive) if positive else 1.0
+        return np.concatenate([scale if scale.any() else scale + least for scale in scales])
 
     @contextlib.contextmanager
     def moved(self, change: np.ndarray) -> Iterator[None]:
@@ -114,3 +117,11 @@ class Gradients:
     def close(self) -> None:
         """Release the snapshot."""
         self._snapshot.close()
+
+
+def _scales(magnitudes: np.ndarray) -> np.ndarray:
+    """Return how large the entries of a variable are, of their shape; zero if all of them are."""
+    positive = magnitudes[magnitudes > 0]
+    if positive.size and np.std(np.log10(positive)) > _SPREAD:
+        return np.where(magnitudes > 0, magnitudes, positive.min())
+    return np.full(magnitudes.shape, np.sqrt(np.mean(magnitudes**2)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -28,6 +29,7 @@ from hvp._engines.single_plan import SinglePlan
 from hvp._errors import HvpError, InvalidDataError, InvalidLossError, RecomputeError, reason_of
 from hvp._recompute.keras_segments import segments_of
 from hvp._snapshots.snapshot import Snapshot
+from hvp._snapshots.sums import refuse_sum
 from hvp._vectors.strategies import process_count, strategy_of
 from hvp._vectors.variables import VariableNest, collect_variables
 
@@ -53,6 +55,8 @@ class Problem:
         What is added once.
     total : bool
         Whether to sum over examples, not to average.
+    weighs : bool
+        Whether the caller says what batches weigh.
     """
 
     rule: Rule
@@ -61,6 +65,7 @@ class Problem:
     source: Elements | Batches
     regularization: Rule | None
     total: bool
+    weighs: bool
 
     @classmethod
     def of(
@@ -115,7 +120,7 @@ class Problem:
         added = None if regularization is None else HessianRule(_as_tensor(regularization))
         # The tensors replace the arrays that they were converted from.
         data = source if isinstance(source, Elements) else data
-        return cls(rule, variables, data, source, added, reduction == "sum")
+        return cls(rule, variables, data, source, added, reduction == "sum", weight is not None)
 
     @property
     def is_positive_semidefinite(self) -> bool:
@@ -164,7 +169,21 @@ class Problem:
                 "a loss that calls the model it is differentiated by",
                 "call the model itself, not a tf.function of it that was traced before",
             )
+        with contextlib.ExitStack() as on_error:
+            on_error.enter_context(contextlib.closing(snapshot))
+            self._refuse_sum(snapshot)
+            on_error.pop_all()
         return snapshot
+
+    def _refuse_sum(self, snapshot: Snapshot) -> None:
+        """Refuse a loss that is a sum over the examples of a batch, where that is wrong."""
+        plan, rule = snapshot.plan, self.rule
+        combined = self.total or (plan.divides and plan.batches != 1)
+        if not (isinstance(rule, HessianRule) and combined) or self.weighs:
+            return
+        examples = self.source.examples if isinstance(self.source, Elements) else None
+        if self.source is not NO_DATA and not plan.averages(examples):
+            refuse_sum(rule, snapshot, self.first_batch())
 
     def _plan(self, settings: Settings, inputs: Sequence[tf.Variable]) -> Plan:
         nest, rule, added = collect_variables(self.variables), self.rule, self.regularization

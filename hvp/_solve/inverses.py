@@ -84,7 +84,8 @@ class ExactInverse(_Inverse):
     With the eigenvalues `e` and the eigenvectors `Q` of the damped operator, the inverse is
     `Q @ diag(1 / e) @ Q.T`. Eigenvalues that are zero to rounding are left out, so that the inverse
     of a singular matrix is its pseudo-inverse, which gives the least-squares solution of smallest
-    norm.
+    norm. For the standard errors of a fit, use `standard_errors`, which does not take a singular or
+    indefinite matrix for a covariance.
 
     Parameters
     ----------
@@ -115,8 +116,18 @@ class ExactInverse(_Inverse):
 
     Notes
     -----
-    The construction costs `n` products, memory for two `n` by `n` matrices in float64, and
+    The construction costs `n` products, memory for three `n` by `n` matrices in float64, and
     `O(n**3)` operations.
+
+    Whether an eigenvalue is zero does not depend on the units of the variables if the matrix is
+    positive definite. If eigenvalues are zero to rounding next to the largest one, the matrix is
+    scaled to ones on the diagonal, and decided upon again. If it is positive definite then, all
+    eigenvalues are computed to high relative accuracy by Jacobi's method [DV]_.
+
+    References
+    ----------
+    .. [DV] J. Demmel and K. Veselic, "Jacobi's method is more accurate than QR", SIAM Journal on
+       Matrix Analysis and Applications 13(4), 1204-1245, 1992. https://doi.org/10.1137/0613074
 
     Examples
     --------
@@ -148,9 +159,16 @@ class ExactInverse(_Inverse):
             for start in range(0, size, _BLOCK):
                 columns = np.eye(size, min(_BLOCK, size - start), -start, self.dtype)
                 dense[:, start : start + _BLOCK] = self._multiply(columns, rows)
-        self.eigenvalues, self.eigenvectors = scipy.linalg.eigh((dense + dense.T) / 2)
-        largest = np.abs(self.eigenvalues).max()
-        zero = np.abs(self.eigenvalues) <= _ROUNDING * np.finfo(self.dtype).eps * largest
+        dense = (dense + dense.T) / 2
+        self.eigenvalues, self.eigenvectors = scipy.linalg.eigh(dense)
+        rounding = _ROUNDING * np.finfo(self.dtype).eps
+        zero = np.abs(self.eigenvalues) <= rounding * np.abs(self.eigenvalues).max()
+        if zero.any():
+            graded = _eigen_of_graded(dense, rounding)
+            if graded is not None:
+                self.eigenvalues, self.eigenvectors = graded
+                zero = self.eigenvalues == 0
+        self._matrix = dense
         self.rank = int(size - zero.sum())
         self.is_nonzero = ~zero
         self._reciprocals = np.where(zero, 0, 1 / np.where(zero, 1, self.eigenvalues))
@@ -159,11 +177,61 @@ class ExactInverse(_Inverse):
     def diagonal(self) -> np.ndarray:
         """The diagonal of the inverse, of shape `(n,)`, in float64.
 
-        If `H` is the Hessian of a negative log-likelihood, summed over the examples, the entries
-        are the variances of the estimates, and their square roots are the standard errors. The
-        diagonal costs `O(n**2)` operations.
+        The diagonal costs `O(n**2)` operations. Of a singular matrix it is that of the
+        pseudo-inverse.
         """
         return np.einsum("ij,j,ij->i", self.eigenvectors, self._reciprocals, self.eigenvectors)
+
+    def standard_errors(self) -> np.ndarray:
+        """Return the standard errors of the estimates, the roots of the inverse's diagonal.
+
+        `H` must be the Hessian of a negative log-likelihood at its minimum, or its Gauss-Newton or
+        Fisher matrix, for the sum over all examples. With a loss that is the mean over examples,
+        pass ``reduction="sum"`` to the operator.
+
+        Returns
+        -------
+        ndarray
+            Shape `(n,)`, in float64, in the units of the variables; ``H.unflatten`` gives it their
+            shapes. A parameter that the data do not determine, alone or together with others, has
+            the standard error infinity.
+
+        Raises
+        ------
+        HvpError
+            If the matrix is not positive semi-definite, so that the variables are not at a minimum.
+
+        Examples
+        --------
+        >>> import tensorflow as tf
+        >>> import hvp
+        >>> x = tf.constant([9.8, 10.1, 10.4, 9.7])  # measured with an error of 0.2
+        >>> mean = tf.Variable(10.0)
+        >>> H = hvp.HessianOperator(lambda: tf.reduce_sum((x - mean) ** 2) / (2 * 0.2**2), mean)
+        >>> hvp.ExactInverse(H).standard_errors().round(4)  # 0.2 / sqrt(4)
+        array([0.1])
+        """
+        size, rounding = self.shape[0], _ROUNDING * np.finfo(self.dtype).eps
+        used = np.any(self._matrix, axis=0)
+        variances = np.full(size, np.inf)
+        if not used.any():
+            return variances
+        units = np.sqrt(np.abs(self._matrix.diagonal()[used]))
+        units[units == 0] = 1
+        values, vectors = scipy.linalg.eigh(_scaled(self._matrix, used, units))
+        if values[0] < -rounding * abs(values[-1]):
+            raise HvpError(
+                "the matrix is not positive semi-definite, so its inverse is no covariance: scaled "
+                f"to ones on its diagonal, it has the eigenvalue {values[0]:.3g}",
+                "the Hessian at a minimum of the negative log-likelihood",
+                "minimize further, with hvp.minimize for example, or use hvp.GaussNewtonOperator, "
+                "which has no negative eigenvalues",
+            )
+        positive = values > rounding * values[-1]
+        known = np.sum(vectors[:, ~positive] ** 2, axis=1) <= rounding
+        inverse = np.sum(vectors[:, positive] ** 2 / values[positive], axis=1)
+        variances[used] = np.where(known, inverse / units**2, np.inf)
+        return np.sqrt(variances)
 
     def to_dense(self) -> np.ndarray:
         """Return the inverse as a matrix.
@@ -183,6 +251,40 @@ class ExactInverse(_Inverse):
     def _apply(self, X: np.ndarray) -> np.ndarray:
         coefficients = self._reciprocals[:, np.newaxis] * (self.eigenvectors.T @ X.astype(float))
         return (self.eigenvectors @ coefficients).astype(self.dtype)
+
+
+def _scaled(matrix: np.ndarray, used: Any, units: np.ndarray) -> np.ndarray:
+    """Return some rows and columns of a matrix, divided by their units."""
+    return matrix[np.ix_(used, used)] / units / units[:, np.newaxis]
+
+
+def _eigen_of_graded(matrix: np.ndarray, rounding: float) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return the eigenvalues, and eigenvectors as columns, of a matrix in badly scaled units.
+
+    Rows that are zero are eigenvectors. The other rows and columns are scaled to ones on the
+    diagonal; if the result is not positive definite beyond rounding, there is no result.
+    """
+    used = np.any(matrix, axis=0)
+    diagonal = matrix.diagonal()[used]
+    if not used.any() or not (diagonal > 0).all():
+        return None
+    units = np.sqrt(diagonal)
+    scaled = _scaled(matrix, used, units)
+    apart = scipy.linalg.eigvalsh(scaled)
+    if apart[0] <= rounding * apart[-1]:
+        return None
+    # H = R' R, and R has columns of different scales, which one-sided rotations respect.
+    factor = scipy.linalg.cholesky(scaled) * units
+    values, _, vectors, work, _, info = scipy.linalg.lapack.dgejsv(factor, joba=0, jobu=0, jobv=0)
+    if info:
+        return None
+    order = np.argsort(values)
+    size, zeros = len(matrix), len(matrix) - len(order)
+    eigenvectors = np.zeros((size, size))
+    eigenvectors[~used, np.arange(zeros)] = 1
+    eigenvectors[np.ix_(used, np.arange(zeros, size))] = vectors[:, order]
+    eigenvalues = (values[order] * (work[0] / work[1])) ** 2
+    return np.concatenate([np.zeros(zeros), eigenvalues]), eigenvectors
 
 
 class NeumannInverse(_Inverse):

@@ -34,6 +34,107 @@ class Network(tf.Module):
         return tf.tanh(x @ self.w + self.b)
 
 
+SUMS = {
+    "sum": lambda network: lambda x, y: tf.reduce_sum((network(x) - y) ** 2) / 2,
+    "mean of sums": lambda network: (
+        lambda x, y: tf.reduce_mean(tf.reduce_sum((network(x) - y) ** 2, axis=0))
+    ),
+    "sum and penalty": lambda network: (
+        lambda x, y: tf.reduce_sum((network(x) - y) ** 2) + tf.reduce_sum(network.w**2)
+    ),
+    "tf.function": lambda network: tf.function(lambda x, y: tf.nn.l2_loss(network(x) - y)),
+    "keyword": lambda network: lambda *, x, y: tf.reduce_sum((network(x) - y) ** 2),
+}
+MEANS = {
+    "over the size": lambda network: (
+        lambda x, y: tf.reduce_sum((network(x) - y) ** 2) / tf.cast(tf.size(y), y.dtype)
+    ),
+    "Keras": lambda network: lambda x, y: keras.losses.MeanSquaredError()(y, network(x)),
+    "of rows": lambda network: (
+        lambda x, y: tf.reduce_mean(tf.reduce_sum((network(x) - y) ** 2, axis=1))
+    ),
+    "log of a mean": lambda network: (
+        lambda x, y: tf.math.log(tf.reduce_mean((network(x) - y) ** 2))
+    ),
+    "over N": lambda network: lambda x, y: tf.reduce_sum((network(x) - y) ** 2) / len(x),
+}
+
+
+@pytest.mark.parametrize("loss", SUMS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batch_size": 5},
+        {"reduction": "sum"},
+        {"batch_size": 5, "reduction": "sum"},
+        {"batch_size": 5, "engine": "tape"},
+        {"batch_size": 5, "memory_limit": "1MiB"},
+        {"batch_size": 5, "devices": ["CPU:0"]},
+    ],
+)
+@pytest.mark.few(8)
+def test_a_sum_over_examples_is_refused(loss, options):
+    """Sums of batches, averaged or multiplied by the batches' sizes, are the Hessian of nothing."""
+    network = Network()
+    data = {"x": X, "y": Y} if loss == "keyword" else (X, Y)
+    with pytest.raises(hvp.InvalidLossError, match="a sum over examples"):
+        hvp.HessianOperator(SUMS[loss](network), network, data, **options)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_a_sum_over_examples_of_a_keras_model_is_refused(recompute):
+    layers = [keras.Input((IN,)), keras.layers.Dense(3, "tanh"), keras.layers.Dense(OUT)]
+    model = keras.Sequential(layers)
+    with pytest.raises(hvp.InvalidLossError, match="a sum over examples"):
+        hvp.HessianOperator(
+            lambda x, y: tf.reduce_sum((model(x) - y) ** 2),
+            model,
+            (X.astype("float32"), Y.astype("float32")),
+            batch_size=5,
+            recompute=recompute,
+        )
+
+
+@pytest.mark.parametrize("loss", MEANS)
+def test_other_losses_are_not_taken_for_sums(loss):
+    network = Network()
+    whole = hvp.HessianOperator(MEANS[loss](network), network, (X, Y)).to_dense()
+    total = hvp.HessianOperator(MEANS[loss](network), network, (X, Y), reduction="sum")
+    assert relative_error(total.to_dense(), N * whole) < (1e-6 if loss == "Keras" else 1e-13)
+    if loss != "log of a mean":
+        batches = hvp.HessianOperator(MEANS[loss](network), network, (X, Y), batch_size=5)
+        # Keras computes its losses in float32.
+        assert relative_error(batches.to_dense(), whole) < (1e-6 if loss == "Keras" else 1e-13)
+
+
+def test_a_sum_is_right_where_the_batch_is_the_sum():
+    """For all data at once, in batches that weigh the same, and without data."""
+    network = Network()
+    loss = SUMS["sum"](network)
+    whole = hvp.HessianOperator(lambda: loss(X, Y), network).to_dense()
+    at_once = hvp.HessianOperator(loss, network, (X, Y))
+    assert relative_error(at_once.to_dense(), whole) < 1e-14
+    options = {"batch_size": 5, "weight": lambda x, y: 1.0, "reduction": "sum"}
+    added = hvp.HessianOperator(loss, network, (X, Y), **options)
+    assert relative_error(added.to_dense(), whole) < 1e-13
+
+
+def test_the_search_for_a_sum_leaves_nothing_behind():
+    """A loss that updates a variable and draws from a seed is evaluated on a few examples more."""
+    network, calls = Network(), tf.Variable(0.0)
+    seed = keras.random.SeedGenerator(1)
+
+    def loss(x, y):
+        calls.assign_add(1.0)
+        noise = keras.random.normal([], seed=seed, dtype="float64")
+        return tf.reduce_sum((network(x) + 0 * noise - y) ** 2) / tf.cast(tf.size(y), y.dtype)
+
+    before = seed.state.numpy()
+    hvp.HessianOperator(loss, network, (X, Y), batch_size=5)
+    assert calls.numpy() == 0
+    np.testing.assert_array_equal(seed.state, before)
+
+
 def mean_square(network):
     return lambda x, y: tf.reduce_mean((network(x) - y) ** 2)
 

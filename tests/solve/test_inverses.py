@@ -172,6 +172,46 @@ def test_standard_errors_of_a_least_squares_fit():
     H = hvp.HessianOperator(negative_log_likelihood, w, (x, y), reduction="sum")
     expected = np.sqrt(variance * np.diag(np.linalg.inv(x.T @ x)))
     np.testing.assert_allclose(np.sqrt(hvp.ExactInverse(H).diagonal), expected, rtol=1e-10)
+    np.testing.assert_allclose(hvp.ExactInverse(H).standard_errors(), expected, rtol=1e-10)
+
+
+@pytest.mark.parametrize("size", [1, 2, 30])
+def test_units_do_not_make_a_matrix_singular(size):
+    """Against the matrix with ones on its diagonal, whose inverse NumPy computes."""
+    rng = np.random.default_rng(size)
+    factor = rng.standard_normal((size, 2 * size))
+    plain = factor @ factor.T
+    plain /= np.sqrt(np.outer(plain.diagonal(), plain.diagonal()))
+    units = 10.0 ** rng.uniform(-12, 12, size)
+    inverse = hvp.ExactInverse(aslinearoperator(plain * np.outer(units, units)))
+    expected = np.linalg.inv(plain)
+    assert inverse.rank == size
+    dense = inverse.to_dense() * np.outer(units, units)
+    np.testing.assert_allclose(dense, expected, rtol=1e-9, atol=1e-9 * np.abs(expected).max())
+    np.testing.assert_allclose(inverse.diagonal, np.diag(expected) / units**2, rtol=1e-9)
+    errors = np.sqrt(np.diag(expected)) / units
+    np.testing.assert_allclose(inverse.standard_errors(), errors, rtol=1e-9)
+    Q = inverse.eigenvectors
+    np.testing.assert_allclose(Q.T @ Q, np.eye(size), atol=1e-12)
+    assert (np.diff(inverse.eigenvalues) >= 0).all()
+
+
+def test_what_the_data_do_not_determine_has_no_standard_error():
+    x, y = tf.Variable([1.0, 2.0]), tf.Variable(np.float32(3))
+    unused = tf.Variable(np.float32(4))
+    H = hvp.HessianOperator(lambda: 2 * (x[0] + 1e3 * x[1]) ** 2 + 2 * y**2, [x, y, unused])
+    inverse = hvp.ExactInverse(H)
+    np.testing.assert_allclose(inverse.standard_errors(), [np.inf, np.inf, 0.5, np.inf])
+    zero = hvp.ExactInverse(aslinearoperator(np.zeros((2, 2))))
+    assert (zero.standard_errors() == np.inf).all()
+
+
+@pytest.mark.parametrize(
+    "A", [np.diag([1.0, -1.0]), np.diag([1e16, -1e-3]), np.ones((2, 2)) - np.eye(2)]
+)
+def test_a_saddle_point_has_no_standard_errors(A):
+    with pytest.raises(hvp.HvpError, match="has the eigenvalue -1"):
+        hvp.ExactInverse(aslinearoperator(A)).standard_errors()
 
 
 def test_smallest_eigenvalues_by_the_inverse():
