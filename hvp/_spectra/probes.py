@@ -45,6 +45,10 @@ class Probes:
         signs = self._random.integers(0, 2, (count, self._rows.size), np.int8)
         return (2 * signs - 1).astype(self._rows.dtype.as_numpy_dtype)
 
+    def units(self, start: int, count: int) -> np.ndarray:
+        """Return unit vectors as rows, from the one with this index on."""
+        return np.eye(count, self._rows.size, start, self._rows.dtype.as_numpy_dtype)
+
     def draw_on_sphere(self, count: int) -> np.ndarray:
         """Return vectors of the length `sqrt(n)` and random directions as rows."""
         normal = self._random.standard_normal((count, self._rows.size))

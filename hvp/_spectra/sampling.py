@@ -65,6 +65,7 @@ class Stopping:
         widest: int,
         cost: int = 1,
         summary: Callable[[np.ndarray], tuple[Any, float]] | None = None,
+        most: float = np.inf,
     ) -> np.ndarray:
         """Draw samples until they are enough.
 
@@ -79,11 +80,16 @@ class Stopping:
         summary : callable, optional
             Takes the samples; returns the estimate and its error. By default their mean, with its
             standard error.
+        most : float, optional
+            If more samples than this are likely to be needed, those drawn so far are returned.
         """
         samples, target = draw(min(fewest, widest)), fewest
         while True:
             if len(samples) >= target:
                 estimate, error = (summary or mean_and_error)(samples)
+                allowed = self.allowed(estimate)
+                if error > allowed and len(samples) * error**2 > most * allowed**2:
+                    return samples
                 target = self.sufficient(len(samples), error, estimate)
                 target = min(target, self.max_products // cost)
                 if len(samples) >= target:

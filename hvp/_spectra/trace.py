@@ -18,7 +18,7 @@ from hvp._spectra.probes import Probes, check_seed
 from hvp._spectra.sampling import Stopping, mean_and_error
 from hvp._spectra.symmetric import symmetric_rows
 
-TraceMethod = Literal["hutchinson", "hutch++", "xtrace"]
+TraceMethod = Literal["auto", "exact", "hutchinson", "hutch++", "xtrace"]
 
 # Fewer samples do not tell the standard error: of the mean, and of methods that also approximate
 # the operator by them.
@@ -31,7 +31,7 @@ FEWEST_PRODUCTS = 3 * _FEWEST_VECTORS
 def trace(
     A: Any,
     *,
-    method: TraceMethod = "hutchinson",
+    method: TraceMethod = "auto",
     rtol: float = 0.02,
     atol: float = 0.0,
     max_products: int = 1000,
@@ -44,7 +44,11 @@ def trace(
     ----------
     A : HessianOperator, or another operator of this package or of scipy, or a matrix
         Real and symmetric. Its damping counts.
-    method : {"hutchinson", "hutch++", "xtrace"}, optional
+    method : {"auto", "exact", "hutchinson", "hutch++", "xtrace"}, optional
+        - ``"auto"`` is ``"hutchinson"``, or ``"exact"`` if that needs fewer products. It switches
+          as soon as more than `n` random vectors are likely to be needed, if `2 n` products are
+          allowed.
+        - ``"exact"`` computes the diagonal by `n` products. There is no error but rounding.
         - ``"hutchinson"`` is the mean of `z' A z` over random signs `z` [Hut]_. Its variance is
           twice the sum of the squared entries off the diagonal, divided by the number of
           products. The traces of all layers come from the same products.
@@ -68,8 +72,9 @@ def trace(
     Returns
     -------
     Estimate
-        With `estimate`, `standard_error`, `products`, `converged` and, by ``"hutchinson"``, with
-        the `layers` of an operator of this package.
+        With `estimate`, `standard_error`, `products`, `converged` and, by ``"hutchinson"`` and
+        ``"exact"``, with the `layers` of an operator of this package. Its `method` is the one that
+        was used.
 
     Raises
     ------
@@ -109,7 +114,19 @@ def trace(
     stopping = Stopping.of(rtol, atol, max_products, FEWEST_PRODUCTS)
     check_progress(progress)
     seed = check_seed(seed)
-    run: Any = {"hutchinson": _Hutchinson, "hutch++": _HutchPlusPlus, "xtrace": _XTrace}[method]
+    if method == "exact" and rows.size > max_products:
+        raise HvpError(
+            f"the exact trace of a {rows.size} x {rows.size} matrix takes {rows.size} products",
+            f"at most max_products = {max_products}",
+            "raise max_products, or leave out method",
+        )
+    run: Any = {
+        "auto": _Auto,
+        "exact": _Exact,
+        "hutchinson": _Hutchinson,
+        "hutch++": _HutchPlusPlus,
+        "xtrace": _XTrace,
+    }[method]
     total = stopping.max_products
     with (
         progress_bar(progress, total=total, unit="product") as bar,
@@ -121,28 +138,68 @@ def trace(
 class _Hutchinson:
     """Samples `z' A z`, and their parts of the layers."""
 
+    # The method is given up when more random vectors than this are likely to be needed.
+    most = np.inf
+
     def __init__(self, rows: Rows, probes: Probes) -> None:
-        self._probes, self._layers = probes, Layers(rows)
+        self._size, self._probes, self._layers = rows.size, probes, Layers(rows)
 
     def run(self, stopping: Stopping, bar: Any) -> Estimate:
         def draw(count: int) -> np.ndarray:
-            vectors = self._probes.draw(count)
-            terms = vectors * self._probes.multiply(vectors)
+            terms = self.terms(self._probes.draw(count))
             bar.update(count)
-            if self._layers.names:
-                return self._layers.sums(terms)
-            return np.einsum("ij->i", terms, dtype=np.float64)[:, np.newaxis]
+            return terms
 
         def total(samples: np.ndarray) -> tuple[float, float]:
             return mean_and_error(samples.sum(axis=1))
 
-        samples = stopping.sample(draw, fewest=_FEWEST, widest=self._probes.widest, summary=total)
+        samples = stopping.sample(
+            draw, fewest=_FEWEST, widest=self._probes.widest, summary=total, most=self.most
+        )
         products, method = self._probes.products, "hutchinson"
         layers = {
             name: estimate_of(part, products, method, stopping)
             for name, part in zip(self._layers.names, samples.T)
         }
         return estimate_of(samples.sum(axis=1), products, method, stopping, layers=layers)
+
+    def terms(self, vectors: np.ndarray) -> np.ndarray:
+        """Return `z' A z` for each row `z`, in parts for each layer, of shape `(k, parts)`."""
+        terms = vectors * self._probes.multiply(vectors)
+        if self._layers.names:
+            return self._layers.sums(terms)
+        return np.einsum("ij->i", terms, dtype=np.float64)[:, np.newaxis]
+
+
+class _Exact(_Hutchinson):
+    """Sums the diagonal."""
+
+    def run(self, stopping: Stopping, bar: Any) -> Estimate:
+        parts: Any = 0.0
+        for start in range(0, self._size, self._probes.widest):
+            count = min(self._probes.widest, self._size - start)
+            parts += self.terms(self._probes.units(start, count)).sum(axis=0)
+            bar.update(count)
+        layers = {name: self._exactly(part) for name, part in zip(self._layers.names, parts)}
+        return self._exactly(np.sum(parts), layers)
+
+    def _exactly(self, value: Any, layers: Any = None) -> Estimate:
+        products = self._probes.products
+        return Estimate(float(value), 0.0, products, True, "exact", 0, layers or {})
+
+
+class _Auto(_Exact):
+    """Samples, unless the diagonal needs fewer products."""
+
+    def run(self, stopping: Stopping, bar: Any) -> Estimate:
+        if 2 * self._size <= stopping.max_products:
+            if self._size <= _FEWEST:
+                return super().run(stopping, bar)
+            self.most = self._size
+        estimate = _Hutchinson.run(self, stopping, bar)
+        if estimate.converged or self._probes.products + self._size > stopping.max_products:
+            return estimate
+        return super().run(stopping, bar)
 
 
 class _Doubling:

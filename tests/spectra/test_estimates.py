@@ -46,10 +46,19 @@ def test_operators_of_this_package(way, method):
                 layer = layers[name]
                 exact = np.trace(want[part, part]) + 0.25 * (part.stop - part.start)
                 assert abs(layer.estimate - exact) < 5 * layer.standard_error
-            own = hvp.trace(H.block(name), rtol=0.1)
+            own = hvp.trace(H.block(name), rtol=0.1, method=method)
             assert abs(own.estimate - exact) < 5 * own.standard_error
             total = sum(layer.estimate for layer in result.layers.values())
             assert total == pytest.approx(result.estimate, rel=1e-12)
+        for choice, rtol, sampled in (("exact", 0.0, 0), ("auto", 1e-9, 32)):
+            exactly = hvp.trace(H, method=choice, rtol=rtol)
+            assert exactly.estimate == pytest.approx(right, rel=1e-12)
+            assert (exactly.method, exactly.standard_error) == ("exact", 0)
+            assert exactly.converged
+            assert exactly.products == sampled + H.shape[0]
+            for part, layer in zip(PLACES.values(), exactly.layers.values()):
+                expected = np.trace(want[part, part]) + 0.25 * (part.stop - part.start)
+                assert layer.estimate == pytest.approx(expected, rel=1e-12)
         diagonal = hvp.diagonal(H, rtol=0.3)
         error = np.abs(diagonal.estimate - np.diag(want) - 0.25)
         assert (error < 6 * diagonal.standard_error).all()
@@ -144,7 +153,7 @@ def test_functions():
 def test_scipys_operators_and_float32():
     dense = matrix_of(SPECTRA["flat"], dtype="float32")
     for A in (dense, aslinearoperator(dense)):
-        result = hvp.trace(A)
+        result = hvp.trace(A, method="hutchinson")
         assert abs(result.estimate - SPECTRA["flat"].sum()) < 5 * result.standard_error
         assert not result.layers
 
@@ -161,7 +170,8 @@ def test_prints_and_bars(capsys):
 def test_arguments_that_are_refused():
     A = matrix_of(SPECTRA["indefinite"])
     for call, said in (
-        (lambda: hvp.trace(A, method="exact"), "'hutchinson' or 'hutch"),
+        (lambda: hvp.trace(A, method="hutch"), "'hutchinson' or 'hutch"),
+        (lambda: hvp.trace(A, method="exact", max_products=72), f"takes {SIZE} products"),
         (lambda: hvp.trace(A, rtol=-1), "rtol is -1"),
         (lambda: hvp.trace(A, seed=-1), "seed is -1"),
         (lambda: hvp.trace(A, max_products=3), "max_products is 3"),
