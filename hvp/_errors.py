@@ -149,7 +149,7 @@ for _name in __all__:  # tracebacks show the public name
 def reason_of(error: Exception) -> str:
     """Return the reason within TensorFlow's message about an operation, without its graph."""
     lines = [
-        re.sub(r"\{\{.*?\}\}\s*|\[Op:.*\]|\x1b\[\d+m", "", line).strip()
+        re.sub(r"\{\{.*?\}\}\s*|\[Op:.*\]( name:.*)?|\x1b\[\d+m", "", line).strip()
         for line in str(error).splitlines()
     ]
     beside = (

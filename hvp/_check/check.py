@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvp._check.derivatives import GradientInspection
+from hvp._check.examples import examples
 from hvp._check.inspected_operator import InspectedOperator
 from hvp._check.loss_graph import connected, operations
 from hvp._check.predictions import PredictionInspection
@@ -66,6 +67,10 @@ def check(H: Any, *, rtol: float = 1e-5, seed: int = 0, progress: Any = False) -
             of the variables. If the differences do not settle as `h` decreases, because of kinks or
             rounding, the outcome is a warning. For Gauss-Newton and Fisher matrices differences of
             the first batch's predictions, at four nearby points, take the place of gradients.
+        *examples*
+            Whether the loss of up to four examples is the mean of the losses of each. If it is not,
+            the loss may be a sum, or labels may have been broadcast against predictions. Only for
+            the Hessian of a loss with data.
         *connected*
             Whether the loss depends on all variables.
         *operations*
@@ -139,6 +144,7 @@ def _checked(H: SymmetricOperator, rtol: float, seed: int, progress: Any) -> Che
         products.properties,
         gradients.same_each_time,
         lambda: _differences(inspected, gradients, products),
+        lambda: examples(inspected),
         lambda: connected(inspected.core),
         lambda: operations(inspected.core),
         lambda: products.spectrum(rtol),

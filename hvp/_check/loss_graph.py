@@ -15,7 +15,8 @@ def connected(core: Core) -> Iterator[Finding]:
     if not names:
         yield Finding("connected", "ok", "the loss depends on all variables")
         return
-    text = f"the loss does not depend on {shortened(map(repr, names))}: their rows are zero"
+    rows = "its rows and columns" if len(names) == 1 else "their rows and columns"
+    text = f"the loss does not depend on {shortened(map(repr, names))}: {rows} are zero"
     yield Finding("connected", "warning", text)
 
 

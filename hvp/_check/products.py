@@ -178,7 +178,7 @@ class ProductInspection:
             return Finding("precision", "ok", f"{dtype} is enough: {facts}")
         error = f"solutions of linear systems may have a relative error of {attainable:.1g}"
         if attainable >= 1:
-            error = "solutions may consist of rounding errors"
+            error = "solutions of linear systems may consist of rounding errors"
         is_float64 = inspected.epsilon < 1e-12
         advice = "add damping" if is_float64 else "build the operator in float64, or add damping"
         return Finding("precision", "warning", f"in {dtype}, {error}: {facts}; {advice}")

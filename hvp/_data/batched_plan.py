@@ -38,7 +38,7 @@ from hvp._vectors.variables import VariableNest
 _MAX_SHAPES = 3
 # The number of examples from which the memory for larger batches is estimated.
 _PROBE_EXAMPLES = 32
-_STREAMS = "holds some batches and evaluates the others again for each product"
+_STREAMS = "does not hold all batches, and evaluates the others again for each product"
 
 
 class BatchedPlan(Plan):

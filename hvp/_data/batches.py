@@ -12,7 +12,14 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvp._data.elements import EXPECTED, NO_DATA, Elements, check_first_axes, convert_batch
+from hvp._data.elements import (
+    EXPECTED,
+    NO_DATA,
+    Elements,
+    check_first_axes,
+    convert_batch,
+    refuse_list,
+)
 from hvp._errors import InvalidDataError
 from hvp._runtime.arguments import check_count
 from hvp._runtime.interrupts import deliver_interrupt
@@ -206,6 +213,8 @@ def _source(data: Any, batch_size: int | None) -> Callable[[], Iterator[Any]]:
         elements = data if isinstance(data, dict) else dict(enumerate(data))
         if not tf.nest.flatten(elements):
             raise InvalidDataError("data has no elements", EXPECTED)
+        for key, element in elements.items():
+            refuse_list(element, f"data[{key!r}]")
         data = tf.nest.map_structure(_array, data)
         check_first_axes(data if isinstance(data, dict) else dict(enumerate(data)), "data")
         return lambda: _slices(data, batch_size)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import re
 import sys
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvp._errors import HvpError, OutOfMemoryError, TooLargeError, line_of
+from hvp._runtime.user_warning import warn
 
 try:
     import resource
@@ -133,11 +133,10 @@ class Budget:
         available = _available()
         if available is not None and available < working and not self._warned:
             self._warned = True
-            warnings.warn(
+            warn(
                 f"hvp holds {amount(nbytes)} for products, and the machine has {amount(available)} "
                 "left: pass memory_limit to hold less, at the cost of time",
                 RuntimeWarning,
-                stacklevel=2,
             )
         return True
 
@@ -204,9 +203,11 @@ def _bytes(limit: Any) -> int:
         number = float(limit)
     else:
         number = 0.0
-    if not 0 < number < float("inf"):
+    if not 1 <= number < float("inf"):
         raise HvpError(
-            f"the argument memory_limit is {limit!r}", "a number of bytes, or text such as '2GiB'"
+            f"the argument memory_limit is {limit!r}",
+            "a number of bytes, or text such as '2GiB'",
+            f"pass '{limit}GiB' for this part of a GiB" if 0 < number < 1 else "",
         )
     return int(number)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +17,7 @@ from hvp._devices.site import Moment, Site
 from hvp._devices.work import Work
 from hvp._engines.linear_map import LinearMap, Sum, Terms
 from hvp._errors import DeviceError
+from hvp._runtime.user_warning import warn
 from hvp._vectors.space import Space
 
 # The number of the regularization, among those of batches.
@@ -467,10 +467,9 @@ def no_device_left(devices: Iterable[Device]) -> DeviceError:
 
 
 def _warn_of(device: Device, reason: str) -> None:
-    warnings.warn(
+    warn(
         f"the device {device.name} is lost ({reason}); the other devices take over what it held",
         RuntimeWarning,
-        stacklevel=3,
     )
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
-import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from hvp._engines.rule import Arguments
-from hvp._errors import HvpError, InvalidDataError, InvalidLossError, line_of
+from hvp._errors import HvpError, InvalidDataError, InvalidLossError, reason_of
 from hvp._graphs.parts import nbytes
 
 EXPECTED = (
@@ -92,6 +92,19 @@ class Elements(Arguments):
         elements = tf.nest.map_structure(lambda leaf: tf.gather(leaf, indices), self._elements)
         return Elements(elements, self._by_name)
 
+    def not_finite(self) -> list[Any]:
+        """Return the positions or names of the elements with numbers that are not finite."""
+
+        def is_bad(tensor: tf.Tensor) -> bool:
+            is_number = tensor.dtype.is_floating or tensor.dtype.is_complex
+            return is_number and not bool(tf.reduce_all(tf.math.is_finite(tensor)))
+
+        return [
+            key
+            for key, element in self._elements.items()
+            if any(map(is_bad, tf.nest.flatten(element, expand_composites=True)))
+        ]
+
     @property
     def leaves(self) -> list[Any]:
         """All tensors, with ragged and sparse tensors whole."""
@@ -158,7 +171,10 @@ def called(function: Callable[..., Any], *elements: Any, **named: Any) -> Any:
             raise InvalidDataError(
                 f"the function {name}{shown} is called with {arguments}",
                 "one element of data for each argument of the function",
-                "pass data=(x, y) for two arguments, or a dict for keyword arguments",
+                "pass data=(x, y) for two arguments, or a dict for keyword arguments"
+                if elements or named
+                else "pass data=(x, y) for two arguments; a loss without data takes none, and "
+                "reads the variables itself",
             ) from error
         raise
 
@@ -213,40 +229,61 @@ def convert_batch(data: Any, name: str) -> Elements:
     return Elements(batch, isinstance(data, dict))
 
 
-def explain_mixed_precision(
+# What an error says about types.
+_OF_TYPES = re.compile(r"\b(d?types?|double|half|(bfloat|float|u?int)\d*)\b")
+
+
+def explain_dtypes(
     error: Exception, data: Any, variable_dtypes: Callable[[], Sequence[tf.DType]]
 ) -> None:
-    """Raise `InvalidDataError` if the loss may have failed because the data's precision differs.
+    """Raise `InvalidDataError` if the loss may have failed because dtypes differ.
 
-    The message begins with the error of the loss, because the precision is only a guess.
+    The message begins with the error of the loss, because the remedy is only a guess.
 
     Parameters
     ----------
     error : Exception
-        The error of the loss.
+        The error of the loss. If it does not mention types, it is not explained.
     data : tuple, dict or None
         The batch.
     variable_dtypes : callable
         Returns the dtypes of the variables.
     """
+    if isinstance(error, HvpError) or not _OF_TYPES.search(str(error)):
+        return
     if isinstance(data, Elements):
         data = data.by_key
-    if isinstance(error, HvpError) or not isinstance(data, (tuple, dict)):
-        return
+    elements: Any = data if isinstance(data, dict) else {}
+    if isinstance(data, tuple):
+        elements = dict(enumerate(data))
     dtypes = variable_dtypes()
-    elements = data if isinstance(data, dict) else dict(enumerate(data))
+    precision = dtypes[0].name
+    guess = ""
     for key, element in elements.items():
         for leaf in tf.nest.flatten(element):
             dtype = tf.as_dtype(leaf.dtype)
             if dtype.is_floating and dtype not in dtypes:
-                precision = dtypes[0].name
-                reason = textwrap.shorten(line_of(error), 200, placeholder=" ...")
-                raise InvalidDataError(
-                    f"the loss raised {type(error).__name__}: {reason}",
-                    "a loss that can be computed from the data",
+                guess = (
                     f"check the loss; the cause may be that data[{key!r}] is {dtype.name} while "
-                    f"the variables are {precision}: if so, pass it as .astype({precision!r})",
-                ) from error
+                    f"the variables are {precision}: if so, pass it as .astype({precision!r})"
+                )
+            elif dtype.is_integer and dtype.name in str(error) and not guess:
+                guess = (
+                    f"check the loss; the cause may be that data[{key!r}] is {dtype.name} and "
+                    f"meets {precision}: if so, pass it as .astype({precision!r})"
+                )
+    if not guess and isinstance(error, tf.errors.OpError) and "OpKernel" not in str(error):
+        guess = (
+            f"check the tensors that the loss reads besides its arguments: the variables are "
+            f"{precision}, and tf.cast(tensor, {precision!r}) converts a tensor"
+        )
+    if guess:
+        reason = reason_of(error)
+        raise InvalidDataError(
+            f"the loss raised {type(error).__name__}: {reason}",
+            "a loss that can be computed from the data",
+            guess,
+        ) from error
 
 
 def _check_loss(loss: Any) -> None:
@@ -281,14 +318,19 @@ def _check_loss(loss: Any) -> None:
             )
 
 
-def _convert(element: Any, name: str) -> Any:
-    """Convert the leaves of one element of the data to tensors."""
+def refuse_list(element: Any, name: str) -> None:
+    """Raise `InvalidDataError` if an element of the data is a list or tuple of numbers."""
     if isinstance(element, (list, tuple)) and element and not hasattr(element[0], "shape"):
         raise InvalidDataError(
             f"{name} is a {type(element).__name__} of {type(element[0]).__name__}",
             EXPECTED,
             "pass np.asarray(...) of it",
         )
+
+
+def _convert(element: Any, name: str) -> Any:
+    """Convert the leaves of one element of the data to tensors."""
+    refuse_list(element, name)
 
     def convert(leaf: Any) -> Any:
         if isinstance(leaf, tf.Variable) or isinstance(getattr(leaf, "value", None), tf.Variable):
@@ -324,8 +366,13 @@ def check_first_axes(batch: dict[Any, Any], name: str) -> None:
             lengths[f"{name}[{key!r}]"] = int(leaf.shape[0])
     if len(set(lengths.values())) > 1:
         shown = ", ".join(f"{name} has {length}" for name, length in lengths.items())
+        single = name.startswith("batch")  # of a data set, whose elements may be single examples
         raise InvalidDataError(
-            f"the first axes differ: {shown}", "one length, the number of examples"
+            f"the first axes differ: {shown}",
+            "one length, the number of examples",
+            "if the elements of the data are single examples, batch them: dataset.batch(n)"
+            if single
+            else "",
         )
     if 0 in lengths.values():
         raise InvalidDataError(f"{name} has no examples", "at least one")

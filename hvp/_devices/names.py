@@ -85,7 +85,14 @@ def _full_name(name: str, existing: Sequence[str]) -> str:
             "pass their names one by one",
         )
     remedy = "make local devices before TensorFlow is used for the first time"
-    if spec.job not in (None, "localhost"):
+    if spec.job is None and spec.device_type not in ("CPU", "GPU", "TPU"):
+        remedy = (
+            "for another machine, call tf.config.experimental_connect_to_cluster with its address, "
+            "and pass a name such as '/job:worker/task:0/device:CPU:0'"
+        )
+    elif spec.device_type != "CPU" and spec.job in (None, "localhost"):
+        remedy = f"leave it out, because TensorFlow finds no such {spec.device_type} here"
+    elif spec.job not in (None, "localhost"):
         remedy = (
             "call tf.config.experimental_connect_to_cluster first; it forgets any cluster that "
             "was connected before, so put all workers in one"

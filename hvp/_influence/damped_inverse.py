@@ -11,6 +11,7 @@ import numpy as np
 from hvp._errors import ConvergenceWarning, HvpError
 from hvp._operators.hessian import HessianOperator
 from hvp._runtime.digest import digest
+from hvp._runtime.user_warning import warn
 from hvp._solve.inverses import ArnoldiInverse, ExactInverse, NeumannInverse
 from hvp._solve.solve import solve
 from hvp._solve.solver import Solver
@@ -29,10 +30,6 @@ _MAX_EXACT = 1024
 # earlier solves, at most _MAX_DIRECTIONS of them with their products.
 _MAX_WIDTH, _VECTORS, _BYTES = 128, 12, 2**30
 _RECYCLED, _MAX_DIRECTIONS = 0.25, 512
-# Warnings point to the line that calls `InfluenceFunctions`. The levels are the method here that
-# warns, `apply`, the method of `Scoring` with its decorator, the public method with its decorator,
-# and that line.
-_STACKLEVEL = 7
 
 
 def check_solver(solver: Any) -> None:
@@ -130,7 +127,7 @@ class DampedInverse:
         if "negative curvature" in result.outcomes:
             self._refuse_curvature(result.negative_curvature)
         for warning in caught:
-            warnings.warn(warning.message, stacklevel=_STACKLEVEL)
+            warn(warning.message)
         return np.ascontiguousarray(result.x.T)
 
     def _build_inverse(self) -> None:
@@ -148,12 +145,11 @@ class DampedInverse:
         if isinstance(inverse, ExactInverse):
             lowest = float(inverse.eigenvalues[0])
             if lowest < 0 and inverse.is_nonzero[0]:
-                warnings.warn(
+                warn(
                     f"hvp.InfluenceFunctions: the damped Hessian has the eigenvalue {lowest:.3g}, "
                     "so the weights are not a minimum: train further, or raise damping (now "
                     f"{operator.damping:g})",
                     ConvergenceWarning,
-                    stacklevel=_STACKLEVEL,
                 )
 
     def _refuse_curvature(self, directions: np.ndarray) -> None:

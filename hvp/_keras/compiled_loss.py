@@ -246,7 +246,16 @@ def loss_of_outputs(
                 "weight=, a function that returns the weight of a batch",
                 "if token 0 is masked, pass weight=lambda x, y: tf.math.count_nonzero(x)",
             )
-        value = model.compute_loss(x=x, y=y, y_pred=outputs, sample_weight=sample_weight)
+        try:
+            value = model.compute_loss(x=x, y=y, y_pred=outputs, sample_weight=sample_weight)
+        except ValueError as error:
+            if "No loss to compute" not in str(error):
+                raise
+            raise InvalidLossError(
+                "the model was compiled without a loss, and has no losses of its own",
+                "a Keras model that was compiled with a loss",
+                "call model.compile(loss=...), or pass a loss yourself",
+            ) from error
         if not regularized and model.losses:
             value -= tf.add_n([tf.cast(part, value.dtype) for part in model.losses])
         return value
@@ -266,5 +275,6 @@ def _check_compiled(model: Any) -> None:
             raise InvalidLossError(
                 f"the compiled loss {part.name!r} has reduction {part.reduction!r}",
                 "a mean over examples",
-                "compile with the default reduction, and pass reduction='sum' here for a sum",
+                "compile with the default reduction; for the sum over all examples, pass "
+                "reduction='sum' to hvp",
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import time
 from collections.abc import Callable
 from typing import Any, Literal
@@ -23,6 +24,11 @@ from hvp._runtime.strategies import outside_strategies
 
 # Maximum number of variables for a dense Hessian, the default of `HessianOperator.to_dense`.
 _MAX_DENSE = 4096
+# Methods that take bounds or constraints into account.
+_CONSTRAINED = {
+    "bounds": ("trust-constr", "L-BFGS-B", "TNC", "SLSQP"),
+    "constraints": ("trust-constr", "SLSQP"),
+}
 
 
 @outside_strategies
@@ -131,6 +137,7 @@ def minimize(
     check_progress(progress)
     operator_options = {key: more.pop(key) for key in list(more) if key in OPERATOR_OPTIONS}
     method_options = _merged_options(options, more)
+    _check_constraints(name, bounds, constraints)
     loss = check_operator(loss, variables, data, curvature, operator_options)
     if hessian == "dense":
         _check_size(loss, variables, name)
@@ -213,15 +220,35 @@ minimize.from_keras = _minimize_keras  # type: ignore[attr-defined]
 
 def _method_name(method: Any) -> str:
     """Return the name of a method as scipy spells it."""
-    name = {name.lower(): name for name in METHODS}.get(str(method).lower())
+    names = {name.lower(): name for name in METHODS}
+    name = names.get(str(method).lower())
     if name is None:
+        alike = difflib.get_close_matches(str(method).lower(), names, 1)
+        remedy = (
+            "call scipy.optimize.minimize with hvp.ScipyObjective for methods without a gradient, "
+            "or hvp.NewtonCG(...).minimize() for the method of hvp itself"
+        )
         raise HvpError(
             f"the argument method is {method!r}",
             "one of scipy's methods that use a gradient: " + ", ".join(METHODS),
-            "call scipy.optimize.minimize with hvp.ScipyObjective for methods without a gradient, "
-            "or hvp.NewtonCG(...).minimize() for that method",
+            f"pass method={names[alike[0]]!r}" if alike else remedy,
         )
     return name
+
+
+def _check_constraints(name: str, bounds: Any, constraints: Any) -> None:
+    """Refuse bounds and constraints with methods that do not take them into account."""
+    passed = {
+        "bounds": bounds is not None,
+        "constraints": not isinstance(constraints, (list, tuple)) or len(constraints) > 0,
+    }
+    for argument, methods in _CONSTRAINED.items():
+        if passed[argument] and name not in methods:
+            raise HvpError(
+                f"the argument {argument} is passed with the method {name}",
+                f"a method that takes {argument} into account: {', '.join(methods)}",
+                f"pass method={methods[0]!r}, or leave out {argument}",
+            )
 
 
 def _merged_options(options: dict[str, Any] | None, more: dict[str, Any]) -> dict[str, Any]:
@@ -229,7 +256,13 @@ def _merged_options(options: dict[str, Any] | None, more: dict[str, Any]) -> dic
     if not (options is None or isinstance(options, dict)):
         raise HvpError(f"the argument options is {type(options).__name__}", "a dict")
     check_options_of_fit(more)
-    reserved = sorted({"jac", "hess", "hessp", "args", "fun"} & set(more))
+    if "args" in more:
+        raise HvpError(
+            "given: args",
+            "the loss's arguments as data",
+            "pass data=(x, y) for a loss of x and y, without the variables",
+        )
+    reserved = sorted({"jac", "hess", "hessp", "fun"} & set(more))
     if reserved:
         raise HvpError(
             f"given: {', '.join(reserved)}",

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import scipy.optimize
-from scipy.optimize import OptimizeResult
+from scipy.optimize import OptimizeResult, OptimizeWarning
 
+from hvp._errors import HvpError
 from hvp._minimize.non_finite import log_non_finite, non_finite_message
 from hvp._minimize.points import Points
 from hvp._minimize.scipy_functions import ScipyFunctions
@@ -19,6 +22,10 @@ from hvp._runtime.progress import progress_bar
 
 # Values of `OptimizeResult.status`. scipy itself uses 99 for a callback that raised StopIteration.
 _STOPPED_BY_CALLBACK, _BROKEN_DOWN = 99, 98
+# What scipy says of an option that a method does not have.
+_UNKNOWN_OPTION = re.compile(
+    r"Unknown solver options: (.*)|_minimize_\w+\(\) got an unexpected keyword argument '(.*)'"
+)
 
 
 class _BreakdownError(Exception):
@@ -92,7 +99,8 @@ class ScipyRun:
             try:
                 # trust-krylov divides zero by zero when its Krylov space is exhausted; `hessp`
                 # detects that.
-                with np.errstate(invalid="ignore"):
+                with np.errstate(invalid="ignore"), warnings.catch_warnings():
+                    warnings.filterwarnings("error", "Unknown solver options", OptimizeWarning)
                     result = scipy.optimize.minimize(
                         self.fun,
                         self._functions.x0,
@@ -105,6 +113,15 @@ class ScipyRun:
             except StopIteration:  # some methods do not catch it when a callback raises it
                 message = "`callback` raised `StopIteration`."
                 result = self._result(False, _STOPPED_BY_CALLBACK, message, self.last)
+            except (OptimizeWarning, TypeError) as error:
+                unknown = _UNKNOWN_OPTION.fullmatch(str(error))
+                if unknown is None:
+                    raise
+                raise HvpError(
+                    f"{self._name} has no option {unknown[1] or unknown[2]}",
+                    "options of the method, by scipy's names",
+                    f"scipy.optimize.show_options('minimize', {self._name!r}) lists them",
+                ) from None
             except _BreakdownError:
                 message = (
                     f"{self._name} broke down: a direction is not finite. Returned to the best "

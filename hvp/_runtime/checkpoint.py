@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import time
-import warnings
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from hvp._errors import CheckpointError
+from hvp._runtime.user_warning import warn
 
 # Seconds between saves.
 INTERVAL = 30.0
@@ -132,11 +132,10 @@ class Checkpoint:
                 os.fsync(file.fileno())
             os.replace(self._temporary, self._path)
         except OSError as error:
-            warnings.warn(
+            warn(
                 f"hvp could not save the checkpoint {self._path} ({error.strerror}); the "
                 "computation continues, and the previous checkpoint is still there",
                 RuntimeWarning,
-                stacklevel=2,
             )
         finally:
             self._last_save = time.monotonic()

@@ -19,14 +19,21 @@ from hvp._data.elements import (
     Elements,
     checked_loss,
     convert_batch,
-    explain_mixed_precision,
+    explain_dtypes,
 )
 from hvp._data.stacked_plan import StackedPlan
 from hvp._engines.plan import Plan
 from hvp._engines.rule import Arguments, Evaluated, HessianRule, Parts, Rule, WeightedSum
 from hvp._engines.settings import Settings
 from hvp._engines.single_plan import SinglePlan
-from hvp._errors import HvpError, InvalidDataError, InvalidLossError, RecomputeError, reason_of
+from hvp._errors import (
+    HvpError,
+    InvalidDataError,
+    InvalidLossError,
+    NonFiniteError,
+    RecomputeError,
+    reason_of,
+)
 from hvp._recompute.keras_segments import segments_of
 from hvp._snapshots.snapshot import Snapshot
 from hvp._snapshots.sums import refuse_sum
@@ -150,17 +157,22 @@ class Problem:
         try:
             snapshot = Snapshot(make_plan, settings.on_stale, rule=self.rule)
         except (*_OF_AN_OPERATION, TypeError, ValueError) as error:
-            explain_mixed_precision(
-                error, self.data, lambda: collect_variables(self.variables).dtypes
-            )
+            explain_dtypes(error, self.data, lambda: collect_variables(self.variables).dtypes)
             # A missing kernel is not the fault of the data.
             if isinstance(error, _OF_AN_OPERATION) and "OpKernel" not in str(error):
+                reason = reason_of(error)
+                labels = "label" in reason.lower()
                 raise InvalidLossError(
-                    f"an operation of the loss failed: {reason_of(error)}",
+                    f"an operation of the loss failed: {reason}",
                     "a loss that can be computed from the data",
-                    "check the data: whether labels are integers from 0 to the number of classes "
-                    "less one, for example",
+                    "check that labels are integers from 0 to the number of classes less one"
+                    if labels
+                    else "check the shapes and values of the data; calling the loss on one batch "
+                    "shows the line that fails",
                 ) from error
+            raise
+        except NonFiniteError as error:
+            self._blame_data(error)
             raise
         if settings.recompute is not False and snapshot.facts.recomputes is False:
             snapshot.close()
@@ -174,6 +186,17 @@ class Problem:
             self._refuse_sum(snapshot)
             on_error.pop_all()
         return snapshot
+
+    def _blame_data(self, error: NonFiniteError) -> None:
+        """Raise an error that says so if numbers of the data are not finite."""
+        if isinstance(self.source, Elements):
+            bad = [f"data[{key!r}]" for key in self.source.not_finite()]
+            if bad:
+                raise NonFiniteError(
+                    f"{error.problem}, and {' and '.join(bad)} contains NaN or infinity",
+                    "data that are finite",
+                    "remove or replace these entries",
+                ) from error
 
     def _refuse_sum(self, snapshot: Snapshot) -> None:
         """Refuse a loss that is a sum over the examples of a batch, where that is wrong."""

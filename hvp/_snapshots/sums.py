@@ -48,3 +48,32 @@ def refuse_sum(rule: HessianRule, snapshot: Snapshot, batch: Elements) -> None:
             "use tf.reduce_mean, and pass reduction='sum' for the Hessian of the sum over all "
             "examples",
         )
+
+
+@outside_strategies
+def together_and_apart(
+    rule: HessianRule, snapshot: Snapshot, batch: Elements
+) -> tuple[int, float, float] | None:
+    """Compare the loss of a few examples with the losses of each.
+
+    Parameters
+    ----------
+    rule, snapshot, batch
+        As for `refuse_sum`.
+
+    Returns
+    -------
+    tuple of an int and two floats, or None
+        The number of examples, the loss of all of them, and the mean of their losses; None if the
+        loss cannot be evaluated on so few examples.
+    """
+    count = min(_EXAMPLES, batch.examples)
+
+    def loss(start: int, end: int) -> float:
+        with snapshot.with_seeds():
+            return float(batch.part(start, end).call(rule.loss))
+
+    try:
+        return count, loss(0, count), float(np.mean([loss(i, i + 1) for i in range(count)]))
+    except (TypeError, ValueError, tf.errors.OpError):
+        return None

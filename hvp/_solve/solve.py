@@ -9,7 +9,6 @@ implemented here; dense matrices are solved by scipy.
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -25,6 +24,7 @@ from hvp._runtime.checkpoint import Checkpoint
 from hvp._runtime.digest import digest
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.progress import check_progress
+from hvp._runtime.user_warning import warn
 from hvp._solve.block_conjugate_gradients import BLOCK_CONJUGATE_GRADIENTS
 from hvp._solve.conjugate_gradients import CONJUGATE_GRADIENTS
 from hvp._solve.equations import Equations, Solution, solve_exactly, solve_iteratively
@@ -104,9 +104,10 @@ class SolveResult:
 
     def __repr__(self) -> str:
         count, total = int(np.sum(self.converged)), int(np.size(self.converged))
+        indefinite = "" if self.negative_curvature is None else "; the operator is indefinite"
         return (
             f"SolveResult({count} of {total} converged by {self.method}, {self.products} products, "
-            f"residual norms up to {np.max(self.residual_norms, initial=0):.3g})"
+            f"residual norms up to {np.max(self.residual_norms, initial=0):.3g}{indefinite})"
         )
 
 
@@ -460,8 +461,7 @@ def _result(right_hand_sides: RightHandSides, solution: Solution, used: list[str
         products=solution.products,
     )
     if not converged.all():
-        # The levels are this function, `solve_with`, the public one, its decorator, and the caller.
-        warnings.warn(_warning(solution), ConvergenceWarning, stacklevel=5)
+        warn(_warning(solution), ConvergenceWarning)
     return result
 
 

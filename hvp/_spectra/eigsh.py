@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -14,6 +13,7 @@ from hvp._operators.operator import core_of
 from hvp._runtime.arguments import check_count
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.progress import check_progress, progress_bar
+from hvp._runtime.user_warning import warn
 from hvp._solve.rows import Rows
 from hvp._spectra.eigenvalues import CHOICES, BlockLanczos, EigenPairs
 from hvp._spectra.near_zero import NearZero
@@ -235,11 +235,10 @@ def eigsh(
         A if rows.native else None,
     )
     if not converged.all():
-        warnings.warn(
+        warn(
             f"{int(np.sum(~converged))} of {k} eigenvalues have not converged after {products} "
             "products: their residual norms are too large; raise max_products or tol",
             ConvergenceWarning,
-            stacklevel=3,
         )
     return result
 

@@ -48,7 +48,9 @@ def test_correct_operators_pass(case):
         before = [v.numpy() for v in problem.tensorflow_variables()]
         report = hvp.check(H)
         assert report.ok, str(report)
-        assert [finding.name for finding in report.findings] == NAMES
+        names = [finding.name for finding in report.findings]
+        assert [name for name in names if name != "examples"] == NAMES
+        assert ("examples" in names) <= (problem.data is not None)
         verdicts = outcomes(report)
         assert verdicts["differences"] == "ok" or "kinks" in report["differences"].message
         assert verdicts["same each time"] == verdicts["symmetry"] == "ok"
@@ -101,6 +103,34 @@ def test_a_gradient_that_is_right_only_once_fails(engine):
         with pytest.raises(hvp.FailedCheckError, match="differences: central"):
             report.raise_if_failed()
         assert "FAILED" in str(report)
+
+
+def test_examples_that_depend_on_each_other_are_noted():
+    """Labels of shape (n,) and predictions of shape (n, 1) give n * n differences."""
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    x, y = random(0, 12, 3), random(1, 12)
+
+    def said(loss, *data, **options):
+        with hvp.HessianOperator(loss, model, data, **options) as H:
+            report = hvp.check(H)
+        assert report.ok
+        return report["examples"].outcome, report["examples"].message
+
+    def mean_square(x, y):
+        return tf.reduce_mean((model(x) - y) ** 2)
+
+    def total(x, y):
+        return 2 * tf.reduce_sum((model(x) - y) ** 2)
+
+    for options in ({}, {"batch_size": 5}, {"engine": "tape"}):
+        right = said(mean_square, x, y[:, np.newaxis], **options)
+        assert right == ("ok", "the loss of 4 examples is the mean of their losses")
+        outcome, message = said(mean_square, x, y, **options)
+        assert outcome == "note"
+        together = tf.reduce_mean((model(x[:4]) - y[:4]) ** 2)
+        apart = tf.reduce_mean((model(x[:4])[:, 0] - y[:4]) ** 2)
+        assert f"is {together:.6g}, and the mean of their losses {apart:.6g}" in message
+    assert said(total, x, y[:, np.newaxis])[0] == "note"
 
 
 def test_a_random_loss_fails_and_the_layer_is_named():

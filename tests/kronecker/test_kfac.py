@@ -375,7 +375,7 @@ def test_singular_matrices_have_no_inverse():
         ({"fisher": "empirical", "likelihood": "gaussian"}, "A likelihood is passed"),
         ({"largest": -1}, "The argument largest is -1"),
         ({"damping": 1.0}, "The argument damping is given"),
-        ({"likelihood": "categorical"}, "no multiple of the Fisher matrix"),
+        ({"likelihood": "categorical"}, "not a multiple of the Fisher matrix"),
     ],
 )
 def test_bad_arguments(options, message):

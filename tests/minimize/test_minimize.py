@@ -266,7 +266,8 @@ def nonsmooth():
 @pytest.mark.filterwarnings("ignore::scipy.optimize.OptimizeWarning")
 def test_linear_and_nonsmooth_losses_end_with_finite_variables(method, loss, maxiter, largest):
     problem, H = traced(loss)
-    result = hvp.minimize(H, method=method, maxiter=maxiter)
+    limit = {"maxfun" if method == "TNC" else "maxiter": maxiter}
+    result = hvp.minimize(H, method=method, **limit)
     assert np.isfinite(result.x).all()
     np.testing.assert_array_equal(problem.variables, result.x)
     assert result.fun <= largest
@@ -407,6 +408,10 @@ def test_bad_arguments_are_refused_before_any_work():
         ({"progress": "yes"}, hvp.HvpError, "progress is 'yes'"),
         ({"options": [1]}, hvp.HvpError, "options is list"),
         ({"hessp": rosen_hess_prod}, hvp.HvpError, "derivatives are computed"),
+        ({"args": (1.0,)}, hvp.HvpError, "loss's arguments as data"),
+        ({"method": "trust_ncg"}, hvp.HvpError, "pass method='trust-ncg'"),
+        ({"bounds": [(0, 1)] * 4}, hvp.HvpError, "bounds is passed with the method trust-krylov"),
+        ({"constraints": {"type": "eq"}, "method": "BFGS"}, hvp.HvpError, "trust-constr, SLSQP"),
         ({"maxiter": -1}, hvp.HvpError, "maxiter is -1"),
         ({"x0": [1.0, 2.0]}, hvp.InvalidVectorError, "x0 has shape"),
         ({"x0": [1.0, np.nan, 0, 0]}, hvp.InvalidVectorError, "x0 has 1 entries"),
@@ -422,6 +427,9 @@ def test_bad_arguments_are_refused_before_any_work():
     with pytest.raises(hvp.HvpError, match="damping"):
         hvp.minimize(operator.damped(1.0))
     assert not calls
+    for method in ("trust-krylov", "L-BFGS-B", "trust-constr", "Newton-CG", "SLSQP"):
+        with pytest.raises(hvp.HvpError, match=f"{method} has no option max_iter"):
+            hvp.minimize(loss, w, method=method, max_iter=3)
     np.testing.assert_array_equal(w.numpy(), rosenbrock_start(4))
 
 

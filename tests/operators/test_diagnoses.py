@@ -132,3 +132,90 @@ def test_vectors_of_other_libraries_and_flat_ones():
             np.testing.assert_allclose(linear.jvp(v), [2, 4, 6])
         with pytest.raises(hvp.InvalidVectorError, match=r"shape \(4,\) was given"):
             linear.jvp(np.ones(4))
+
+
+def test_numbers_that_meet_other_types(model):
+    def squares(x, y):
+        return tf.reduce_mean((model(x) - y) ** 2)
+
+    whole = np.ones((12, 1), "int64")
+    for engine in ("graph", "tape"):
+        with pytest.raises(hvp.InvalidDataError, match="data\\[1\\] is int64") as caught:
+            hvp.HessianOperator(squares, model, (X, whole), engine=engine)
+        assert "pass it as .astype('float32')" in caught.value.remedy
+    hvp.HessianOperator(squares, model, (X, whole.astype("float32")))
+    w, single = tf.Variable(np.ones(3)), tf.constant(X)
+    with pytest.raises(hvp.InvalidDataError, match=r"double tensor\. Expected") as caught:
+        hvp.HessianOperator(lambda: tf.reduce_sum(tf.linalg.matvec(single, w) ** 2), w)
+    assert "tf.cast(tensor, 'float64')" in caught.value.remedy
+    double = tf.cast(single, "float64")
+    hvp.HessianOperator(lambda: tf.reduce_sum(tf.linalg.matvec(double, w) ** 2), w)
+
+
+def test_an_error_about_shapes_is_not_explained_by_types(model):
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    one_hot = np.eye(2)[np.arange(12) % 2]  # in float64
+    with pytest.raises(ValueError, match=r"rank|shape") as caught:
+        hvp.HessianOperator(lambda x, y: loss(y, model(x)), model, (X, one_hot))
+    assert "float64" not in str(caught.value)
+
+
+def test_lists_of_numbers(model):
+    def squares(x, y):
+        return tf.reduce_mean((model(x) - y) ** 2)
+
+    for options in ({}, {"batch_size": 4}):
+        with pytest.raises(hvp.InvalidDataError, match=r"data\[1\] is a list of int"):
+            hvp.HessianOperator(squares, model, (X, [1] * 12), **options)
+
+
+def test_numbers_of_the_data_that_are_not_finite(model):
+    def squares(x, y):
+        return tf.reduce_mean((model(x) - y) ** 2)
+
+    broken = X.copy()
+    broken[2, 1] = np.nan
+    with pytest.raises(hvp.NonFiniteError, match=r"is nan, and data\[0\] contains NaN"):
+        hvp.HessianOperator(squares, model, (broken, Y))
+    with pytest.raises(hvp.NonFiniteError, match=r"is nan\. Expected a finite loss"):
+        hvp.HessianOperator(lambda x, y: tf.math.log(-squares(x, y)), model, (X, Y))
+
+
+def test_a_model_compiled_without_a_loss():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd")
+    with pytest.raises(hvp.InvalidLossError, match="compiled without a loss"):
+        hvp.HessianOperator.from_keras(model, (X, Y))
+
+
+def test_single_examples_in_the_place_of_batches(model):
+    single = tf.data.Dataset.from_tensor_slices((X, Y))
+
+    def squares(x, y):
+        return tf.reduce_mean((model(x) - y) ** 2)
+
+    with pytest.raises(hvp.InvalidDataError, match="The first axes differ") as caught:
+        hvp.HessianOperator(squares, model, single)
+    assert "dataset.batch(n)" in caught.value.remedy
+    hvp.HessianOperator(squares, model, single.batch(4))
+
+
+def test_a_part_of_a_gibibyte(model):
+    with pytest.raises(hvp.HvpError, match=r"memory_limit is 0\.5") as caught:
+        hvp.HessianOperator.from_keras(model, (X, Y), memory_limit=0.5)
+    assert "pass '0.5GiB'" in caught.value.remedy
+    hvp.HessianOperator.from_keras(model, (X, Y), memory_limit="0.5GiB")
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("localhost:2222", "experimental_connect_to_cluster"),
+        ("GPU:7", "no such GPU"),
+        ("CPU:99", "before TensorFlow is used"),
+    ],
+)
+def test_devices_that_are_not_there(name, remedy, model):
+    with pytest.raises(hvp.HvpError, match="no device") as caught:
+        hvp.HessianOperator.from_keras(model, (X, Y), devices=[name])
+    assert remedy in caught.value.remedy

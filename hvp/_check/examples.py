@@ -1,0 +1,37 @@
+"""The step of a check that evaluates the loss on a few examples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hvp._check.inspected_operator import InspectedOperator
+from hvp._check.report import Finding
+from hvp._data.elements import NO_DATA
+from hvp._engines.rule import HessianRule
+from hvp._snapshots.sums import together_and_apart
+
+# Relative difference that means in another order, and products of other shapes, may have.
+_ROUNDINGS = 1000
+
+
+def examples(inspected: InspectedOperator) -> Iterator[Finding]:
+    """Check that the loss of a few examples is the mean of their losses."""
+    core = inspected.core
+    problem = core.problem
+    if problem is None or not isinstance(problem.rule, HessianRule) or problem.source is NO_DATA:
+        return
+    losses = together_and_apart(problem.rule, core.snapshot, problem.first_batch())
+    if losses is None or losses[0] == 1:
+        return
+    count, together, mean = losses
+    allowed = _ROUNDINGS * inspected.epsilon * max(abs(together), abs(mean))
+    if abs(together - mean) <= allowed:
+        text = f"the loss of {count} examples is the mean of their losses"
+        yield Finding("examples", "ok", text)
+        return
+    text = (
+        f"the loss of {count} examples is {together:.6g}, and the mean of their losses {mean:.6g}: "
+        "the loss is a sum, or examples have weights or depend on each other; if they should not, "
+        "compare the shapes of labels and predictions, because (n,) and (n, 1) give (n, n)"
+    )
+    yield Finding("examples", "note", text)
