@@ -45,11 +45,10 @@ result = hvp.minimize(negative_log_likelihood, w, method="trust-exact", tol=1e-1
 H = hvp.HessianOperator(negative_log_likelihood, w)
 
 # %%
-# For a few parameters, solve for the columns of the inverse. The closed form of the Hessian is
+# For a few parameters, compute the inverse exactly. The closed form of the Hessian is
 # ``x.T @ diag(p * (1 - p)) @ x``.
 
-inverse = hvp.solve(H, np.eye(len(names))).x
-errors = np.sqrt(np.diag(inverse))
+errors = hvp.ExactInverse(H).standard_errors()
 
 p = 1 / (1 + np.exp(-x @ w.numpy()))
 closed_form = np.sqrt(np.diag(np.linalg.inv(x.T * (p * (1 - p)) @ x)))
@@ -90,12 +89,14 @@ hvp.minimize(
     method="trust-exact",
     tol=1e-12,
 )
-G = hvp.GaussNewtonOperator(curve, half_of_squares, parameters, points)
+G = hvp.GaussNewtonOperator(curve, half_of_squares, parameters, points, reduction="sum")
 variance = np.sum((curve(t).numpy() - observed) ** 2) / (len(t) - 3)
-covariance = hvp.solve(G, np.eye(3)).x * variance / len(t)
+inverse = hvp.ExactInverse(G)
+covariance = inverse.to_dense() * variance
 
 fitted, reference = curve_fit(lambda t, a, b, c: a * np.exp(-b * t) + c, t, observed)
-difference = np.abs(np.sqrt(np.diag(covariance)) / np.sqrt(np.diag(reference)) - 1).max()
+standard_errors = inverse.standard_errors() * np.sqrt(variance)
+difference = np.abs(standard_errors / np.sqrt(np.diag(reference)) - 1).max()
 print("largest relative difference from curve_fit:", difference)
 
 # %%

@@ -62,11 +62,11 @@ def minimize(
     variables, data
         As for `HessianOperator`.
     method : str, optional
-        One of scipy's methods that use a gradient. ``"trust-krylov"``, ``"trust-ncg"``,
-        ``"Newton-CG"`` and ``"trust-constr"`` use Hessian-vector products. ``"trust-exact"`` and
-        ``"dogleg"`` use the Hessian as a matrix, for up to 4096 variables. ``"L-BFGS-B"``,
-        ``"TNC"``, ``"BFGS"``, ``"CG"`` and ``"SLSQP"`` use the gradient only, and work for losses
-        without second derivatives.
+        One of scipy's methods that use a gradient. ``"trust-krylov"``, the default,
+        ``"trust-ncg"``, ``"Newton-CG"`` and ``"trust-constr"`` use Hessian-vector products.
+        ``"trust-exact"`` and ``"dogleg"`` use the Hessian as a matrix, for up to 4096 variables.
+        ``"L-BFGS-B"``, ``"TNC"``, ``"BFGS"``, ``"CG"`` and ``"SLSQP"`` use the gradient only, and
+        work for losses without second derivatives.
     curvature : {"hessian", "gauss-newton"}, optional
         The matrix that methods with second derivatives are given. With ``"gauss-newton"`` the loss
         is a pair `(model, output_loss)`, as for `GaussNewtonOperator`.

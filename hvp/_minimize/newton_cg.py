@@ -333,13 +333,14 @@ class NewtonCG(OneProcess, tf.Module):
         ----------
         gtol, rtol : float, optional
             The run ends when the Euclidean norm of the gradient is at most
-            `max(gtol, rtol * norm(g0))`, where `g0` is the gradient at the start.
+            `max(gtol, rtol * norm(g0))`, where `g0` is the gradient at the start. By default `gtol`
+            is 1e-5 and `rtol` is zero. A smaller `rtol` alone has no effect: pass ``gtol=0`` too.
         maxiter : int, optional
             Maximum number of steps.
         leave_saddles : bool, optional
             Whether to search for negative curvature when the gradient is small, with up to 22
-            products, and to follow it if there is some. Only the Hessian itself tells; with another
-            matrix there is no search.
+            products, and to follow it if there is some. There is no search with another matrix,
+            which does not show negative curvature.
         callback : callable, optional
             Called with each `NewtonStep`. It may raise `StopIteration` to end the run.
         progress : bool or "always", optional

@@ -189,7 +189,9 @@ def eigsh(
     size, name = rows.size, rows.dtype.name
     check_count(k, "k")
     if k > size:
-        raise HvpError(f"{k} eigenvalues are asked for of a {size} x {size} matrix", "at most all")
+        raise HvpError(
+            f"k is {k}, and the matrix is {size} x {size}", f"at most {size} eigenvalues"
+        )
     if which not in get_args(Which):
         raise HvpError(f"the argument which is {which!r}", " or ".join(map(repr, get_args(Which))))
     tol = _TOLERANCES[name] if tol is None else check_tolerance("tol", tol)
