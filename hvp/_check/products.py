@@ -58,7 +58,7 @@ class ProductInspection:
             return Finding(name, verdict, f"{description} {difference / scale:.1g}")
 
         if np.array_equal(Hv, Hv_again):
-            yield Finding("products", "ok", "finite, and the same to the bit when computed again")
+            yield Finding("products", "ok", "finite, and bit for bit the same when computed again")
         else:
             difference = float(np.linalg.norm(Hv - Hv_again))
             yield judged("products", difference, "finite, but when computed again they differ by")

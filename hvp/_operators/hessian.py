@@ -43,7 +43,8 @@ class HessianOperator(SymmetricOperator):
         The examples. Elements of a tuple are passed to the loss as positional arguments, entries of
         a dict as keyword arguments. An iterable provides batches: a `tf.data.Dataset`, a Keras
         `PyDataset`, a list, or any object that yields the same batches each time it is iterated
-        over. The operator is the Hessian of the mean over all examples, regardless of batching.
+        over. The operator is the Hessian of the mean over all examples, regardless of batching,
+        for which the loss must return the mean over the batch that it is given.
     batch_size : int, optional
         Divide a tuple or dict of arrays into batches of this many examples. The last batch may be
         smaller.
@@ -55,7 +56,8 @@ class HessianOperator(SymmetricOperator):
         evaluates the others again for each product. A batch that does not fit is divided. By
         default all residuals are kept, and a `RuntimeWarning` is issued if memory runs short.
     reduction : {"mean", "sum"}, optional
-        With ``"sum"``, multiply by the number of examples, or by the sum of the weights.
+        With ``"sum"``, multiply the loss, which must be a mean, by the number of examples, or by
+        the sum of the weights. This gives the Hessian of the sum over all examples.
     regularization : callable, optional
         A function of no arguments that returns a scalar. It is added once, regardless of batches
         and `reduction`.
@@ -121,7 +123,8 @@ class HessianOperator(SymmetricOperator):
     Raises
     ------
     InvalidLossError
-        If the loss is not a function that returns a real scalar tensor.
+        If the loss is not a function that returns a real scalar tensor; or is a sum over examples,
+        where batches are averaged or `reduction` is ``"sum"``.
     InvalidVariablesError
         If `variables` contains anything else, or the loss depends on none of them.
     InvalidDataError
