@@ -121,7 +121,7 @@ def check(H: Any, *, rtol: float = 1e-5, seed: int = 0, progress: Any = False) -
     if not isinstance(H, SymmetricOperator):
         raise HvpError(
             f"check was given {type(H).__name__}",
-            "an hvp.HessianOperator",
+            "an operator of hvp with a symmetric matrix: Hessian, Gauss-Newton or Fisher",
             "if this is a sum or product of operators, check each of them",
         )
     if not (isinstance(rtol, (int, float)) and 0 < rtol < 1):

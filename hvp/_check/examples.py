@@ -29,9 +29,12 @@ def examples(inspected: InspectedOperator) -> Iterator[Finding]:
         text = f"the loss of {count} examples is the mean of their losses"
         yield Finding("examples", "ok", text)
         return
-    text = (
-        f"the loss of {count} examples is {together:.6g}, and the mean of their losses {mean:.6g}: "
-        "the loss is a sum, or examples have weights or depend on each other; if they should not, "
-        "compare the shapes of labels and predictions, because (n,) and (n, 1) give (n, n)"
+    text = f"the loss of {count} examples is {together:.6g}, the mean of their losses {mean:.6g}"
+    if abs(together - count * mean) <= count * allowed:
+        yield Finding("examples", "note", f"{text}: it is a sum")
+        return
+    text += (
+        ": they have weights or depend on each other, as in batch normalization; if they should "
+        "not, compare the shapes of labels and predictions, because (n,) and (n, 1) give (n, n)"
     )
-    yield Finding("examples", "note", text)
+    yield Finding("examples", "warning", text)

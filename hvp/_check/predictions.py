@@ -17,6 +17,7 @@ from hvp._engines.rule import Arguments
 from hvp._errors import HvpError
 from hvp._snapshots.problem import Problem
 from hvp._vectors.resources import Resource, restored
+from hvp._vectors.scales import entry_scales
 
 # Lengths of the steps, in units of the best one for a smooth function.
 _STEPS = (4.0, 1.0, 0.25)
@@ -57,7 +58,11 @@ class PredictionInspection:
             return
         batch = problem.first_batch()
         alone = dataclasses.replace(problem, source=batch, regularization=None, total=False)
-        u, v = (self._inspected.random_unit_vector() for _ in range(2))
+        # Each entry moves in proportion to its own scale, because scales may differ widely.
+        rng, dtype = self._inspected.rng, core.space.dtype.as_numpy_dtype
+        scales = entry_scales(core.variables)
+        u, v = (scales * rng.standard_normal(len(scales)) for _ in range(2))
+        u, v = u.astype(dtype), v.astype(dtype)
         try:
             product = self._product(alone, u, v)
             with core.snapshot.preserving():
@@ -73,6 +78,7 @@ class PredictionInspection:
         with core.evaluated_alone(alone) as part:
             held, vector = part.map(), tf.constant(np.stack([u, v]))
             Gu, Gv = held.apply_rows(tf.cast(vector, held.domain.dtype)).numpy().astype(np.float64)
+        u, v = u.astype(np.float64), v.astype(np.float64)
         return float(u @ Gv), float(np.sqrt(abs(u @ Gu) * abs(v @ Gv)))
 
     def _estimate(
@@ -117,7 +123,7 @@ class PredictionInspection:
         """Return the derivative of the predictions in a direction, by a central difference."""
         core = self._inspected.core
         variables = core.variables
-        h = step * self._unit(variables)
+        h = step * float(np.cbrt(self._inspected.epsilon))
         parts = core.space.split(tf.constant(direction, core.space.dtype))
         ends = []
         for sign in (1.0, -1.0):

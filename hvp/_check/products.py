@@ -159,7 +159,8 @@ class ProductInspection:
             return Finding("curvature", "failed", text)
         if lowest < -rounding:
             kind = "negative" if highest <= rounding else "indefinite"
-            advice = f"; conjugate gradients need damping above {-lowest:.2g}, or use MINRES"
+            least = _rounded_up(-lowest)
+            advice = f"; conjugate gradients need damping above {least}, or use MINRES"
         elif lowest <= rounding:
             kind, advice = "singular, or nearly so", "; conjugate gradients need some damping"
         else:
@@ -182,3 +183,8 @@ class ProductInspection:
         is_float64 = inspected.epsilon < 1e-12
         advice = "add damping" if is_float64 else "build the operator in float64, or add damping"
         return Finding("precision", "warning", f"in {dtype}, {error}: {facts}; {advice}")
+
+
+def _rounded_up(number: float) -> str:
+    """Return a positive number with two digits, not below it."""
+    return f"{number:.2g}" if float(f"{number:.2g}") >= number else f"{number * 1.05:.2g}"

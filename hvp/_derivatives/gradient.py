@@ -67,7 +67,8 @@ def check_scalar(value: Any) -> tf.Tensor:
         raise InvalidLossError(
             f"the loss returned {type(value).__name__}",
             "a scalar tensor",
-            "return the tensor itself; .numpy() and float() disconnect it from the variables",
+            "return the tensor itself; .numpy(), float() and NumPy's functions disconnect it from "
+            "the variables",
         )
     value = tf.convert_to_tensor(value)
     if not value.dtype.is_floating:
@@ -79,6 +80,8 @@ def check_scalar(value: Any) -> tf.Tensor:
     # The rank is None only while tracing. The shape is then checked when the function runs.
     if value.shape.rank not in (0, None):
         raise InvalidLossError(
-            f"the loss has shape {value.shape}", "a scalar", "take its mean: tf.reduce_mean(...)"
+            f"the loss has shape {value.shape}",
+            "a scalar",
+            "take its mean: tf.reduce_mean(...); for residuals, the mean of their squares",
         )
     return value

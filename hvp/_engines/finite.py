@@ -47,6 +47,7 @@ def check_finite(results: Results, names: Sequence[str], *, batch: int | None = 
         raise NonFiniteError(
             f"the loss is {shown}" if shown != "not" else "the function's values are not finite",
             "a finite loss" if shown != "not" else "finite values",
+            "look for logarithms, roots or quotients that have no value at this point",
         )
     raise NonFiniteError(
         f"the gradient is not finite for {quoted(broken)}",

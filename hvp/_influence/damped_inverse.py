@@ -167,6 +167,7 @@ class DampedInverse:
             "the damped Hessian is not positive definite, so the weights are not a minimum: along "
             f"some direction its curvature is {lowest:.3g}",
             "a model that is trained to a minimum, or more damping",
-            f"raise damping (now {self._operator.damping:g}) by more than {-lowest:.3g}, or pass "
-            "solver='minres'",
+            f"raise damping (now {self._operator.damping:g}) by more than the size of the most "
+            f"negative eigenvalue, which is {-lowest:.3g} or more, and which hvp.eigsh(H, 1, "
+            "which='SA') computes; or pass (model, output_loss) with curvature='gauss-newton'",
         )

@@ -117,6 +117,12 @@ class Problem:
                 "data that can be divided",
                 "pass data=(x, y), and a loss that takes x and y",
             )
+        if data is None and reduction == "sum":
+            raise InvalidDataError(
+                "reduction='sum' is passed without data",
+                "data, by the number of whose examples the loss is multiplied",
+                "leave it out, and let the loss itself sum",
+            )
         source: Elements | Batches
         if data is None:
             source = NO_DATA

@@ -372,7 +372,8 @@ class Snapshot(OneProcess):
             raise InvalidVariablesError(
                 f"the loss depends on none of the variables {quoted(names)}",
                 "a loss that reads at least one of them",
-                "check that the loss uses these very variables, through TensorFlow operations",
+                "check that the loss uses these very variables, through TensorFlow operations; "
+                "functions of NumPy and float() have no derivatives",
             )
         if results.gradient is not None:  # a function may have values that are not finite
             check_finite(results, names)

@@ -10,17 +10,23 @@ import scipy.linalg
 import tensorflow as tf
 from scipy.sparse.linalg import LinearOperator, eigsh
 
-from hvp._errors import HvpError, TooLargeError
+from hvp._errors import ConvergenceWarning, HvpError, TooLargeError
 from hvp._graphs.compiled import Compiled
 from hvp._graphs.python_calls import can_wait_for_python
 from hvp._operators.damping import check_damping
 from hvp._runtime.arguments import check_count
 from hvp._runtime.interrupts import Uninterrupted, deliver_interrupt
+from hvp._runtime.user_warning import warn
 from hvp._solve.rows import Rows
 from hvp._vectors.arrays import check_array
 
 # Eigenvalues below this many rounding units of the largest are taken for zero.
 _ROUNDING = 32
+# Standard errors are those of a minimum if a Newton step changes the log-likelihood by less. The
+# estimates are then within a seventh of a standard error of it.
+_DECREASE = 0.01
+# Parameters with a larger entry in an eigenvector of norm one are named.
+_SHARE = 0.1
 # Columns in one product when the dense matrix is computed.
 _BLOCK = 64
 # Relative tolerance of the estimate of the largest eigenvalue, and the factor that makes the
@@ -84,8 +90,8 @@ class ExactInverse(_Inverse):
     With the eigenvalues `e` and the eigenvectors `Q` of the damped operator, the inverse is
     `Q @ diag(1 / e) @ Q.T`. Eigenvalues that are zero to rounding are left out, so that the inverse
     of a singular matrix is its pseudo-inverse, which gives the least-squares solution of smallest
-    norm. For the standard errors of a fit, use `standard_errors`, which does not take a singular or
-    indefinite matrix for a covariance.
+    norm. For the standard errors of a fit, use `standard_errors`, which returns infinity for what a
+    singular matrix does not determine, and raises an error for indefinite matrices.
 
     Parameters
     ----------
@@ -121,7 +127,7 @@ class ExactInverse(_Inverse):
 
     Whether an eigenvalue is zero does not depend on the units of the variables if the matrix is
     positive definite. If eigenvalues are zero to rounding next to the largest one, the matrix is
-    scaled to ones on the diagonal, and decided upon again. If it is positive definite then, all
+    scaled to ones on its diagonal, and the test is repeated. If it is positive definite then, all
     eigenvalues are computed to high relative accuracy by Jacobi's method [DV]_.
 
     References
@@ -183,7 +189,7 @@ class ExactInverse(_Inverse):
         return np.einsum("ij,j,ij->i", self.eigenvectors, self._reciprocals, self.eigenvectors)
 
     def standard_errors(self) -> np.ndarray:
-        """Return the standard errors of the estimates, the roots of the inverse's diagonal.
+        """Return the standard errors: the square roots of the diagonal of the inverse.
 
         `H` must be the Hessian of a negative log-likelihood at its minimum, or its Gauss-Newton or
         Fisher matrix, for the sum over all examples. With a loss that is the mean over examples,
@@ -200,6 +206,19 @@ class ExactInverse(_Inverse):
         ------
         HvpError
             If the matrix is not positive semi-definite, so that the variables are not at a minimum.
+
+        Warns
+        -----
+        ConvergenceWarning
+            If the gradient of `H` shows that the variables are not at a minimum, or if the matrix
+            is so nearly singular that the errors depend on how accurate the minimum is.
+
+        Notes
+        -----
+        The errors of `scipy.optimize.curve_fit` with ``absolute_sigma=True`` are those of the
+        Gauss-Newton matrix of half the sum of squared residuals, each divided by its `sigma`.
+        Without `absolute_sigma`, it multiplies them by the root of the sum of these squares,
+        divided by the number of data less the number of parameters.
 
         Examples
         --------
@@ -219,19 +238,52 @@ class ExactInverse(_Inverse):
         units = np.sqrt(np.abs(self._matrix.diagonal()[used]))
         units[units == 0] = 1
         values, vectors = scipy.linalg.eigh(_scaled(self._matrix, used, units))
+        # Eigenvalues next to those that are positive only by rounding, or by what the gradient is
+        # away from zero.
+        smallest = np.sqrt(np.finfo(self.dtype).eps) * abs(values[-1])
+        entries = np.flatnonzero(used)[np.abs(vectors[:, 0]) > _SHARE]
+        combination = f"a combination of the parameters {', '.join(map(str, entries))}"
         if values[0] < -rounding * abs(values[-1]):
             raise HvpError(
-                "the matrix is not positive semi-definite, so its inverse is no covariance: scaled "
-                f"to ones on its diagonal, it has the eigenvalue {values[0]:.3g}",
+                "the matrix is not positive semi-definite, so its inverse cannot be a covariance: "
+                f"scaled to ones on its diagonal, it has the eigenvalue {values[0]:.3g}, for "
+                f"{combination}",
                 "the Hessian at a minimum of the negative log-likelihood",
-                "minimize further, with hvp.minimize for example, or use hvp.GaussNewtonOperator, "
-                "which has no negative eigenvalues",
+                "minimize further, with hvp.NewtonCG(...).minimize(gtol=...) for example; if that "
+                "changes nothing, the data may not determine this combination"
+                if values[0] > -smallest
+                else "minimize first, with hvp.minimize for example, and check the sign of the "
+                "loss",
             )
         positive = values > rounding * values[-1]
+        if positive.all() and values[0] < smallest:
+            warn(
+                f"hvp.ExactInverse: {combination} is hardly determined (scaled to ones on its "
+                f"diagonal, the matrix has the eigenvalue {values[0]:.1g}), so the standard errors "
+                "may be far too small or too large; compare with hvp.GaussNewtonOperator",
+                ConvergenceWarning,
+            )
         known = np.sum(vectors[:, ~positive] ** 2, axis=1) <= rounding
         inverse = np.sum(vectors[:, positive] ** 2 / values[positive], axis=1)
         variances[used] = np.where(known, inverse / units**2, np.inf)
+        self._warn_of_gradient(used, units, values, vectors, positive)
         return np.sqrt(variances)
+
+    def _warn_of_gradient(
+        self, used: Any, units: np.ndarray, values: np.ndarray, vectors: np.ndarray, positive: Any
+    ) -> None:
+        """Warn if a Newton step would change the loss."""
+        gradient = self._rows.gradient()
+        if gradient is None:
+            return
+        along = vectors[:, positive].T @ (gradient.astype(np.float64)[used] / units)
+        decrease = float(np.sum(along**2 / values[positive])) / 2
+        if decrease > _DECREASE:
+            warn(
+                "hvp.ExactInverse: the variables are not at a minimum, where standard errors are "
+                f"defined: by its gradient, the loss would fall by {decrease:.2g}; minimize first",
+                ConvergenceWarning,
+            )
 
     def to_dense(self) -> np.ndarray:
         """Return the inverse as a matrix.

@@ -75,6 +75,16 @@ class Rows:
         with core_of(self.operator).in_full_precision() as core:
             yield Rows(SymmetricOperator(core, self.damping))
 
+    def gradient(self) -> np.ndarray | None:
+        """Return the gradient of the loss, if the operator is the matrix of one and has it."""
+        if not self.native:
+            return None
+        try:
+            gradient = self.operator.gradient
+        except HvpError:
+            return None
+        return None if gradient is None else np.asarray(gradient)
+
     @property
     def is_low(self) -> bool:
         """Whether products are computed in low precision."""

@@ -219,3 +219,9 @@ def test_devices_that_are_not_there(name, remedy, model):
     with pytest.raises(hvp.HvpError, match="no device") as caught:
         hvp.HessianOperator.from_keras(model, (X, Y), devices=[name])
     assert remedy in caught.value.remedy
+
+
+def test_a_sum_without_examples():
+    w = tf.Variable([1.0, 2.0])
+    with pytest.raises(hvp.InvalidDataError, match="reduction='sum' is passed without data"):
+        hvp.HessianOperator(lambda: tf.reduce_sum(w**2), w, reduction="sum")

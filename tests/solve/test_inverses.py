@@ -1,5 +1,7 @@
 """Inverses as operators, against dense float64 algebra."""
 
+import warnings
+
 import numpy as np
 import pytest
 import scipy.sparse.linalg
@@ -197,7 +199,7 @@ def test_units_do_not_make_a_matrix_singular(size):
 
 
 def test_what_the_data_do_not_determine_has_no_standard_error():
-    x, y = tf.Variable([1.0, 2.0]), tf.Variable(np.float32(3))
+    x, y = tf.Variable([0.0, 0.0]), tf.Variable(np.float32(0))
     unused = tf.Variable(np.float32(4))
     H = hvp.HessianOperator(lambda: 2 * (x[0] + 1e3 * x[1]) ** 2 + 2 * y**2, [x, y, unused])
     inverse = hvp.ExactInverse(H)
@@ -220,3 +222,60 @@ def test_smallest_eigenvalues_by_the_inverse():
     H = hvp.HessianOperator(lambda: tf.reduce_sum(spectrum * w**2) / 2, w)
     values = eigsh(H, 3, sigma=0, OPinv=hvp.ExactInverse(H), return_eigenvectors=False)
     np.testing.assert_allclose(np.sort(values), spectrum[:3], rtol=1e-8)
+
+
+def decay(parameters):
+    """Return the negative log-likelihood of a decay, and its model, at measured times."""
+    rng = np.random.default_rng(0)
+    t = np.linspace(0.1, 5, 40)
+    y = 2 * np.exp(-1.1 * t) + 0.05 * rng.standard_normal(40)
+
+    def model():
+        exponent = -parameters[1] * t
+        if parameters.shape[0] == 3:
+            exponent += parameters[1] * parameters[2]  # a shift in time is a factor
+        return parameters[0] * tf.exp(exponent)
+
+    def half_of_squares(predicted):
+        return tf.reduce_sum((predicted - y) ** 2) / (2 * 0.05**2)
+
+    return model, half_of_squares
+
+
+def test_standard_errors_away_from_a_minimum_come_with_a_warning():
+    w = tf.Variable(np.array([1.0, 0.5]))
+    model, output_loss = decay(w)
+    for value in ([2.5, 1.0], [1.9, 1.0]):
+        w.assign(value)
+        for H in (
+            hvp.HessianOperator(lambda: output_loss(model()), w),
+            hvp.GaussNewtonOperator(model, output_loss, w),
+        ):
+            with pytest.warns(hvp.ConvergenceWarning, match="not at a minimum") as caught:
+                hvp.ExactInverse(H).standard_errors()
+            assert caught[0].filename == __file__
+    hvp.NewtonCG(lambda: output_loss(model()), w).minimize()
+    H = hvp.HessianOperator(lambda: output_loss(model()), w)
+    expected = np.sqrt(np.diag(np.linalg.inv(H.to_dense())))
+    np.testing.assert_allclose(hvp.ExactInverse(H).standard_errors(), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_only_rounding_determines_has_no_plain_standard_error(seed):
+    """A shift in time and a factor: near the minimum their combination has a tiny curvature."""
+    w = tf.Variable(np.array([1.0, 1.0, 0.2]))
+    w.assign_add(0.1 * np.random.default_rng(seed).standard_normal(3))
+    model, output_loss = decay(w)
+    hvp.NewtonCG(lambda: output_loss(model()), w).minimize(gtol=1e-5)
+    inverse = hvp.ExactInverse(hvp.HessianOperator(lambda: output_loss(model()), w))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            errors, said = inverse.standard_errors(), ""
+        except hvp.HvpError as error:
+            errors, said = np.zeros(3), str(error)
+    said += "".join(str(warning.message) for warning in caught)
+    assert "combination of the parameters 0, 2" in said or np.isinf(errors[[0, 2]]).all()
+    G = hvp.GaussNewtonOperator(model, output_loss, w)
+    errors = hvp.ExactInverse(G).standard_errors()
+    assert np.isinf(errors).tolist() == [True, False, True]
