@@ -89,7 +89,7 @@ def test_the_documented_code_and_everything_else_works_with_the_required_package
     page = (ROOT / "docs" / "getting_started.rst").read_text()
     found = re.findall(r".. code-block:: python\n\n((?:   .*\n|\n)*)", page)
     started = [textwrap.dedent(block) for block in found]
-    assert (len(blocks), len(started)) == (3, 13)
+    assert (len(blocks), len(started)) == (3, 14)
     script = tmp_path / "script.py"
     parts = [*blocks, OF_THE_README, *started, OF_GETTING_STARTED, EVERYTHING]
     script.write_text("\n".join(parts))

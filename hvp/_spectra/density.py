@@ -165,7 +165,7 @@ def spectral_density(
     Parameters
     ----------
     A : HessianOperator, or another operator of this package or of scipy, or a matrix
-        Real and symmetric. Its damping counts.
+        Real and symmetric. Its damping is included.
     probes : int, optional
         Number of random vectors. The standard error is proportional to one over its square root.
     steps : int, optional

@@ -37,7 +37,7 @@ def diagonal(
     Parameters
     ----------
     A : HessianOperator, or another operator of this package or of scipy, or a matrix
-        Real and symmetric. Its damping counts.
+        Real and symmetric. Its damping is included.
     method : {"bekas", "xdiag"}, optional
         - ``"bekas"`` is the mean of `z * (A z)` over random signs `z`, entry by entry [BeK]_. The
           variance of an entry is the sum of the squares of the other entries of its row, divided

@@ -124,14 +124,14 @@ def eigsh(
     Parameters
     ----------
     A : HessianOperator, or another operator of this package or of scipy, or a matrix
-        Real and symmetric. Its damping counts.
+        Real and symmetric. Its damping is included.
     k : int, optional
         How many eigenvalues to compute, at most `n`.
     which : {"LA", "SA", "LM", "BE", "near 0"}, optional
         The largest, the smallest, those of largest absolute value, those at both ends (half of them
         each, one more of the largest if `k` is odd), or those nearest to zero.
     tol : float, optional
-        Upper bound on residual norms, relative to the largest absolute eigenvalue that was met. By
+        Upper bound on residual norms, relative to the largest absolute eigenvalue found so far. By
         default 1e-4 in float32, and 1e-8 in float64. The error of a separate eigenvalue is of the
         order of the square of this.
     max_products : int, optional

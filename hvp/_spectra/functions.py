@@ -35,7 +35,7 @@ def quadratic_forms(
     Parameters
     ----------
     A : HessianOperator, or another operator of this package or of scipy, or a matrix
-        Real and symmetric. Its damping counts.
+        Real and symmetric. Its damping is included.
     V : array_like of shape `(n,)` or `(n, k)`
         A vector `v`, or one in each column.
     function : callable
@@ -139,7 +139,7 @@ def logdet(
     Parameters
     ----------
     A : HessianOperator, or another operator of this package or of scipy, or a matrix
-        Real, symmetric and positive definite. Its damping counts.
+        Real, symmetric and positive definite. Its damping is included.
     rtol, atol : float, optional
         The estimate has converged when its standard error is at most
         `max(rtol * abs(estimate), atol)`.

@@ -34,7 +34,7 @@ def norm(
     Parameters
     ----------
     A : HessianOperator, or another operator of this package or of scipy, or a matrix
-        Real and symmetric. Its damping counts.
+        Real and symmetric. Its damping is included.
     ord : {"fro", 2}, optional
         - ``"fro"`` is the root of the sum of all squared entries, which is that of the squared
           eigenvalues: the root of the mean of `norm(A z)**2` over random signs `z`.

@@ -43,7 +43,7 @@ def trace(
     Parameters
     ----------
     A : HessianOperator, or another operator of this package or of scipy, or a matrix
-        Real and symmetric. Its damping counts.
+        Real and symmetric. Its damping is included.
     method : {"auto", "exact", "hutchinson", "hutch++", "xtrace"}, optional
         - ``"auto"`` is ``"hutchinson"``, or ``"exact"`` if that needs fewer products. It switches
           as soon as more than `n` random vectors are likely to be needed, if `2 n` products are
