@@ -72,7 +72,7 @@ MEANS = {
         {"batch_size": 5, "devices": ["CPU:0"]},
     ],
 )
-@pytest.mark.few(8)
+@pytest.mark.few(6)
 def test_a_sum_over_examples_is_refused(loss, options):
     """Sums of batches, averaged or multiplied by the batches' sizes, are the Hessian of nothing."""
     network = Network()
@@ -96,6 +96,7 @@ def test_a_sum_over_examples_of_a_keras_model_is_refused(recompute):
 
 
 @pytest.mark.parametrize("loss", MEANS)
+@pytest.mark.few(2)
 def test_other_losses_are_not_taken_for_sums(loss):
     network = Network()
     whole = hvp.HessianOperator(MEANS[loss](network), network, (X, Y)).to_dense()

@@ -107,6 +107,7 @@ def test_reduce_by_hand():
         *(long(name, kind) for name in ("attention", "LSTM") for kind in (hvp.KFAC, hvp.EKFAC)),
     ],
 )
+@pytest.mark.few(1)
 def test_averages_over_batches_and_devices_are_exact(name, kind):
     model, data = problem(name)
     options = {"likelihood": "categorical"}
@@ -183,6 +184,7 @@ def mixed_precision():
 @pytest.mark.parametrize(
     "build", [two_outputs, sample_weights, probabilities, mixed_precision], ids=lambda f: f.__name__
 )
+@pytest.mark.few(2)
 def test_keras_models(build):
     keras.utils.set_random_seed(0)
     model, data = build()
@@ -194,6 +196,7 @@ def test_keras_models(build):
 
 @pytest.mark.parametrize("fisher", ["type-2", "empirical"])
 @pytest.mark.parametrize("batch_size", [None, 3])
+@pytest.mark.few(2)
 def test_a_loss_that_divides_by_something_else(fisher, batch_size):
     random = np.random.default_rng(0)
     kernel = tf.Variable(random.standard_normal((3, 2)), name="kernel")

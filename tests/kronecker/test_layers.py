@@ -174,7 +174,7 @@ def problem(name, seed=0):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 def test_scales_are_those_of_the_matrix_itself(name):
     if name == "grouped-query attention" and not hasattr(layers, "GroupQueryAttention"):
         pytest.skip("this Keras does not have it")
@@ -194,7 +194,7 @@ def test_scales_are_those_of_the_matrix_itself(name):
 
 @pytest.mark.parametrize("name", ["dense", "groups", "attention", "LSTM", "embedding"])
 @pytest.mark.parametrize("fisher", ["empirical", "monte-carlo"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_other_targets(name, fisher):
     model, data = problem(name)
     options = {"likelihood": "categorical", "samples": 3} if fisher == "monte-carlo" else {}
@@ -214,6 +214,7 @@ def test_other_targets(name, fisher):
         *(long("attention", sharing) for sharing in ("expand", "reduce")),
     ],
 )
+@pytest.mark.few(1)
 def test_ekfac_is_nearer_than_kfac(name, sharing):
     model, data = problem(name)
     options = {"likelihood": "categorical", "sharing": sharing}

@@ -45,6 +45,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.few(3)
 def test_a_step_is_that_of_levenberg_and_marquardt(way):
     w, pair = problem()
     start, lam = w.numpy(), 0.05
@@ -118,6 +119,7 @@ def compiled():
 
 
 @pytest.mark.parametrize("options", [{}, {"batch_size": 25}, {"hessian_batch_size": 30}])
+@pytest.mark.few(2)
 def test_compiled_models(options):
     model, data = compiled()
     before = float(model.compute_loss(*data, model(data[0])))

@@ -139,6 +139,7 @@ def test_preconditioners_save_iterations():
 
 
 @pytest.mark.parametrize("options", [{}, {"batch_size": 2}, {"engine": "tape"}], ids=str)
+@pytest.mark.few(2)
 def test_steps_learn_from_the_directions_of_earlier_ones(options):
     """A few large eigenvalues in random directions, which change a little from step to step."""
     random = np.random.default_rng(0)

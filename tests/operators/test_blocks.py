@@ -46,7 +46,7 @@ def options_of(way, build):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_they_are_parts_of_the_dense_matrix(way):
     model, loss, data, want = make()
 

@@ -68,7 +68,7 @@ def two_heads():
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_two_heads_with_sample_weights_and_regularizers(way):
     model = two_heads()
     x, s = random(9, 7, 4, dtype="float64"), np.abs(random(8, 7, dtype="float64"))
@@ -259,6 +259,7 @@ def test_a_loss_that_is_no_mean_is_refused(engine):
 
 
 @ENGINES
+@pytest.mark.few(1)
 def test_convexity_is_made_sure_of(engine):
     model, x, y = make("dense")
     huber = keras.losses.Huber(delta=np.float64(1))  # a plain number is float32 in Keras 3.0
@@ -341,6 +342,7 @@ print("logits", (megabytes("VmHWM") - before) * 2**20 / (4 * words * tokens))
 """
 
 
+@pytest.mark.few(0)
 def test_a_large_vocabulary():
     own, matrix = (
         memory.run(VOCABULARY % name, TF_NUM_INTEROP_THREADS="1")["logits"]

@@ -34,7 +34,7 @@ def build(model, x, way):
 
 
 @pytest.mark.parametrize(("name", "way"), crossed([*MODELS, "dense"], WAYS))
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 def test_it_is_the_dense_matrix(name, way):
     model, x, _ = make(name)
     want = dense_jacobian(model, x)
