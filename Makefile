@@ -87,7 +87,7 @@ $(VENV)/.examples: $(METADATA) | $(VENV)/bin/python
 	touch $@
 
 $(VENV)/.test: $(METADATA) $(VENV)/.examples
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[examples,test]' $(PIN)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test]' $(PIN)
 	touch $@
 
 $(VENV)/.lint: $(METADATA) $(VENV)/.examples
@@ -100,5 +100,5 @@ $(VENV)/.docs: $(METADATA) $(VENV)/.examples
 
 $(OLDEST)/.test: $(METADATA) tests/oldest.txt | $(OLDEST)/bin/python
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check \
-		-c tests/oldest.txt -e '.[examples,test]'
+		-c tests/oldest.txt -e '.[test]'
 	touch $@
