@@ -22,9 +22,10 @@ from hvp._runtime.progress import progress_bar
 
 # Values of `OptimizeResult.status`. scipy itself uses 99 for a callback that raised StopIteration.
 _STOPPED_BY_CALLBACK, _BROKEN_DOWN = 99, 98
-# What scipy says of an option that a method does not have.
+# What scipy says of an option that a method does not have. Python 3.13 adds "Did you mean ...?".
 _UNKNOWN_OPTION = re.compile(
-    r"Unknown solver options: (.*)|_minimize_\w+\(\) got an unexpected keyword argument '(.*)'"
+    r"Unknown solver options: (.*)"
+    r"|_minimize_\w+\(\) got an unexpected keyword argument '(.*?)'(?:\. Did you mean .*)?"
 )
 
 
