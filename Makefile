@@ -16,7 +16,7 @@ demo: $(VENV)/.examples
 test: $(VENV)/.test
 	$(BIN)/python -m pytest $(PARALLEL)
 
-# A few tests of every module, for while one edits: less than a minute.
+# A few tests of every module, for while one edits: a minute or two.
 quick: $(VENV)/.test
 	$(BIN)/python -m pytest $(PARALLEL) --quick
 
