@@ -56,7 +56,6 @@ def dense(model):
 
 
 @pytest.mark.parametrize("options", [[], ["--batch-size", "25"]])
-@pytest.mark.few(2)
 def test_everything_is_right(files, options, capsys):
     model, folder, arguments = files
     out, figure = folder / "out.json", folder / "out.png"
@@ -94,7 +93,6 @@ def test_gauss_newton_and_a_part_of_the_data(files, capsys):
     assert "20 examples" in capsys.readouterr().out
 
 
-@pytest.mark.few(1)
 def test_a_new_process(files):
     """As a user runs it, in another folder."""
     _, folder, arguments = files
@@ -123,7 +121,6 @@ class Twice(keras.layers.Layer):
 """
 
 
-@pytest.mark.few(1)
 def test_custom_objects(files, monkeypatch, capsys):
     _, folder, arguments = files
     (folder / "mine_for_test.py").write_text(CUSTOM)

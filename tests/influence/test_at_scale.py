@@ -70,7 +70,6 @@ def test_scores_of_a_convex_model_match_retraining():
 
 
 @pytest.mark.parametrize("solver", ["ekfac", "kfac"])
-@pytest.mark.few(1)
 def test_the_inverse_is_that_of_the_factors(solver):
     model, x, y = classifier(hidden=5)
     functions = (model, output_loss)

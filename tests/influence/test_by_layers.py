@@ -160,7 +160,6 @@ class Sentences:
 
 @pytest.mark.parametrize("engine", ["graph", "tape"])
 @pytest.mark.parametrize("batched", [False, True])
-@pytest.mark.few(1)
 def test_scores_of_tokens_are_those_of_weights_at_each_position(engine, batched):
     model = Sentences()
     x, y = model.x, model.y

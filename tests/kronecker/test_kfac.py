@@ -107,7 +107,6 @@ def test_reduce_by_hand():
         *(long(name, kind) for name in ("attention", "LSTM") for kind in (hvp.KFAC, hvp.EKFAC)),
     ],
 )
-@pytest.mark.few(1)
 def test_averages_over_batches_and_devices_are_exact(name, kind):
     model, data = problem(name)
     options = {"likelihood": "categorical"}
