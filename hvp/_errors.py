@@ -16,6 +16,7 @@ __all__ = [
     "HvpError",
     "InvalidDataError",
     "InvalidLossError",
+    "InvalidOptionError",
     "InvalidVariablesError",
     "InvalidVectorError",
     "NonFiniteError",
@@ -76,6 +77,10 @@ class HvpError(Exception):
 
 class InvalidLossError(HvpError, ValueError):
     """The loss, or the function to linearize, does not return what it should."""
+
+
+class InvalidOptionError(HvpError, TypeError):
+    """A keyword argument does not exist."""
 
 
 class InvalidVariablesError(HvpError, ValueError):

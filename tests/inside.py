@@ -44,6 +44,7 @@ LIMITS: dict[str, tuple[Any, str]] = {
     "size of a dense solve": (solve, "_DENSE"),
     "right-hand sides of influence": (damped_inverse, "_MAX_WIDTH"),
     "bytes of example gradients": (example_gradients, "_GRADIENT_BYTES"),
+    "seconds to trace a step": (example_gradients, "_SECONDS_PER_STEP"),
     "bytes of a shard": (gradient_store, "_SHARD"),
     "space of factors worth keeping": (gradient_forms, "_WORTH_IT"),
     "bytes of large values": (sizes, "_SMALL"),

@@ -68,7 +68,8 @@ class GraphMap(LinearMap):
         for tensor, owned in zip(self.residuals, self.program.owned):
             if not owned:
                 continue
-            size = variant_nbytes(tensor) if tensor.dtype == tf.variant else nbytes(tensor)
+            with tf.init_scope():  # a list tells its size when it is read, not while tracing
+                size = variant_nbytes(tensor) if tensor.dtype == tf.variant else nbytes(tensor)
             if size is None:
                 return None
             total += size

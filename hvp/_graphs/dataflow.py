@@ -21,8 +21,8 @@ Vertex = tuple[Any, ...]
 # An input or output argument in the definition of an operation; see `_arguments`.
 _Argument = tuple[str, str, str, int, str]
 
-_LOOPS = frozenset({"While", "StatelessWhile"})
-CONTROL_FLOW = _LOOPS | {"Case", "If", "StatelessCase", "StatelessIf"}
+LOOPS = frozenset({"While", "StatelessWhile"})
+CONTROL_FLOW = LOOPS | {"Case", "If", "StatelessCase", "StatelessIf"}
 # Prefix of the names of the gradient functions that `hvp.recompute` registers.
 RECOMPUTED_GRADIENT = "HvpRecomputed"
 CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
@@ -245,7 +245,7 @@ class Dataflow:
             condition -> every result              (decides how many iterations run)
 
         """
-        loop = node.op in _LOOPS
+        loop = node.op in LOOPS
         results = [(scope, node.name, "ret", index) for index in range(self._result_count(called))]
         for name in called:
             function = self._functions[name]

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvp._graphs.dataflow import CALLS, CONTROL_FLOW
+from hvp._graphs.dataflow import CALLS, CONTROL_FLOW, LOOPS
 from hvp._graphs.inline import inline_calls
 from hvp._graphs.parts import ancestors, cut_out, import_part, node_of
 
@@ -58,7 +58,8 @@ def vectorized(function: Callable[[Any], Any], elements: Any) -> Any:
     Notes
     -----
     An operation that TensorFlow cannot apply to all elements at once runs in a loop in the graph.
-    TensorFlow logs a message about this for its own developers, which is suppressed here.
+    TensorFlow logs a message about this for its own developers, which is suppressed here. Loops and
+    lists of tensors are refused: TensorFlow accepts them, and fails when the graph runs.
     """
     results, dangerous = _vectorized(function, elements)
     if dangerous:
@@ -72,15 +73,34 @@ def _vectorized(function: Callable[[Any], Any], elements: Any) -> tuple[Any, boo
     """Return the results, and whether a dangerous product was added to the graph."""
     graph, logger = tf.compat.v1.get_default_graph(), tf.get_logger()
     before = {operation.name for operation in graph.get_operations()}
+
+    def without_loops(element: Any) -> Any:
+        result = function(element)
+        _refuse_loops(graph, [op for op in graph.get_operations() if op.name not in before])
+        return result
+
     logger.addFilter(_is_relevant)
     try:
-        results = tf.vectorized_map(function, elements, warn=False)
+        results = tf.vectorized_map(without_loops, elements, warn=False)
+    except NotVectorizedError:
+        raise
     except Exception as error:  # of any kind, because TensorFlow's error handling itself may fail
         raise NotVectorizedError(f"{type(error).__name__}: {error}") from error
     finally:
         logger.removeFilter(_is_relevant)
     added = [operation for operation in graph.get_operations() if operation.name not in before]
     return results, _is_any_dangerous(graph, added)
+
+
+def _refuse_loops(graph: tf.Graph, operations: Sequence[tf.Operation]) -> None:
+    """Refuse loops and lists of tensors among operations, and in the functions that they call."""
+    kinds = {operation.type for operation in operations}
+    if kinds & (CONTROL_FLOW | CALLS):
+        functions = graph.as_graph_def().library.function
+        kinds |= {node.op for function in functions for node in function.node_def}
+    found = sorted(kind for kind in kinds if kind in LOOPS or kind.startswith("TensorList"))
+    if found:
+        raise NotVectorizedError(f"there are operations of type {found[0]}")
 
 
 def _is_any_dangerous(graph: tf.Graph, operations: Sequence[tf.Operation]) -> bool:

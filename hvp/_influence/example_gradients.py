@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from hvp._graphs.vectorized import NotVectorizedError, vectorized
 from hvp._influence.example_data import ExampleData
 from hvp._influence.layer_gradients import LayerGradients
 from hvp._keras.losses import preserved_losses
+from hvp._keras.unrolled import unrolled
 from hvp._runtime.digest import digest
 from hvp._runtime.interrupts import Uninterrupted, deliver_interrupt
 from hvp._snapshots.snapshot import Snapshot
@@ -29,6 +31,8 @@ _COMPARED, _RTOL = 8, 1e-3
 # By default the gradients of one call take at most this many bytes. The call itself needs several
 # times as much memory.
 _GRADIENT_BYTES, _WORKING_FACTOR = 2**26, 4
+# Tracing a step of a recurrent layer, with its gradient, takes about this many seconds.
+_SECONDS_PER_STEP = 0.2
 
 
 class ExampleGradients:
@@ -68,14 +72,36 @@ class ExampleGradients:
         self._nbytes = nbytes or _GRADIENT_BYTES * _WORKING_FACTOR
         self.at_once = max(1, self._nbytes // bytes_per_example)
         self._functions: dict[Any, Compiled] = {}
-        self._is_vectorized = True
+        self._is_vectorized, self._unrolls = True, False
+        # The time that examples took one after the other; None once that is the best there is.
+        self._seconds: float | None = 0.0
 
     def of(self, elements: Elements) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return the losses of examples, of shape `(k,)`, and gradients, of shape `(k, n)`."""
+        """Return the losses of examples, of shape `(k,)`, and gradients, of shape `(k, n)`.
+
+        TensorFlow cannot vectorize loops, such as those of recurrent layers. Their examples are
+        computed one after the other, until that has taken about as long as to trace these layers
+        with their steps written out.
+        """
+        steps = max([0, *(t.shape[1] or 0 for t in elements.tensors if t.shape.rank > 1)])
+        if self._seconds is not None and self._seconds > steps * _SECONDS_PER_STEP:
+            self._unroll(elements)
         function = self._function(elements)
+        started = time.perf_counter()
         with self._snapshot.preserving():
             losses, rows = function(*elements.tensors)
+        if self._seconds is not None and not self._is_vectorized:
+            self._seconds += time.perf_counter() - started
         return losses, rows
+
+    def _unroll(self, elements: Elements) -> None:
+        """Write out the steps of recurrent layers from now on, if that gives the same."""
+        few, looped, self._seconds = elements.part(0, 1), self._functions, None
+        _, expected = self.of(few)
+        self._functions, self._is_vectorized, self._unrolls = {}, True, True
+        _, rows = self.of(few)
+        if not (self._is_vectorized and self._space.agree(rows, expected, tf.norm(expected))):
+            self._functions, self._is_vectorized, self._unrolls = looped, False, False
 
     def of_all(
         self, elements: Elements, kind: str = "training example", first: int = 0
@@ -243,11 +269,18 @@ class ExampleGradients:
 
             def of_examples(*tensors: tf.Tensor) -> Any:
                 if self._is_vectorized:
-                    with contextlib.suppress(NotVectorizedError):
+                    try:
                         return vectorized(of_example, list(tensors))
+                    except NotVectorizedError:
+                        self._is_vectorized = False
                 dtype = self._space.dtype
                 return tf.map_fn(of_example, list(tensors), fn_output_signature=(dtype, dtype))
 
-            with Uninterrupted(), self._snapshot.preserving(), preserved_losses(self._nest.source):
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(Uninterrupted())
+                stack.enter_context(self._snapshot.preserving())
+                stack.enter_context(preserved_losses(self._nest.source))
+                if self._unrolls:
+                    stack.enter_context(unrolled(self._nest.source))
                 self._functions[key] = Compiled(of_examples, specs, False)
         return self._functions[key]

@@ -27,7 +27,7 @@ from hvp._operators.damping import check_damping
 from hvp._operators.gauss_newton import GaussNewtonOperator
 from hvp._operators.hessian import HessianOperator
 from hvp._operators.operator import SymmetricOperator, core_of
-from hvp._runtime.arguments import check_count
+from hvp._runtime.arguments import check_count, refuse_unknown
 from hvp._runtime.guard import OneProcess
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.progress import check_progress
@@ -77,6 +77,12 @@ _OF_MATRIX = frozenset(
     batch_size regularization engine jit_compile recompute precision devices device_timeout
     """.split()
 )
+
+_OPTIONS = _OF_MATRIX - {"batch_size", "regularization"}
+_INSTEAD = {
+    **dict.fromkeys(("weight", "reduction"), "the mean is over examples that count equally"),
+    "on_stale": "call refresh() after the weights changed",
+}
 
 
 class InfluenceFunctions(OneProcess):
@@ -232,12 +238,7 @@ class InfluenceFunctions(OneProcess):
     ) -> None:
         check_solver(solver)
         _check_projection(projection, gradients)
-        unsupported = sorted({"weight", "reduction", "on_stale"} & set(options))
-        if unsupported:
-            raise HvpError(
-                f"the argument {unsupported[0]} is given, which influence functions do not have",
-                "a mean over examples that count equally, and refresh() after the weights changed",
-            )
+        refuse_unknown(options, "InfluenceFunctions", _OPTIONS, _INSTEAD)
         check_progress(progress)
         processes = process_count(strategy_of(collect_variables(variables).variables))
         if processes > 1:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvp._derivatives.belonging import belonging_to
 from hvp._errors import HvpError, TooLargeError
 from hvp._graphs.compiled import Compiled
 from hvp._kronecker.block import Block
@@ -277,11 +278,14 @@ class FactoredOperator(OneProcess, DtypePreserving):
             The product in the form of `v`.
         """
         space = self._space
-        if space.is_flat(v):
-            return self._rows(as_tensor(v, space.dtype)[tf.newaxis])[0]
-        parts = space.parts_of_nest(v)
-        vector = [as_tensor(part, dtype) for part, dtype in zip(parts, space.dtypes)]
-        return space.nest_of_parts(space.split(self._rows(space.join(vector)[tf.newaxis])[0]))
+        is_flat = space.is_flat(v)
+        if is_flat:
+            vector = as_tensor(v, space.dtype)
+        else:
+            parts = space.parts_of_nest(v)
+            vector = space.join([as_tensor(part, dtype) for part, dtype in zip(parts, space.dtypes)])
+        product = belonging_to(self._rows(vector[tf.newaxis])[0], self._nest.variables)
+        return product if is_flat else space.nest_of_parts(space.split(product))
 
     def product_of_rows(self, rows: tf.Tensor) -> tf.Tensor:
         """Multiply by each row of a tensor of shape `(k, n)`."""

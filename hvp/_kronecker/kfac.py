@@ -32,7 +32,7 @@ from hvp._operators.core import evaluated
 from hvp._operators.fisher import fisher_rule
 from hvp._operators.operator import SymmetricOperator
 from hvp._operators.predictions import checked_model, checked_output_loss, refuse_dict
-from hvp._runtime.arguments import check_count
+from hvp._runtime.arguments import check_count, refuse_unknown
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.strategies import outside_strategies
 from hvp._snapshots.problem import Problem, problem_of
@@ -188,13 +188,7 @@ class KFAC(FactoredOperator):
                 raise HvpError(f"the argument {name} is {value!r}", f"one of {names}")
         check_count(largest, "largest", 0)
         check_count(largest_exact, "largest_exact", 0)
-        unsupported = sorted(set(options) - _OPTIONS)
-        if unsupported:
-            raise HvpError(
-                f"the argument {unsupported[0]} is given, which {type(self).__name__} lacks",
-                f"its own arguments, or {', '.join(sorted(_OPTIONS))}",
-                _INSTEAD.get(unsupported[0], ""),
-            )
+        refuse_unknown(options, type(self).__name__, _OPTIONS, _INSTEAD)
         nest = collect_variables(variables)
         functions = checked_model(model), checked_output_loss(output_loss)
         matrix: PredictionRule

@@ -16,17 +16,22 @@ from hvp._minimize.newton_iteration import NewtonIteration
 from hvp._minimize.newton_run import NewtonRun
 from hvp._minimize.newton_state import NewtonState
 from hvp._minimize.newton_step import NewtonStep
-from hvp._minimize.objective import check_options
+from hvp._minimize.objective import OPERATOR_OPTIONS
 from hvp._minimize.points import Points
 from hvp._minimize.subproblem import Subproblem
 from hvp._operators.curvature import Curvature
 from hvp._operators.operator import SymmetricOperator
+from hvp._runtime.arguments import refuse_unknown
 from hvp._runtime.guard import OneProcess, refuse_forks
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.progress import check_progress, progress_bar
 from hvp._runtime.strategies import outside_strategies
 
 __all__ = ["NewtonCG", "NewtonStep"]
+
+_INSTEAD = dict.fromkeys(
+    ("gtol", "rtol", "maxiter", "callback", "progress"), "pass it to the method minimize"
+)
 
 
 class NewtonCG(OneProcess, tf.Module):
@@ -160,13 +165,7 @@ class NewtonCG(OneProcess, tf.Module):
     ) -> None:
         refuse_forks()
         super().__init__(name="newton_cg")
-        misplaced = sorted({"gtol", "rtol", "maxiter", "callback", "progress"} & set(options))
-        if misplaced:
-            raise HvpError(
-                f"given to NewtonCG: {', '.join(misplaced)}",
-                "an argument of its method minimize",
-            )
-        check_options(options, "NewtonCG")
+        refuse_unknown(options, "NewtonCG", OPERATOR_OPTIONS, _INSTEAD)
         check_method(
             radius=radius,
             damping=damping,

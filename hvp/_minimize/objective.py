@@ -9,17 +9,14 @@ from scipy.sparse.linalg import LinearOperator
 
 from hvp._minimize.points import Points
 from hvp._minimize.scipy_functions import ScipyFunctions
+from hvp._runtime.arguments import refuse_unknown
 from hvp._runtime.guard import OneProcess, refuse_forks
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.strategies import outside_strategies
+from hvp._snapshots.problem import OPTIONS
 
 # The options of `HessianOperator` that also apply to a loss at many points.
-OPERATOR_OPTIONS = frozenset(
-    """
-    batch_size memory_limit reduction regularization weight engine jit_compile recompute precision
-    devices device_timeout
-    """.split()
-)
+OPERATOR_OPTIONS = OPTIONS - {"on_stale", "progress"}
 
 
 class ScipyObjective(OneProcess):
@@ -94,7 +91,7 @@ class ScipyObjective(OneProcess):
         **options: Any,
     ) -> None:
         refuse_forks()
-        check_options(options, "ScipyObjective")
+        refuse_unknown(options, "ScipyObjective", OPERATOR_OPTIONS)
         self._points = Points.of(loss, variables, data, on_stale=on_stale, **options)
         self._functions = ScipyFunctions(self._points)
         self.x0 = self._functions.x0
@@ -231,10 +228,3 @@ class ScipyObjective(OneProcess):
     def close(self) -> None:
         """Release the linearizations of the cached points."""
         self._points.forget()
-
-
-def check_options(options: dict[str, Any], name: str) -> None:
-    """Raise `TypeError` for keyword arguments that do not exist."""
-    unknown = sorted(set(options) - OPERATOR_OPTIONS)
-    if unknown:
-        raise TypeError(f"{name} got unexpected keyword arguments: {', '.join(unknown)}")

@@ -19,8 +19,10 @@ from hvp._operators.core import evaluated
 from hvp._operators.damping import check_damping
 from hvp._operators.operator import SymmetricOperator, core_of
 from hvp._operators.predictions import checked_model, checked_output_loss, refuse_dict
+from hvp._runtime.arguments import refuse_unknown
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.strategies import outside_strategies
+from hvp._snapshots.problem import OPTIONS
 from hvp._vectors.arrays import check_array
 
 Kind = Literal["type-2", "monte-carlo", "empirical"]
@@ -144,6 +146,7 @@ class FisherOperator(SymmetricOperator):
         damping: float = 0.0,
         **options: Any,
     ) -> None:
+        refuse_unknown(options, type(self).__name__, OPTIONS - {"weight"})
         damping = check_damping(damping)
         refuse_dict(data)
         if data is None:

@@ -14,7 +14,9 @@ from hvp._operators.curvature import gauss_newton_rule
 from hvp._operators.damping import check_damping
 from hvp._operators.operator import SymmetricOperator
 from hvp._operators.predictions import refuse_dict
+from hvp._runtime.arguments import refuse_unknown
 from hvp._runtime.strategies import outside_strategies
+from hvp._snapshots.problem import OPTIONS
 
 
 class GaussNewtonOperator(SymmetricOperator):
@@ -97,6 +99,7 @@ class GaussNewtonOperator(SymmetricOperator):
         convex: bool = False,
         **options: Any,
     ) -> None:
+        refuse_unknown(options, type(self).__name__, OPTIONS)
         damping = check_damping(damping)
         refuse_dict(data)
         convex = _checked_flag("convex", convex)

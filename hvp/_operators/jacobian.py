@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvp._data.elements import retraced
+from hvp._derivatives.belonging import belonging_to
 from hvp._engines.linear_map import LinearMap
 from hvp._engines.rule import PullbackRule
 from hvp._engines.settings import Engine, OnStale, Precision
@@ -212,7 +213,8 @@ class JacobianOperator(RectangularOperator):
         """
         pushforward = self._map()
         tangents = _parts(pushforward.domain, v)
-        return tf.nest.pack_sequence_as(self._value, pushforward.apply(tangents))
+        products = belonging_to(pushforward.apply(tangents), self.snapshot.plan.nest.variables)
+        return tf.nest.pack_sequence_as(self._value, products)
 
     @tf.autograph.experimental.do_not_convert
     @Uninterrupted()
@@ -248,7 +250,8 @@ class JacobianOperator(RectangularOperator):
         else:
             parts = self._parts_of_value(u, domain)
         cotangents = [as_tensor(part, dtype) for part, dtype in zip(parts, domain.dtypes)]
-        return codomain.nest_of_parts(pullback.apply(cotangents))
+        products = belonging_to(pullback.apply(cotangents), self.snapshot.plan.nest.variables)
+        return codomain.nest_of_parts(products)
 
     def _parts_of_value(self, u: Any, domain: Space) -> list[Any]:
         try:

@@ -12,6 +12,7 @@ import numpy as np
 import scipy.sparse
 import tensorflow as tf
 
+from hvp._derivatives.belonging import belonging_to
 from hvp._engines.linear_map import LinearMap
 from hvp._engines.restricted import Restricted, Selection
 from hvp._errors import TooLargeError
@@ -145,18 +146,19 @@ class SymmetricOperator(OneProcess, DtypePreserving):
         engine, and with data in several batches, products in graphs run through `tf.py_function`,
         which XLA cannot compile either.
 
-        The operator belongs to one point: for a tape around it the product depends on `v`, and not
-        on the variables.
+        The operator belongs to one point: for a tape around it the product is a function of `v`. A
+        gradient in the variables raises a `SecondDerivativeError`.
 
         Unlike `H @ v`, this does not check whether entries are finite, which would mean waiting for
         the device.
         """
         space, held = self._space, self._core.map(self._damping)
+        variables = self._core.snapshot.plan.nest.variables
         if space.is_flat(v):
-            return held.apply_flat(as_tensor(v, space.dtype))
+            return belonging_to(held.apply_flat(as_tensor(v, space.dtype)), variables)
         parts = space.parts_of_nest(v)
         vector = [as_tensor(part, dtype) for part, dtype in zip(parts, space.dtypes)]
-        return space.nest_of_parts(held.apply(vector))
+        return space.nest_of_parts(belonging_to(held.apply(vector), variables))
 
     def matvec(self, x: Any) -> np.ndarray:
         """Multiply by one vector.
@@ -513,7 +515,7 @@ class SymmetricOperator(OneProcess, DtypePreserving):
     def _columns(self, block: tf.Tensor) -> tf.Tensor:
         """Multiply a tensor of shape `(n, k)`."""
         rows = self._core.map(self._damping).apply_rows(tf.transpose(block))
-        return tf.transpose(rows)
+        return belonging_to(tf.transpose(rows), self._core.snapshot.plan.nest.variables)
 
 
 class BlockOperator(SymmetricOperator):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
 
-from hvp._errors import HvpError
+from hvp._errors import HvpError, InvalidOptionError
 
 
 def check_count(value: Any, name: str, least: int = 1) -> None:
@@ -14,3 +16,35 @@ def check_count(value: Any, name: str, least: int = 1) -> None:
     is_integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
     if not is_integer or value < least:
         raise HvpError(f"the argument {name} is {value!r}", f"an integer that is at least {least}")
+
+
+def refuse_unknown(
+    options: Collection[str],
+    call: str,
+    known: Collection[str],
+    instead: Mapping[str, str] | None = None,
+) -> None:
+    """Raise `InvalidOptionError` for keyword arguments that do not exist.
+
+    Parameters
+    ----------
+    options : collection of str
+        The names of further keyword arguments that were passed.
+    call : str
+        The public function or class that they were passed to.
+    known : collection of str
+        The names that it takes.
+    instead : mapping of str to str, optional
+        What to do instead of passing some others.
+    """
+    unknown = sorted(set(options) - set(known))
+    if not unknown:
+        return
+    name = unknown[0]
+    alike = difflib.get_close_matches(name, known, 1)
+    suggestion = f"did you mean {alike[0]}?" if alike else "leave it out"
+    raise InvalidOptionError(
+        f"{call} has no argument {', '.join(unknown)}",
+        f"its own arguments, or {', '.join(sorted(known))}",
+        (instead or {}).get(name, suggestion),
+    )

@@ -252,6 +252,9 @@ class Problem:
 
 
 _OF_SETTINGS = frozenset(field.name for field in dataclasses.fields(Settings))
+_OF_PROBLEM = frozenset({"batch_size", "reduction", "regularization", "weight"})
+# What every operator takes as further keyword arguments; the others are for this package alone.
+OPTIONS = (_OF_SETTINGS | _OF_PROBLEM) - {"products", "wide"}
 
 
 def problem_of(rule: Rule, variables: Any, data: Any, **options: Any) -> tuple[Problem, Settings]:
@@ -264,7 +267,8 @@ def problem_of(rule: Rule, variables: Any, data: Any, **options: Any) -> tuple[P
     variables, data
         As for `HessianOperator`.
     **options
-        As for `HessianOperator`: those of `Settings`, and those of `Problem.of`.
+        As for `HessianOperator`: those of `Settings`, and those of `Problem.of`. Callers have
+        checked that those which a user passed are among `OPTIONS`.
     """
     settings = Settings(**{k: v for k, v in options.items() if k in _OF_SETTINGS})
     others = {name: value for name, value in options.items() if name not in _OF_SETTINGS}

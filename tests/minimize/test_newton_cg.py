@@ -522,7 +522,7 @@ def test_bad_arguments_are_refused():
         ({"rank": 1.5}, "rank is 1.5"),
         ({"preconditioner": "jacobi"}, "preconditioner is 'jacobi'"),
         ({"seed": "a"}, "seed is 'a'"),
-        ({"maxiter": 5}, "an argument of its method minimize"),
+        ({"maxiter": 5}, "maxiter.* pass it to the method minimize"),
         ({"hessian_batch_size": 9, "gradient_batch_size": 5}, "no fewer examples"),
         ({"gradient_batch_size": 5}, "without hessian_batch_size"),
         ({"hessian_batch_size": 0}, "hessian_batch_size is 0"),

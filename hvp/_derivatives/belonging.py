@@ -1,0 +1,86 @@
+"""Products belong to the point of an operator: they have no derivative in the variables.
+
+To a tape, a product is a function of the vector alone. Its gradient in the variables, which is a
+third derivative of the loss, would be None, as if it were zero. The tensors of a product therefore
+pass through an operation that also takes the variables' handles, and whose gradient raises an error
+if the gradient in one of these is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvp._errors import SecondDerivativeError
+from hvp._graphs.private import gradient_of_type, record, replace_gradient_of_type
+
+_KIND = "IdentityN"
+
+
+def belonging_to(result: Any, variables: Sequence[tf.Variable]) -> Any:
+    """Return the tensors of a product, whose gradient in the variables raises an error.
+
+    Parameters
+    ----------
+    result : nest of tf.Tensor
+        The product.
+    variables : sequence of tf.Variable
+        The variables that the operator was evaluated at.
+    """
+    if tf.executing_eagerly() and not record.could_possibly_record():
+        return result
+    for variable in variables:
+        variable.value()  # so that a tape which watches what is read watches this
+    tensors = tf.nest.flatten(result)
+    linked = tf.raw_ops.IdentityN(input=[*tensors, *(variable.handle for variable in variables)])
+    return tf.nest.pack_sequence_as(result, linked[: len(tensors)])
+
+
+class _Refused(tf.IndexedSlices):
+    """A gradient that raises an error as soon as anything is done with it.
+
+    TensorFlow asks for the gradients of all inputs that a tape watches, whether or not the caller
+    of `tape.gradient` has named them as sources. Raising at once would forbid gradients in the
+    vector.
+    """
+
+    def __init__(self) -> None:
+        pass
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("__class__", "__del__"):
+            return object.__getattribute__(self, name)
+        raise SecondDerivativeError(
+            "this is the gradient of a product in the variables of its operator, which would be a "
+            "third derivative of the loss",
+            "a gradient in the vector; an operator belongs to the point at which it was evaluated",
+            "pass the product through tf.stop_gradient if it is a constant to you",
+        )
+
+    def _refuse(self, *arguments: Any) -> Any:
+        return self.values
+
+    __repr__ = __str__ = __array__ = __neg__ = __len__ = __bool__ = _refuse  # type: ignore[assignment]
+    __add__ = __radd__ = __mul__ = __rmul__ = __sub__ = __rsub__ = __truediv__ = _refuse
+
+
+def _gradient(operation: Any, *upstream: Any) -> Sequence[Any]:
+    dtypes = [tf.as_dtype(dtype) for dtype in operation.get_attr("T")]
+    handles = {index for index, dtype in enumerate(dtypes) if dtype == tf.resource}
+    if handles and isinstance(operation, tf.Operation):
+        # The gradient of a whole function, which does not depend on what is asked for.
+        raise SecondDerivativeError(
+            "a tf.function that multiplies by an operator is differentiated, in its variables too, "
+            "which would be a third derivative of the loss",
+            "a gradient in the vector; an operator belongs to the point at which it was evaluated",
+            "open the tape inside the function; or pass the product through tf.stop_gradient if it "
+            "is a constant to you",
+        )
+    gradients = _original(operation, *upstream)
+    return [_Refused() if i in handles else g for i, g in enumerate(gradients)] if handles else gradients
+
+
+_, _original = gradient_of_type(_KIND)
+replace_gradient_of_type(_KIND, _gradient)
