@@ -25,8 +25,9 @@ FLOORS = [
     ["_data"],
     ["_snapshots"],
     ["_operators"],
-    ["_solve", "_check", "_kronecker"],
+    ["_solve", "_kronecker"],
     ["_minimize", "_influence", "_spectra"],
+    ["_check"],
     ["_command"],
 ]
 LEVEL = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}

@@ -24,6 +24,7 @@ from hvp._check.report import CheckReport, Finding
 from hvp._data.budget import amount, peak_nbytes
 from hvp._errors import GraphModeError, HvpError
 from hvp._operators.operator import SymmetricOperator, core_of
+from hvp._runtime.arguments import check_count
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.progress import check_progress, progress_bar
 from hvp._runtime.strategies import outside_strategies
@@ -31,8 +32,15 @@ from hvp._runtime.strategies import outside_strategies
 
 @outside_strategies
 @Uninterrupted()
-def check(H: Any, *, rtol: float = 1e-5, seed: int = 0, progress: Any = False) -> CheckReport:
-    """Check that an operator is the matrix you intend, in at most 20 products.
+def check(
+    H: Any,
+    *,
+    rtol: float = 1e-5,
+    max_products: int = 100,
+    seed: int = 0,
+    progress: Any = False,
+) -> CheckReport:
+    """Check that an operator is the matrix you intend, and look for negative curvature.
 
     Parameters
     ----------
@@ -41,6 +49,8 @@ def check(H: Any, *, rtol: float = 1e-5, seed: int = 0, progress: Any = False) -
     rtol : float, optional
         The relative tolerance with which you want to solve linear systems. The report says whether
         the dtype suffices for it.
+    max_products : int, optional
+        Upper bound on the products for the smallest eigenvalue. All other steps take at most 20.
     seed : int, optional
         Seed of the random vectors.
     progress : bool or "always", optional
@@ -76,8 +86,11 @@ def check(H: Any, *, rtol: float = 1e-5, seed: int = 0, progress: Any = False) -
         *operations*
             Custom gradients, random draws, Python code, products of entries.
         *curvature*
-            The signs of the largest and smallest eigenvalues, estimated from inside the spectrum. A
-            negative one of a matrix that is known to be positive semi-definite is a failure.
+            The signs of the eigenvalues: of all of them if the matrix has at most `max_products`
+            rows. Otherwise `eigsh` looks for the smallest one, and the finding says what it found;
+            that nothing negative was found in so many products does not prove that there is
+            nothing. A negative eigenvalue of a matrix that is known to be positive semi-definite is
+            a failure.
         *precision*
             Whether the dtype suffices for `rtol`, given a lower bound on the condition number.
         *low precision*
@@ -97,7 +110,7 @@ def check(H: Any, *, rtol: float = 1e-5, seed: int = 0, progress: Any = False) -
     Notes
     -----
     The check costs at most 20 products (23, and one more evaluation of the gradient, for an
-    operator in low precision) and eight evaluations of the gradient (two if the loss differs
+    operator in low precision), up to `max_products` for the smallest eigenvalue, and eight evaluations of the gradient (two if the loss differs
     between evaluations), from a separate trace that stores no residuals. If the gradient is
     not evaluated in float64, the variables are moved for the differences, by about the cube root of
     the rounding unit times their size, and restored afterwards, even after an error or an
@@ -114,9 +127,9 @@ def check(H: Any, *, rtol: float = 1e-5, seed: int = 0, progress: Any = False) -
     >>> with hvp.HessianOperator(lambda: tf.reduce_sum(w**4) / 12, w) as H:
     ...     report = hvp.check(H)
     >>> report.ok, report.eigenvalues.round(2), report.products
-    (True, array([1., 4., 9.]), 10)
+    (True, array([1., 4., 9.]), 13)
     >>> report["curvature"].message
-    'positive: eigenvalues from 1 to 9'
+    'positive: all eigenvalues are from 1 to 9'
     """
     if not isinstance(H, SymmetricOperator):
         raise HvpError(
@@ -130,12 +143,15 @@ def check(H: Any, *, rtol: float = 1e-5, seed: int = 0, progress: Any = False) -
         raise HvpError(f"the argument seed is {seed!r}", "a nonnegative integer")
     if not tf.executing_eagerly():
         raise GraphModeError("check was called while TensorFlow traces a graph", "eager execution")
+    check_count(max_products, "max_products")
     check_progress(progress)
     with core_of(H).snapshot.exclusively():  # because the variables may be moved
-        return _checked(H, rtol, seed, progress)
+        return _checked(H, rtol, max_products, seed, progress)
 
 
-def _checked(H: SymmetricOperator, rtol: float, seed: int, progress: Any) -> CheckReport:
+def _checked(
+    H: SymmetricOperator, rtol: float, max_products: int, seed: int, progress: Any
+) -> CheckReport:
     """Run all steps and put the report together."""
     products_before, peak_before = H.stats.products, peak_nbytes()
     inspected = InspectedOperator(H, np.random.default_rng(seed))
@@ -147,7 +163,7 @@ def _checked(H: SymmetricOperator, rtol: float, seed: int, progress: Any) -> Che
         lambda: examples(inspected),
         lambda: connected(inspected.core),
         lambda: operations(inspected.core),
-        lambda: products.spectrum(rtol),
+        lambda: products.spectrum(rtol, max_products, seed),
         products.low_precision,
     ]
     findings: list[Finding] = []

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from hvp._check.inspected_operator import InspectedOperator
 from hvp._check.report import Finding
 from hvp._data.elements import NO_DATA
+from hvp._engines.prediction_rule import PredictionRule
 from hvp._engines.rule import HessianRule
-from hvp._snapshots.sums import together_and_apart
+from hvp._snapshots.means import joint_and_mean_loss
 
 # Relative difference that means in another order, and products of other shapes, may have.
 _ROUNDINGS = 1000
@@ -18,12 +19,15 @@ def examples(inspected: InspectedOperator) -> Iterator[Finding]:
     """Check that the loss of a few examples is the mean of their losses."""
     core = inspected.core
     problem = core.problem
-    if problem is None or not isinstance(problem.rule, HessianRule) or problem.source is NO_DATA:
+    if problem is None or problem.source is NO_DATA:
         return
-    losses = together_and_apart(problem.rule, core.snapshot, problem.first_batch())
-    if losses is None or losses[0] == 1:
+    if not isinstance(problem.rule, (HessianRule, PredictionRule)):
         return
-    count, together, mean = losses
+    few = problem.few_examples()
+    losses, count = joint_and_mean_loss(problem.rule, core.snapshot, few), few.examples
+    if losses is None or count == 1:
+        return
+    together, mean = losses
     allowed = _ROUNDINGS * inspected.epsilon * max(abs(together), abs(mean))
     if abs(together - mean) <= allowed:
         text = f"the loss of {count} examples is the mean of their losses"

@@ -13,7 +13,7 @@ def connected(core: Core) -> Iterator[Finding]:
     """Check that the loss depends on all variables."""
     names = core.unconnected()
     if not names:
-        yield Finding("connected", "ok", "the loss depends on all variables")
+        yield Finding("connected", "ok", "the graph of the loss leads to all variables")
         return
     rows = "its rows and columns" if len(names) == 1 else "their rows and columns"
     text = f"the loss does not depend on {shortened(map(repr, names))}: {rows} are zero"
@@ -45,4 +45,4 @@ def operations(core: Core) -> Iterator[Finding]:
     if notes:
         yield Finding(name, "note", "; ".join(notes))
     else:
-        yield Finding(name, "ok", "all have second derivatives in TensorFlow")
+        yield Finding(name, "ok", "none whose second derivative is known to be missing or wrong")

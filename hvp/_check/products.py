@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 
 import numpy as np
@@ -9,10 +10,13 @@ import tensorflow as tf
 
 from hvp._check.inspected_operator import InspectedOperator
 from hvp._check.report import Finding, Verdict
-from hvp._errors import NonFiniteError
+from hvp._errors import ConvergenceWarning, NonFiniteError
+from hvp._spectra.eigsh import eigsh
 
 # Steps of the Lanczos iteration, which needs most of the products.
 _STEPS = 10
+# Residual norm at which the smallest eigenvalue counts as found, relative to the largest.
+_TOLERANCE = 1e-3
 # Products in low precision are compared along this many random directions, and may be wrong by so
 # much, relative to their norm.
 _COMPARED, _LARGE_ERROR = 3, 0.02
@@ -139,34 +143,82 @@ class ProductInspection:
         self._norm = float(np.abs(self.eigenvalues).max())
         return basis[0], float(np.abs(T - T.T).max())
 
-    def spectrum(self, rtol: float) -> Iterator[Finding]:
+    def spectrum(self, rtol: float, max_products: int, seed: int) -> Iterator[Finding]:
         """Report the signs of the eigenvalues, and whether the dtype suffices for `rtol`."""
         if not self.eigenvalues.size:
             yield Finding("curvature", "warning", "not checked: products are not finite")
             return
-        yield self._curvature()
+        inspected = self._inspected
+        if inspected.operator.is_positive_semidefinite:
+            yield self._of_semidefinite()
+        elif inspected.size <= max_products and not inspected.core.is_low:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ConvergenceWarning)  # where products are asymmetric
+                result = eigsh(inspected.operator, inspected.size, "SA", seed=seed)
+            self.eigenvalues = np.sort(result.eigenvalues.astype(np.float64))
+            yield self._of_all()
+        else:
+            yield self._of_some(max_products, seed)
         yield self._precision(rtol)
 
-    def _curvature(self) -> Finding:
-        inspected = self._inspected
-        lowest, highest = float(self.eigenvalues[0]), float(self.eigenvalues[-1])
-        rounding = 100 * inspected.epsilon * self._norm
-        # Fewer Ritz values than eigenvalues are inner bounds.
-        exact = inspected.size <= _STEPS
-        below, above = ("", "") if exact else (" or below", " or above")
-        if lowest < -rounding and inspected.operator.is_positive_semidefinite:
+    @property
+    def _rounding(self) -> float:
+        """The size of eigenvalues that rounding errors may make of zero."""
+        return max(100 * self._inspected.epsilon, self._inspected.core.rounding) * self._norm
+
+    def _of_semidefinite(self) -> Finding:
+        lowest, highest = self.eigenvalues[[0, -1]]
+        if lowest < -self._rounding:
             text = f"an eigenvalue of {lowest:.3g} or below, of a matrix that should have none"
             return Finding("curvature", "failed", text)
+        text = (
+            "positive semi-definite by construction; eigenvalues from "
+            f"{max(lowest, 0):.3g} or below to {highest:.3g} or above"
+        )
+        return Finding("curvature", "ok", text)
+
+    def _of_all(self) -> Finding:
+        """Report the signs of all eigenvalues."""
+        lowest, highest = self.eigenvalues[[0, -1]]
+        rounding = self._rounding
+        text = f"all eigenvalues are from {lowest:.3g} to {highest:.3g}"
+        if lowest > rounding:
+            return Finding("curvature", "ok", f"positive: {text}")
         if lowest < -rounding:
-            kind = "negative" if highest <= rounding else "indefinite"
-            least = _rounded_up(-lowest)
-            advice = f"; conjugate gradients need damping above {least}, or use MINRES"
-        elif lowest <= rounding:
-            kind, advice = "singular, or nearly so", "; conjugate gradients need some damping"
-        else:
-            kind, advice = "positive", ""
-        eigenvalues = f"eigenvalues from {lowest:.3g}{below} to {highest:.3g}{above}"
-        return Finding("curvature", "note" if advice else "ok", f"{kind}: {eigenvalues}{advice}")
+            kind = "negative" if highest < -rounding else "indefinite"
+            kind = "not positive" if -rounding <= highest <= rounding else kind
+            return Finding("curvature", "note", f"{kind}: {text}; {_need_damping(-lowest)}")
+        text += "; conjugate gradients need some damping"
+        return Finding("curvature", "note", f"singular up to rounding: {text}")
+
+    def _of_some(self, max_products: int, seed: int) -> Finding:
+        """Look for negative curvature, and report what was found."""
+        inspected = self._inspected
+        lowest, highest = self.eigenvalues[[0, -1]]
+        products, is_smallest, error = len(self.eigenvalues), False, 0.0
+        if not inspected.core.is_low:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ConvergenceWarning)  # the text says so
+                smallest = eigsh(
+                    inspected.operator,
+                    1,
+                    "SA",
+                    tol=_TOLERANCE,
+                    max_products=max(4, max_products),
+                    seed=seed,
+                )
+            products += smallest.products
+            if smallest.eigenvalues[0] <= lowest + self._rounding:
+                is_smallest, error = bool(smallest.converged[0]), float(smallest.residual_norms[0])
+            lowest = min(lowest, float(smallest.eigenvalues[0]))
+            self.eigenvalues[0] = lowest
+        below = "" if is_smallest else " or below"
+        found = f"found in {products} products"
+        text = f"the eigenvalues {found} are from {lowest:.3g}{below} to {highest:.3g} or above"
+        if lowest >= -self._rounding:
+            return Finding("curvature", "note", f"no negative curvature {found}: {text}")
+        kind = "indefinite" if highest > self._rounding else "negative curvature"
+        return Finding("curvature", "note", f"{kind}: {text}; {_need_damping(error - lowest)}")
 
     def _precision(self, rtol: float) -> Finding:
         inspected = self._inspected
@@ -176,13 +228,18 @@ class ProductInspection:
         attainable = inspected.epsilon * condition
         facts = f"condition number {condition:.2g} or more, rtol {rtol:.0e}"
         if attainable <= rtol:
-            return Finding("precision", "ok", f"{dtype} is enough: {facts}")
+            text = f"nothing speaks against {dtype}: {facts}"
+            return Finding("precision", "ok", text)
         error = f"solutions of linear systems may have a relative error of {attainable:.1g}"
         if attainable >= 1:
             error = "solutions of linear systems may consist of rounding errors"
         is_float64 = inspected.epsilon < 1e-12
         advice = "add damping" if is_float64 else "build the operator in float64, or add damping"
         return Finding("precision", "warning", f"in {dtype}, {error}: {facts}; {advice}")
+
+
+def _need_damping(least: float) -> str:
+    return f"conjugate gradients need damping above {_rounded_up(least)}, or use MINRES"
 
 
 def _rounded_up(number: float) -> str:

@@ -40,7 +40,9 @@ class CheckReport:
     findings : tuple of Finding
         The findings, in order; each has a `name`, an `outcome` and a `message`.
     eigenvalues : ndarray
-        Ritz values in increasing order. They lie inside the spectrum and estimate its ends.
+        All eigenvalues in increasing order, if there are at most `max_products`. Otherwise Ritz
+        values, which lie inside the spectrum; the first one is the smallest eigenvalue that was
+        found.
     seconds_per_product : float
         Median time of a product with one vector, not counting the first product.
     residual_bytes : int or None
@@ -108,7 +110,7 @@ class CheckReport:
 
     def __str__(self) -> str:
         warnings = [finding.name for finding in self.findings if finding.outcome == "warning"]
-        summary = f"nothing failed, look at {', '.join(warnings)}" if warnings else "all is well"
+        summary = f"nothing failed, look at {', '.join(warnings)}" if warnings else "no problem found"
         if not self.ok:
             summary = "FAILED"
         cost = f"{self.products} products, {self.gradient_evaluations} gradients"

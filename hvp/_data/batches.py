@@ -64,6 +64,11 @@ class Batches:
     weight : callable or None
         Takes the elements of a batch, as the loss does, and returns the weight of the batch. By
         default the weight is the number of examples.
+
+    Attributes
+    ----------
+    arrays : tuple or dict of arrays, or None
+        The data, if the batches are parts of arrays.
     """
 
     def __init__(
@@ -75,6 +80,7 @@ class Batches:
         if batch_size is not None:
             check_count(batch_size, "batch_size")
         self._source = _source(data, batch_size)
+        self.arrays = data if isinstance(data, (tuple, dict)) else None
         # Arrays that may still be divided into batches of any size, to fit a memory limit.
         self._whole = data if batch_size is None and isinstance(data, (tuple, dict)) else None
 
@@ -188,7 +194,7 @@ class OneBatch(Batches):
         weight = 1.0 if elements is NO_DATA else float(elements.examples)
         self._batch_of_all = Batch(0, elements, weight, 0)
 
-    examples = None
+    examples = arrays = None
     count = 1
 
     def those(self, wanted: Callable[[int], bool]) -> Iterator[Batch]:

@@ -96,6 +96,14 @@ class PredictionRule(Rule):
         state = _Chosen(model, read), prepared
         return Evaluated(output.value, state[0].vjp(output.outputs), state)
 
+    def value(self, batch: Arguments) -> Any:
+        """Return the loss of a batch alone, without derivatives."""
+
+        def loss(*elements: Any) -> Any:
+            return self.output_loss(self.predict(*elements), *elements[1:])
+
+        return batch.call(loss)
+
     def predict(self, *elements: Any) -> Any:
         """Return the model's predictions for the elements of a batch."""
         inputs = elements[:1]

@@ -107,6 +107,10 @@ class Rule(abc.ABC):
     def multiply(self, state: Any, vector: Parts) -> Parts:
         """Multiply by a vector. Must be linear in it."""
 
+    def value(self, batch: Arguments) -> Any:
+        """Return the loss of a batch alone, without derivatives; None if there is no loss."""
+        del batch
+
     def weights(self, variables: Sequence[tf.Variable]) -> Sequence[tf.Variable]:
         """Return the variables that values are computed from on the way to the results."""
         return variables
@@ -131,6 +135,9 @@ class HessianRule(Rule):
 
     def multiply(self, state: TapedGradient, vector: Parts) -> Parts:
         return state.vjp(vector)
+
+    def value(self, batch: Arguments) -> Any:
+        return batch.call(self.loss)
 
 
 @dataclass(frozen=True)

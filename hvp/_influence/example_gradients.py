@@ -88,8 +88,16 @@ class ExampleGradients:
             self._unroll(elements)
         function = self._function(elements)
         started = time.perf_counter()
-        with self._snapshot.preserving():
-            losses, rows = function(*elements.tensors)
+        try:
+            with self._snapshot.preserving():
+                losses, rows = function(*elements.tensors)
+        except tf.errors.InvalidArgumentError:
+            if not self._is_vectorized:
+                raise
+            # What TensorFlow has vectorized may fail when it runs: some calls of tf.stack, for one.
+            self._is_vectorized = False
+            self._functions.clear()
+            return self.of(elements)
         if self._seconds is not None and not self._is_vectorized:
             self._seconds += time.perf_counter() - started
         return losses, rows

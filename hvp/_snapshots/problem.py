@@ -22,7 +22,9 @@ from hvp._data.elements import (
     explain_dtypes,
 )
 from hvp._data.stacked_plan import StackedPlan
+from hvp._data.varied import varied_examples
 from hvp._engines.plan import Plan
+from hvp._engines.prediction_rule import PredictionRule
 from hvp._engines.rule import Arguments, Evaluated, HessianRule, Parts, Rule, WeightedSum
 from hvp._engines.settings import Settings
 from hvp._engines.single_plan import SinglePlan
@@ -35,8 +37,8 @@ from hvp._errors import (
     reason_of,
 )
 from hvp._recompute.keras_segments import segments_of
+from hvp._snapshots.means import EXAMPLES, refuse_coupling, refuse_sum
 from hvp._snapshots.snapshot import Snapshot
-from hvp._snapshots.sums import refuse_sum
 from hvp._vectors.strategies import process_count, strategy_of
 from hvp._vectors.variables import VariableNest, collect_variables
 
@@ -146,6 +148,11 @@ class Problem:
             return self.source
         return next(iter(self.source)).elements
 
+    def few_examples(self) -> Elements:
+        """Return a few examples that differ, of all data if these are arrays."""
+        arrays = self.source.arrays if isinstance(self.source, Batches) else None
+        return varied_examples(self.first_batch() if arrays is None else arrays, EXAMPLES)
+
     def snapshot(self, settings: Settings, inputs: Sequence[tf.Variable] = ()) -> Snapshot:
         """Evaluate at the values the variables have now.
 
@@ -189,7 +196,7 @@ class Problem:
             )
         with contextlib.ExitStack() as on_error:
             on_error.enter_context(contextlib.closing(snapshot))
-            self._refuse_sum(snapshot)
+            self._refuse_other_means(snapshot)
             on_error.pop_all()
         return snapshot
 
@@ -204,15 +211,22 @@ class Problem:
                     "remove or replace these entries",
                 ) from error
 
-    def _refuse_sum(self, snapshot: Snapshot) -> None:
-        """Refuse a loss that is a sum over the examples of a batch, where that is wrong."""
+    def _refuse_other_means(self, snapshot: Snapshot) -> None:
+        """Refuse a loss that is no mean over the examples of a batch, where that is wrong."""
         plan, rule = snapshot.plan, self.rule
-        combined = self.total or (plan.divides and plan.batches != 1)
-        if not (isinstance(rule, HessianRule) and combined) or self.weighs:
+        if self.source is NO_DATA or not isinstance(rule, (HessianRule, PredictionRule)):
             return
-        examples = self.source.examples if isinstance(self.source, Elements) else None
-        if self.source is not NO_DATA and not plan.averages(examples):
-            refuse_sum(rule, snapshot, self.first_batch())
+        divided = plan.divides and plan.batches != 1
+        if isinstance(rule, HessianRule) and (self.total or divided) and not self.weighs:
+            examples = self.source.examples if isinstance(self.source, Elements) else None
+            if not plan.averages(examples):
+                refuse_sum(rule, snapshot, self.few_examples())
+        # The mean over batches of the caller's own is what was asked for.
+        if divided and isinstance(self.source, Batches) and self.source.arrays is not None:
+            source = self.source
+            refuse_coupling(
+                rule, snapshot, self.few_examples(), lambda batch: source.weight_of(batch, 0)
+            )
 
     def _plan(self, settings: Settings, inputs: Sequence[tf.Variable]) -> Plan:
         nest, rule, added = collect_variables(self.variables), self.rule, self.regularization

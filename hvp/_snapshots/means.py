@@ -1,0 +1,125 @@
+"""Whether a loss is a mean over examples, as it must be where batches are averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import tensorflow as tf
+
+from hvp._data.elements import Elements
+from hvp._engines.rule import Rule
+from hvp._errors import InvalidLossError
+from hvp._runtime.strategies import outside_strategies
+from hvp._snapshots.snapshot import Snapshot
+
+# How many examples the loss is evaluated on.
+EXAMPLES = 4
+# A loss is a sum if it grows by the same amount when the examples are repeated, up to the part
+# _SLACK, and by more than that part of itself. It is a mean if it differs by less.
+_SLACK = 1e-3
+# What a loss raises that cannot be evaluated on so few examples.
+_ON_FEW = (TypeError, ValueError, tf.errors.OpError)
+
+
+@outside_strategies
+def refuse_sum(rule: Rule, snapshot: Snapshot, few: Elements) -> None:
+    """Raise `InvalidLossError` if a loss is a sum over the examples of a batch.
+
+    Parameters
+    ----------
+    rule : Rule
+        The matrix of the loss.
+    snapshot : Snapshot
+        The loss as it was evaluated, with the seeds that it used.
+    few : Elements
+        A few examples.
+    """
+    values = []
+    with snapshot.with_seeds():
+        for times in (1, 2, 3):
+            try:
+                examples = few.taken(np.tile(np.arange(few.examples), times))
+                values.append(float(rule.value(examples)))
+            except _ON_FEW:
+                return  # a loss of batches of one size is no sum over any number of examples
+    growth = np.diff(values)
+    size = np.abs(values).max()
+    if abs(growth[0]) > _SLACK * size and abs(growth[1] - growth[0]) <= _SLACK * abs(growth[0]):
+        raise InvalidLossError(
+            "the loss is a sum over examples: it grows in proportion to their number",
+            "a mean over the examples of a batch, since batches are averaged, or are multiplied by "
+            "their numbers of examples if reduction='sum'",
+            "use tf.reduce_mean, and pass reduction='sum' for the Hessian of the sum over all "
+            "examples",
+        )
+
+
+@outside_strategies
+def refuse_coupling(
+    rule: Rule, snapshot: Snapshot, few: Elements, weight: Callable[[Elements], float]
+) -> None:
+    """Raise `InvalidLossError` if the loss of a batch depends on several examples at once.
+
+    Parameters
+    ----------
+    rule, snapshot, few
+        As for `refuse_sum`.
+    weight : callable
+        Takes some examples, and returns how much they count in the mean over batches.
+    """
+    if snapshot.facts.draws or few.examples < 2:
+        return
+    half = few.examples // 2
+    batches = [few, few.part(0, half), few.part(half, few.examples)]
+    try:
+        losses = []
+        for batch in batches:
+            with snapshot.with_seeds():
+                losses.append(float(rule.value(batch)))
+        weights = [weight(batch) for batch in batches]
+    except _ON_FEW:
+        return
+    whole, mean = losses[0] * weights[0], losses[1] * weights[1] + losses[2] * weights[2]
+    size = sum(abs(loss * w) for loss, w in zip(losses, weights))
+    if not np.isfinite(whole) or abs(whole - mean) <= _SLACK * size:
+        return
+    raise InvalidLossError(
+        f"the loss of {few.examples} examples is {losses[0]:.6g}, and the mean of the losses of "
+        f"two halves of them {mean / weights[0]:.6g}: it depends on several examples at once",
+        "a mean over examples, each independent of the others, where batch_size, memory_limit or "
+        "devices divide the data",
+        "compare the shapes of labels and predictions first, because (n,) and (n, 1) give (n, n); "
+        "else evaluate all data at once, without these options; or pass batches of your own, such "
+        "as a list of (x, y), for the mean over these batches; or pass weight, if the loss divides "
+        "by something other than the number of examples",
+    )
+
+
+@outside_strategies
+def joint_and_mean_loss(
+    rule: Rule, snapshot: Snapshot, few: Elements
+) -> tuple[float, float] | None:
+    """Compare the loss of a few examples with the losses of each.
+
+    Parameters
+    ----------
+    rule, snapshot, few
+        As for `refuse_sum`.
+
+    Returns
+    -------
+    tuple of two floats, or None
+        The loss of all of them, and the mean of their losses; None if the loss cannot be evaluated
+        on so few examples.
+    """
+
+    def loss(start: int, end: int) -> float:
+        with snapshot.with_seeds():
+            return float(rule.value(few.part(start, end)))
+
+    count = few.examples
+    try:
+        return loss(0, count), float(np.mean([loss(i, i + 1) for i in range(count)]))
+    except _ON_FEW:
+        return None
