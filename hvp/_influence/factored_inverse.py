@@ -78,5 +78,3 @@ class FactoredInverse:
     def refresh(self) -> None:
         """Evaluate the matrix again, at the values that variables have now."""
         self._matrix.refresh()
-        self._inverse = self._matrix.inverse(self._damping)
-        self._root = self._root_of_matrix = None

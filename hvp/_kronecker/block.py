@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,8 @@ import tensorflow as tf
 
 # Below this size numpy's function for eigenvalues is as fast as scipy's.
 _SMALL = 16
+# Stands for a tensor that is passed later.
+_NOTHING = np.empty(0)
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,21 @@ class Block:
         """Return a block of arrays; see the attributes."""
         left, right = (None if b is None else tf.constant(b, dtype) for b in bases)
         return cls(names, kind, entries, left, right, scales, _tensor(scales, dtype))
+
+    @property
+    def tensors(self) -> list[tf.Tensor]:
+        """What products read."""
+        return [t for t in (self.left, self.right, self.tensor) if t is not None]
+
+    def with_tensors(self, tensors: Iterator[tf.Tensor]) -> Block:
+        """Return the block with others in place of `tensors`, for products in a graph."""
+        left, right = (None if b is None else next(tensors) for b in (self.left, self.right))
+        return replace(self, left=left, right=right, tensor=next(tensors))
+
+    def without_numbers(self) -> Block:
+        """Return a block of the same form that holds no numbers, for `with_tensors`."""
+        left, right = (None if b is None else _NOTHING for b in (self.left, self.right))
+        return replace(self, left=left, right=right, scales=np.empty(0), tensor=_NOTHING)
 
     @property
     def size(self) -> int:

@@ -13,7 +13,9 @@ import tensorflow as tf
 from hvp._derivatives.belonging import belonging_to
 from hvp._errors import HvpError, TooLargeError
 from hvp._graphs.compiled import Compiled
+from hvp._graphs.private import is_for_xla
 from hvp._kronecker.block import Block
+from hvp._kronecker.factors import Factors, with_tensors
 from hvp._operators.arithmetic import DtypePreserving
 from hvp._operators.damping import check_damping
 from hvp._runtime.arguments import check_count
@@ -40,33 +42,31 @@ class FactoredOperator(OneProcess, DtypePreserving):
         The space of the vectors.
     nest : VariableNest
         The variables.
-    blocks : callable
-        Returns the blocks, which together have all entries of the vectors.
+    factors : Factors
+        The blocks, which together have all entries of the vectors.
+    compiled : dict, optional
+        Compiled functions of matrices with blocks of the same forms.
+    origin : FactoredOperator, optional
+        The matrix that this one is made from, which it keeps alive.
     """
 
     def __init__(
-        self, space: Space, nest: VariableNest, blocks: Callable[[], Sequence[Block]]
+        self,
+        space: Space,
+        nest: VariableNest,
+        factors: Factors,
+        compiled: dict[str, Compiled] | None = None,
+        origin: FactoredOperator | None = None,
     ) -> None:
-        self._space, self._nest = space, nest
-        self._set(blocks)
+        self._space, self._nest, self._factors = space, nest, factors
+        self._origin = origin
+        # Functions of the same matrix share them: they differ in eigenvalues only.
+        self._compiled: dict[str, Compiled] = {} if compiled is None else compiled
         super().__init__(np.dtype(space.dtype.as_numpy_dtype), (space.size, space.size))
-
-    def _set(self, blocks: Callable[[], Sequence[Block]]) -> None:
-        """Replace the blocks by others, which are computed when they are needed."""
-        self._make_blocks: Callable[[], Sequence[Block]] | None = blocks
-        self._made: list[Block] = []
-        self._compiled: dict[str, Compiled] = {}
 
     @property
     def _blocks(self) -> list[Block]:
-        if self._make_blocks is not None:
-            self._made, self._make_blocks = list(self._make_blocks()), None
-            order = np.concatenate([block.entries.reshape(-1) for block in self._made])
-            is_sorted = bool(np.all(order[1:] > order[:-1]))
-            # The place of each entry of the vector among the entries of the blocks.
-            self._order = None if is_sorted else tf.constant(order)
-            self._places = None if is_sorted else tf.constant(np.argsort(order))
-        return self._made
+        return self._factors.current()
 
     __signature__: inspect.Signature
 
@@ -85,7 +85,8 @@ class FactoredOperator(OneProcess, DtypePreserving):
         return unflattened(self._space, vector)
 
     def __repr__(self) -> str:
-        counts = {kind: sum(b.kind == kind for b in self._blocks) for kind in _KINDS}
+        kinds = [block.kind for block in self._factors.held()]
+        counts = {kind: kinds.count(kind) for kind in _KINDS}
         blocks = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
         size = self.shape[0]
         return f"{type(self).__name__}({size} x {size}, {self.dtype.name}, blocks: {blocks})"
@@ -126,7 +127,7 @@ class FactoredOperator(OneProcess, DtypePreserving):
             The multiple, which is not negative.
         """
         damping = _not_negative(damping)
-        return self._function(lambda scales: scales + damping)
+        return self._of_scales(lambda scales: scales + damping)
 
     def inverse(self, damping: float = 0.0) -> FactoredOperator:
         """Return the inverse of the matrix plus a multiple of the identity.
@@ -148,8 +149,12 @@ class FactoredOperator(OneProcess, DtypePreserving):
             If the damped matrix is singular, up to rounding.
         """
         damping = _not_negative(damping)
-        self._refuse_singular(damping)
-        return self._function(lambda scales: 1 / (scales + damping))
+
+        def inverted(block: Block) -> Block:
+            self._refuse_singular(block, damping)
+            return block.scaled(lambda scales: 1 / (scales + damping), self._space.dtype)
+
+        return self._function(inverted)
 
     def sqrt(self, damping: float = 0.0) -> FactoredOperator:
         """Return the symmetric square root of the matrix plus a multiple of the identity.
@@ -160,7 +165,7 @@ class FactoredOperator(OneProcess, DtypePreserving):
             The multiple, which is not negative.
         """
         damping = _not_negative(damping)
-        return self._function(lambda scales: np.sqrt(scales + damping))
+        return self._of_scales(lambda scales: np.sqrt(scales + damping))
 
     def sample(
         self, count: int, damping: float = 0.0, *, examples: int = 1, seed: int = 0
@@ -217,16 +222,13 @@ class FactoredOperator(OneProcess, DtypePreserving):
         names = [name.partition(":")[0] for name in self._nest.names]
         places = select(variables, names, self._nest.variables)
         chosen = {self._nest.names[place] for place in places}
-        blocks = []
         for block in self._blocks:
-            own = set(block.names) & chosen
-            if own and set(block.names) - chosen:
+            if set(block.names) & chosen and set(block.names) - chosen:
                 raise HvpError(
                     f"the variables {', '.join(sorted(block.names))} share a block",
                     "all variables of a block, or none",
                     "choose the layer, which has all of them",
                 )
-            blocks += [block] if own else []
         starts = np.cumsum([0, *self._space.sizes])
         entries = np.concatenate([np.arange(starts[p], starts[p + 1]) for p in places])
         moved = np.full(self._space.size, -1)
@@ -237,8 +239,13 @@ class FactoredOperator(OneProcess, DtypePreserving):
             tuple(self._nest.names[p] for p in places),
             self._nest.source,
         )
-        own_blocks = [replace(block, entries=moved[block.entries]) for block in blocks]
-        return FactoredOperator(self._space.subspace(places), nest, lambda: own_blocks)
+
+        def own(blocks: Sequence[Block]) -> list[Block]:
+            chosen_blocks = [block for block in blocks if set(block.names) & chosen]
+            return [replace(block, entries=moved[block.entries]) for block in chosen_blocks]
+
+        factors = Factors(own, self._factors)
+        return FactoredOperator(self._space.subspace(places), nest, factors, origin=self)
 
     def to_dense(self, *, max_size: int = 4096) -> np.ndarray:
         """Return the whole matrix.
@@ -324,40 +331,63 @@ class FactoredOperator(OneProcess, DtypePreserving):
         *,
         back: bool = False,
     ) -> tf.Tensor:
-        blocks = self._blocks
-        if name not in self._compiled:
+        if tf.executing_eagerly():
+            blocks = self._blocks
+            tensors = [tensor for block in blocks for tensor in block.tensors]
+            return self._compiled_for(name, function, blocks, back)(rows, *tensors)
+        tensors, is_stale = self._factors.in_graph()
+        with tf.init_scope():
+            compiled = self._compiled_for(name, function, self._factors.held(), back)
+        result = (compiled.inline if is_for_xla() else compiled)(rows, *tensors)
+        return tf.where(is_stale, tf.cast(float("nan"), result.dtype), result)
 
-            def run(rows: tf.Tensor) -> tf.Tensor:
-                if self._order is not None:
-                    rows = tf.gather(rows, self._order, axis=1)
-                sizes = [block.size for block in blocks]
-                pieces = tf.split(rows, sizes, axis=1) if len(sizes) > 1 else [rows]
-                done = [function(block, piece) for block, piece in zip(blocks, pieces)]
-                whole = tf.concat(done, axis=1) if len(done) > 1 else done[0]
-                if back and self._places is not None:
-                    whole = tf.gather(whole, self._places, axis=1)
-                return whole
+    def _compiled_for(
+        self,
+        name: str,
+        function: Callable[[Block, tf.Tensor], tf.Tensor],
+        blocks: Sequence[Block],
+        back: bool,
+    ) -> Compiled:
+        if name in self._compiled:
+            return self._compiled[name]
+        forms = [block.without_numbers() for block in blocks]
+        order = np.concatenate([block.entries.reshape(-1) for block in forms])
+        is_sorted = bool(np.all(order[1:] > order[:-1]))
+        places = np.argsort(order)
 
-            spec = tf.TensorSpec([None, self._space.size], self._space.dtype)
-            self._compiled[name] = Compiled(run, [spec], False)
-        return self._compiled[name](rows)
+        def run(rows: tf.Tensor, *tensors: tf.Tensor) -> tf.Tensor:
+            own = with_tensors(forms, iter(tensors))
+            rows = rows if is_sorted else tf.gather(rows, order, axis=1)
+            sizes = [block.size for block in own]
+            pieces = tf.split(rows, sizes, axis=1) if len(sizes) > 1 else [rows]
+            done = [function(block, piece) for block, piece in zip(own, pieces)]
+            whole = tf.concat(done, axis=1) if len(done) > 1 else done[0]
+            return whole if is_sorted or not back else tf.gather(whole, places, axis=1)
 
-    def _function(self, function: Callable[[np.ndarray], np.ndarray]) -> FactoredOperator:
-        blocks = [block.scaled(function, self._space.dtype) for block in self._blocks]
-        return FactoredOperator(self._space, self._nest, lambda: blocks)
+        rows = tf.TensorSpec([None, self._space.size], self._space.dtype)
+        tensors = [tf.TensorSpec(t.shape, t.dtype) for block in blocks for t in block.tensors]
+        self._compiled[name] = Compiled(run, [rows, *tensors], False)
+        return self._compiled[name]
 
-    def _refuse_singular(self, damping: float) -> None:
-        for block in self._blocks:
-            scales = block.scales + damping
-            least, largest = float(scales.min()), float(scales.max())
-            unit = np.finfo(self.dtype).eps * _ROUNDING_ERRORS
-            if not least > unit * largest:
-                raise HvpError(
-                    f"the damped block of {', '.join(block.names)} is singular up to rounding: its "
-                    f"eigenvalues go from {least:.3g} to {largest:.3g}",
-                    "a positive definite matrix",
-                    f"pass damping > {unit * largest:.1g}",
-                )
+    def _of_scales(self, function: Callable[[np.ndarray], np.ndarray]) -> FactoredOperator:
+        return self._function(lambda block: block.scaled(function, self._space.dtype))
+
+    def _function(self, function: Callable[[Block], Block]) -> FactoredOperator:
+        factors = Factors(lambda blocks: [*map(function, blocks)], self._factors)
+        factors.current()  # so that what cannot be computed is refused now
+        return FactoredOperator(self._space, self._nest, factors, self._compiled, self)
+
+    def _refuse_singular(self, block: Block, damping: float) -> None:
+        scales = block.scales + damping
+        least, largest = float(scales.min()), float(scales.max())
+        unit = np.finfo(self.dtype).eps * _ROUNDING_ERRORS
+        if not least > unit * largest:
+            raise HvpError(
+                f"the damped block of {', '.join(block.names)} is singular up to rounding: its "
+                f"eigenvalues go from {least:.3g} to {largest:.3g}",
+                "a positive definite matrix",
+                f"pass damping > {unit * largest:.1g}",
+            )
 
 
 _KINDS = ("kronecker", "exact", "diagonal")

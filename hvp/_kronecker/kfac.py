@@ -12,6 +12,7 @@ import tensorflow as tf
 from hvp._derivatives.exact import exact_functions
 from hvp._engines.gauss_newton import GaussNewtonRule
 from hvp._engines.prediction_rule import PredictionRule
+from hvp._engines.settings import OnStale
 from hvp._errors import (
     HvpError,
     InvalidDataError,
@@ -25,6 +26,7 @@ from hvp._keras.compiled_loss import compiled_parts, likelihoods_of
 from hvp._keras.losses import preserved_losses
 from hvp._kronecker.block import Block, eigen, exact
 from hvp._kronecker.factored import FactoredOperator
+from hvp._kronecker.factors import Factors
 from hvp._kronecker.layers import EntrywiseLayer, Layer
 from hvp._kronecker.rule import Arrangement, ScalesRule, StatisticsRule
 from hvp._kronecker.traced_model import TracedModel
@@ -40,6 +42,7 @@ from hvp._snapshots.snapshot import Snapshot
 from hvp._vectors.resources import Resource, restored
 from hvp._vectors.space import Space
 from hvp._vectors.variables import all_variables, collect_variables
+from hvp._vectors.watch import Watch
 
 Fisher = Literal["type-2", "monte-carlo", "empirical"]
 Sharing = Literal["expand", "reduce"]
@@ -108,11 +111,17 @@ class KFAC(FactoredOperator):
         embedding is always diagonal.
     largest_exact : int, optional
         Exact blocks with more rows are kept as diagonals.
+    on_stale : {"raise", "refresh", "ignore"}, optional
+        What to do when the matrix, or anything made from it, is used after a variable changed that
+        the loss reads: raise `StaleOperatorError`, evaluate again, or go on with the factors of the
+        old values, as optimizers do for many steps.
     **options
         Of `HessianOperator`: `batch_size`, `memory_limit`, `devices`, `device_timeout`, `progress`.
 
     Raises
     ------
+    StaleOperatorError
+        If the matrix is used after a variable changed, depending on `on_stale`.
     HvpError
         If a weight is used in two ways, for example if an embedding is also the last layer; if
         weights belong to no layer and are too many for an exact block; or for the same reasons as
@@ -121,8 +130,8 @@ class KFAC(FactoredOperator):
     Notes
     -----
     The operator belongs to the values that the weights had at its last evaluation, until `refresh`
-    evaluates it again. It does not raise an error when weights change, because optimizers use it
-    for many steps.
+    evaluates it again. Whatever is made from it (`inverse`, `damped`, `sqrt`, `block`, and functions
+    that were compiled with these) then follows.
 
     K-FAC is an approximation, whose error `distance` estimates. It is exact for one layer and one
     example, and, in expectation, for deep linear networks. As a preconditioner of an exact solve it
@@ -172,6 +181,7 @@ class KFAC(FactoredOperator):
         sharing: Sharing = "expand",
         largest: int = 8192,
         largest_exact: int = 1024,
+        on_stale: OnStale = "raise",
         **options: Any,
     ) -> None:
         refuse_dict(data)
@@ -182,6 +192,7 @@ class KFAC(FactoredOperator):
         for name, value, choices in (
             ("fisher", fisher, get_args(Fisher)),
             ("sharing", sharing, get_args(Sharing)),
+            ("on_stale", on_stale, get_args(OnStale)),
         ):
             if value not in choices:
                 names = ", ".join(map(repr, choices))
@@ -213,7 +224,17 @@ class KFAC(FactoredOperator):
         if self._stand_ins:
             self._snapshot = self._evaluated(self._rule, self._stand_ins)
         self._averages = self._statistics()
-        super().__init__(space, nest, self._blocks_of(self._averages))
+        reads = [Resource.of(variable) for variable in nest.variables]
+        self._watch = Watch(reads if self._snapshot is None else self._snapshot.facts.reads)
+        self._on_stale = on_stale
+        looks = on_stale != "ignore"
+        factors = Factors(
+            self._blocks_of(self._averages),
+            watch=self._watch if looks else None,
+            check=self._make_sure if looks else None,
+        )
+        self._watch.set()
+        super().__init__(space, nest, factors)
 
     @classmethod
     def from_keras(
@@ -343,7 +364,19 @@ class KFAC(FactoredOperator):
         ]
         blocks = self._blocks_of(means)
         self._averages = means
-        self._set(blocks)
+        self._watch.set()
+        self._factors.replace(blocks)
+
+    def _make_sure(self) -> None:
+        """Do what `on_stale` says if weights have changed since the last evaluation."""
+        changed = self._watch.changed()
+        if changed and self._on_stale == "refresh":
+            self.refresh()
+        elif changed:
+            raise _stale(changed)
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()[:-1]}{', stale' if self._watch.changed() else ''})"
 
     @Uninterrupted()
     def distance(self, probes: int = 16, *, seed: int = 0) -> dict[str, float]:
@@ -373,19 +406,15 @@ class KFAC(FactoredOperator):
             If weights have changed since the last evaluation.
         """
         check_count(probes, "probes")
-        changed = [] if self._snapshot is None else self._snapshot.changed()
+        changed = self._watch.changed()
         if changed:
-            raise StaleOperatorError(
-                f"variables that the loss reads have changed: {quoted(changed)}",
-                "the values at which the factors were evaluated",
-                "call refresh()",
-            )
-        blocks = self._blocks
-        own = FactoredOperator(self._space, self._nest, lambda: blocks)
+            raise _stale(changed)
+        blocks = self._factors.held()
+        own = FactoredOperator(self._space, self._nest, Factors(lambda: blocks))
         true = self._true_operator()
         random = np.random.default_rng(seed)
         distances = {}
-        for block in self._blocks:
+        for block in blocks:
             places = block.entries.reshape(-1)
             vectors = np.zeros((self.shape[0], probes), self.dtype)
             vectors[places] = random.standard_normal((len(places), probes))
@@ -603,6 +632,15 @@ class EKFAC(KFAC):
             complete[place] = blocks[place].with_scales(array, self._space.dtype)
         self._scales_snapshot.release_gradient()
         return complete
+
+
+def _stale(changed: Sequence[str]) -> StaleOperatorError:
+    return StaleOperatorError(
+        f"variables that the loss reads have changed: {quoted(changed)}",
+        "the values at which the factors were evaluated",
+        "call refresh(), or pass on_stale='refresh'; or on_stale='ignore', to go on with the "
+        "factors of the old values",
+    )
 
 
 _INSTEAD = {

@@ -493,8 +493,8 @@ def test_losses_that_are_not_means_are_refused():
 
 WRONG = {
     "solver": ({"solver": "lissa"}, "'auto' or 'exact'"),
-    "weight": ({"weight": lambda x, y: 1.0}, "weight is given"),
-    "reduction": ({"reduction": "sum"}, "reduction is given"),
+    "weight": ({"weight": lambda x, y: 1.0}, "no argument weight"),
+    "reduction": ({"reduction": "sum"}, "no argument reduction"),
     "progress": ({"progress": 3}, "progress is 3"),
     "damping": ({"damping": np.nan}, "damping is nan"),
 }

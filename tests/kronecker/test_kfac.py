@@ -9,7 +9,7 @@ from keras import layers
 from scipy.sparse.linalg import cg
 
 import hvp
-from tests.cases import long
+from tests.cases import long, random
 from tests.kronecker.test_layers import cross_entropy, problem
 
 
@@ -376,7 +376,7 @@ def test_singular_matrices_have_no_inverse():
         ({"fisher": "monte-carlo"}, "The argument likelihood is None"),
         ({"fisher": "empirical", "likelihood": "gaussian"}, "A likelihood is passed"),
         ({"largest": -1}, "The argument largest is -1"),
-        ({"damping": 1.0}, "The argument damping is given"),
+        ({"damping": 1.0}, "no argument damping.*damped"),
         ({"likelihood": "categorical"}, "not a multiple of the Fisher matrix"),
     ],
 )
@@ -401,14 +401,71 @@ def test_regularizers_are_refused_and_the_matrix_without_them_is_not():
 def test_changed_weights():
     model, data = problem("dense")
     K = hvp.KFAC(model, cross_entropy, model, data)
-    before, parts = K.to_dense(), K.unflatten(np.arange(K.shape[0], dtype="float32"))
+    parts = K.unflatten(np.arange(K.shape[0], dtype="float32"))
     np.testing.assert_array_equal(K.flatten(parts), np.arange(K.shape[0]))
     model.layers[0].kernel.assign(2 * model.layers[0].kernel)
-    np.testing.assert_array_equal(K.to_dense(), before)
-    with pytest.raises(hvp.StaleOperatorError, match="call refresh"):
-        K.distance()
+    assert "stale" in repr(K)
+    inverse = None
+    for use in (K.to_dense, K.distance, K.inverse, lambda: K.product(tf.zeros(K.shape[0]))):
+        with pytest.raises(hvp.StaleOperatorError, match="call refresh"):
+            inverse = use()
+    assert inverse is None
     K.refresh()
     K.distance(2)
+
+
+@pytest.mark.parametrize("jit_compile", [None, True])
+@pytest.mark.parametrize("kind", [hvp.KFAC, hvp.EKFAC])
+def test_what_is_made_from_a_matrix_follows_it(kind, jit_compile):
+    """After a refresh, eagerly and in functions that were traced before; and stale before it."""
+    model, data = problem("dense")
+    K = kind(model, cross_entropy, model, data)
+    first = model.layers[0]
+    made = {
+        "inverse": lambda K: K.inverse(0.1),
+        "root of the inverse": lambda K: K.inverse(0.1).sqrt(),
+        "damped": lambda K: K.damped(0.3),
+        "block": lambda K: K.block(first).inverse(0.2),
+    }
+    operators = {name: make(K) for name, make in made.items()}
+    functions = {
+        name: tf.function(lambda v, A=A: A.product(v), jit_compile=jit_compile)
+        for name, A in operators.items()
+    }
+    vectors = {name: tf.constant(random(1, A.shape[0])) for name, A in operators.items()}
+    before = {name: functions[name](vectors[name]).numpy() for name in made}
+    for variable in model.trainable_variables:
+        variable.assign(3 * variable + 0.1)
+    for name, A in operators.items():
+        with pytest.raises(hvp.StaleOperatorError):
+            A @ vectors[name].numpy()
+        if jit_compile:
+            assert np.isnan(functions[name](vectors[name])).all()
+        else:
+            with pytest.raises(tf.errors.OpError, match="call refresh"):
+                functions[name](vectors[name])
+    K.refresh()
+    fresh = kind(model, cross_entropy, model, data)
+    for name, make in made.items():
+        want = make(fresh) @ vectors[name].numpy()
+        scale = np.abs(want).max()
+        np.testing.assert_allclose(operators[name] @ vectors[name].numpy(), want, atol=1e-4 * scale)
+        np.testing.assert_allclose(functions[name](vectors[name]), want, atol=1e-4 * scale)
+        assert np.abs(before[name] - want).max() > 1e-2 * scale
+
+
+def test_the_factors_of_the_old_values_if_asked_for():
+    model, data = problem("dense")
+    K = hvp.KFAC(model, cross_entropy, model, data, on_stale="ignore")
+    follows = hvp.KFAC(model, cross_entropy, model, data, on_stale="refresh").inverse(0.1)
+    inverse, v = K.inverse(0.1), random(2, K.shape[0])
+    old = inverse @ v
+    model.layers[0].kernel.assign(2 * model.layers[0].kernel)
+    np.testing.assert_array_equal(inverse @ v, old)
+    new = hvp.KFAC(model, cross_entropy, model, data).inverse(0.1) @ v
+    np.testing.assert_allclose(follows @ v, new, atol=1e-4 * np.abs(new).max())
+    with pytest.raises(hvp.HvpError, match="on_stale is 'never'"):
+        hvp.KFAC(model, cross_entropy, model, data, on_stale="never")
 
 
 def test_no_examples():

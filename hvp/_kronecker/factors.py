@@ -1,0 +1,155 @@
+"""The blocks of a Kronecker-factored matrix, as they are now, for all that is made from it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import tensorflow as tf
+
+from hvp._errors import ClosedOperatorError
+from hvp._graphs.private import is_for_xla
+from hvp._kronecker.block import Block
+from hvp._vectors.resources import differ
+from hvp._vectors.slot import Slot
+from hvp._vectors.watch import Watch
+
+Blocks = Sequence[Block]
+
+
+class Factors:
+    """The blocks of a matrix, or of a function of another matrix, which they follow.
+
+    Parameters
+    ----------
+    make : callable
+        Takes nothing, and returns the blocks; or takes those of `source`.
+    source : Factors, optional
+        Those of the matrix that this one is a function of.
+    watch : Watch, optional
+        The variables that the blocks depend on, where it matters whether they have changed.
+    check : bound method, optional
+        Makes sure, in Python, that they have not changed: raises an error, or evaluates again.
+
+    Attributes
+    ----------
+    version : int
+        How often the blocks of the matrix were replaced.
+    """
+
+    def __init__(
+        self,
+        make: Callable[..., Blocks],
+        source: Factors | None = None,
+        *,
+        watch: Watch | None = None,
+        check: Callable[[], Any] | None = None,
+    ) -> None:
+        self._make, self._source, self._watch = make, source, watch
+        # TensorFlow keeps Python functions of graphs: they must keep no matrix.
+        self._check = None if check is None else weakref.WeakMethod(check)
+        self.version, self._made_at = 0, -1
+        self._made: list[Block] = []
+        self._cells: list[Slot] = []
+        self._watched: list[Slot] = []
+        self._followers: weakref.WeakSet[Factors] = weakref.WeakSet()
+
+    @property
+    def root(self) -> Factors:
+        """Those of the matrix itself."""
+        return self if self._source is None else self._source.root
+
+    def current(self) -> list[Block]:
+        """Return the blocks, having made sure that they are those of the variables' values."""
+        self.root.make_sure()
+        return self.held()
+
+    def held(self) -> list[Block]:
+        """Return the blocks of the last evaluation."""
+        version = self.root.version
+        if self._made_at != version:
+            arguments = [] if self._source is None else [self._source.held()]
+            self._made, self._made_at = list(self._make(*arguments)), version
+        return self._made
+
+    def replace(self, make: Callable[[], Blocks]) -> None:
+        """Replace the blocks of the matrix by those of another evaluation."""
+        self._make = make
+        self.version += 1
+        for follower in [*self._followers]:
+            follower.fill()
+
+    def make_sure(self) -> bool:
+        """Raise an error if variables have changed, or evaluate again."""
+        if self._check is not None:
+            check = self._check()
+            if check is None:
+                raise ClosedOperatorError(
+                    "the matrix no longer exists, and variables have changed",
+                    "a matrix that is kept for as long as the function is called",
+                )
+            check()
+        return True
+
+    def fill(self) -> None:
+        """Let graphs read the blocks of now."""
+        for cell, tensor in zip(self._cells, _tensors(self.held())):
+            cell.assign(tensor)
+        if self._watched and self._watch is not None:
+            for cell, value in zip(self._watched, self._watch.values):
+                cell.assign(value)
+
+    def in_graph(self) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """Return what products read in the graph being traced, and whether it is out of date.
+
+        What XLA compiles cannot ask Python; elsewhere the graph raises an error, or waits for
+        another evaluation, and nothing is out of date.
+        """
+        root = self.root
+        with tf.init_scope():
+            root.make_cells(())
+            self.make_cells(_tensors(self.held()))
+        root.follow(self)
+        changed = root.changed()
+        if is_for_xla():
+            return [cell.read() for cell in self._cells], changed
+        make_sure = root.make_sure
+        asked = tf.cond(
+            changed, lambda: tf.py_function(make_sure, [], tf.bool), lambda: tf.constant(True)
+        )
+        with tf.control_dependencies([asked]):
+            return [cell.read() for cell in self._cells], tf.constant(False)
+
+    def follow(self, other: Factors) -> None:
+        """Fill the cells of factors that are made from these whenever these are replaced."""
+        self._followers.update({self, other})
+
+    def changed(self) -> tf.Tensor:
+        """Whether variables have changed since the evaluation, in the graph being traced."""
+        pairs = zip([] if self._watch is None else self._watch.read, self._watched)
+        changed = [differ(resource.read(), cell.read()) for resource, cell in pairs]
+        return tf.reduce_any(changed) if changed else tf.constant(False)
+
+    def make_cells(self, tensors: Sequence[tf.Tensor]) -> None:
+        """Make variables that hold tensors, and the values of what is watched, for graphs."""
+
+        def make() -> None:
+            if not self._cells:
+                self._cells = [Slot(tensor, tensor.shape) for tensor in tensors]
+            if not self._watched and self._watch is not None:
+                self._watched = [Slot(v, tf.TensorShape(None)) for v in self._watch.values]
+
+        # A tf.function that is being traced claims all variables created in its thread.
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(make).result()
+
+
+def _tensors(blocks: Blocks) -> list[tf.Tensor]:
+    return [tensor for block in blocks for tensor in block.tensors]
+
+
+def with_tensors(blocks: Blocks, tensors: Iterator[tf.Tensor]) -> list[Block]:
+    """Return blocks that read others in place of their tensors."""
+    return [block.with_tensors(tensors) for block in blocks]
