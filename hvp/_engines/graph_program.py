@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,13 +22,21 @@ from hvp._engines.trace import TracedGraph
 from hvp._engines.transposition import TransposedProduct
 from hvp._graphs.broadcasts import broadcast_instead_of_repeating
 from hvp._graphs.compiled import Compiled, JitCompile
-from hvp._graphs.dataflow import CALLS, CONTROL_FLOW, KEPT_WHOLE, functions_of, output_dtypes
+from hvp._graphs.dataflow import (
+    BRANCHES,
+    CALLS,
+    CONTROL_FLOW,
+    KEPT_WHOLE,
+    functions_of,
+    input_dtypes,
+    output_dtypes,
+)
 from hvp._graphs.folding import fold_shapes
 from hvp._graphs.inline import inline_calls
 from hvp._graphs.low_precision import in_low_precision
 from hvp._graphs.matrix_products import for_many_vectors
 from hvp._graphs.merging import merge_equal_operations
-from hvp._graphs.parts import import_part, nbytes, node_of
+from hvp._graphs.parts import data_inputs, import_part, nbytes, node_of
 from hvp._graphs.place import HERE, Place
 from hvp._graphs.schedule import in_order_if_large
 from hvp._graphs.sizes import BORROWED, take_sizes
@@ -36,6 +45,8 @@ from hvp._graphs.wide import in_float64
 from hvp._vectors.packing import Packing
 from hvp._vectors.resources import Resource, differ
 from hvp._vectors.space import Space
+
+_log = logging.getLogger("hvp")
 
 
 class Results(NamedTuple):
@@ -95,6 +106,9 @@ class GraphProgram:
         What runs for each product, and what runs once per point.
     product : GraphProduct
         The products.
+    passes_lists : bool
+        Whether lists of tensors pass through loops or branches of a product, which XLA cannot
+        compile.
 
     Raises
     ------
@@ -155,6 +169,13 @@ class GraphProgram:
     def _compile(self, packs: bool = True) -> None:
         """Trace and compile the two functions, the residuals packed where that saves time."""
         jit_compile, report = self._settings
+        self.passes_lists = _passes_lists(self.product_part)
+        if jit_compile and self.passes_lists:
+            # XLA refuses some of these with an error, and ends the process at others.
+            jit_compile = False
+            reason = "a loop or branch in the loss passes on lists of tensors"
+            _log.warning("XLA cannot compile a product: %s", reason)
+            report(f"XLA cannot compile a product ({reason}); TensorFlow runs it without XLA")
         self._packs = packs
         self._packing: Packing | None = None
         self._complete = not packs
@@ -349,6 +370,21 @@ def _joined_if_small(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
     """Concatenate tensors where that is faster than to look at each of them."""
     packing = Packing([tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors])
     return packing.pack(tensors) if packing.pays else tensors
+
+
+def _passes_lists(part: Any) -> bool:
+    """Whether lists of tensors enter a part of a graph, or pass through a branch of it."""
+    functions = [function.node_def for function in part.library.function]
+    branches = (node for nodes in (part.node, *functions) for node in nodes if node.op in BRANCHES)
+    types = {dtype for node in branches for dtype in (*input_dtypes(node), *output_dtypes(node))}
+    computed = {node.name for node in part.node}
+    entering = {
+        dtype
+        for node in part.node
+        for tensor, dtype in zip(data_inputs(node), input_dtypes(node))
+        if node_of(tensor) not in computed
+    }
+    return tf.variant in types | entering
 
 
 def _has_functions(node: Any) -> bool:

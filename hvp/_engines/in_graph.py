@@ -17,7 +17,7 @@ import tensorflow as tf
 from hvp._engines.graph_map import GraphMap
 from hvp._engines.graph_program import GraphProgram
 from hvp._engines.linear_map import LinearMap, Store
-from hvp._errors import ClosedOperatorError
+from hvp._errors import ClosedOperatorError, GraphModeError
 from hvp._graphs.compiled import Compiled
 from hvp._graphs.private import is_for_xla
 from hvp._vectors.resources import Resource, differ
@@ -138,6 +138,14 @@ class InGraph(Store):
             Vectors.
         """
         xla = is_for_xla()
+        if xla and self._program.passes_lists:
+            raise GraphModeError(
+                "a function with jit_compile=True multiplies by the matrix of a loss with loops or "
+                "branches that pass on lists of tensors",
+                "products that XLA can compile",
+                "leave out jit_compile=True; or write the loops out, for a recurrent layer of "
+                "Keras with unroll=True",
+            )
         there = self._there.read_value()
         if xla:
             amiss = tf.logical_not(there) | self._changed(copies=False)

@@ -22,7 +22,8 @@ Vertex = tuple[Any, ...]
 _Argument = tuple[str, str, str, int, str]
 
 LOOPS = frozenset({"While", "StatelessWhile"})
-CONTROL_FLOW = LOOPS | {"Case", "If", "StatelessCase", "StatelessIf"}
+BRANCHES = frozenset({"Case", "If", "StatelessCase", "StatelessIf"})
+CONTROL_FLOW = LOOPS | BRANCHES
 # Prefix of the names of the gradient functions that `hvp.recompute` registers.
 RECOMPUTED_GRADIENT = "HvpRecomputed"
 CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})

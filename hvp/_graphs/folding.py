@@ -7,18 +7,18 @@ graph asks for these shapes when it runs, and thereby for values that it does no
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from hvp._graphs.parts import data_inputs, node_of
+from hvp._graphs.parts import data_inputs, in_topological_order, node_of
 from hvp._graphs.sizes import note_shapes, shapes_of
 
 
 def fold_shapes(graph_def: Any) -> None:
-    """Replace, in place, shapes that are noted and inverses of constant permutations.
+    """Replace, in place, shapes that are noted, and what is computed from them and constants.
 
     Parameters
     ----------
@@ -26,16 +26,40 @@ def fold_shapes(graph_def: Any) -> None:
         A graph without calls, in which the shapes of results are noted.
     """
     nodes = {node.name: node for node in graph_def.node}
-    for node in graph_def.node:
+    for node in in_topological_order(nodes):
         value = None
         if node.op == "Shape":
             value = _shape_of(data_inputs(node)[0], nodes)
-        elif node.op == "InvertPermutation":
-            source = nodes.get(node_of(data_inputs(node)[0]))
-            if source is not None and source.op == "Const":
-                value = np.argsort(tf.make_ndarray(source.attr["value"].tensor))
+        elif node.op in _OF_CONSTANTS and node.attr[_OF_CONSTANTS[node.op][0]].type in _INTEGERS:
+            sources = [nodes.get(node_of(tensor)) for tensor in data_inputs(node)]
+            if all(source is not None and source.op == "Const" for source in sources):
+                values = [tf.make_ndarray(source.attr["value"].tensor) for source in sources]
+                value = _OF_CONSTANTS[node.op][1](node, *values)
         if value is not None:
             _make_constant(node, value)
+
+
+def _slice(node: Any, values: np.ndarray, *bounds: np.ndarray) -> np.ndarray | None:
+    """Return a strided slice of a vector of sizes; None for other slices."""
+    masks = {name: node.attr[name].i for name in node.attr if name.endswith("_mask")}
+    if values.ndim != 1 or masks.pop("ellipsis_mask", 0) or masks.pop("new_axis_mask", 0):
+        return None
+    begin, end, step = (int(bound[0]) for bound in bounds)
+    if masks.get("shrink_axis_mask"):
+        return values[begin]
+    start = None if masks.get("begin_mask") else begin
+    return values[start : None if masks.get("end_mask") else end : step]
+
+
+# What sizes are computed with: the attribute with their type, and the same in NumPy.
+_OF_CONSTANTS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "ConcatV2": ("T", lambda node, *values: np.concatenate(values[:-1], int(values[-1]))),
+    "Fill": ("T", lambda node, dims, value: np.full(dims, value)),
+    "InvertPermutation": ("T", lambda node, values: np.argsort(values)),
+    "Pack": ("T", lambda node, *values: np.stack(values, node.attr["axis"].i)),
+    "StridedSlice": ("T", _slice),
+}
+_INTEGERS = frozenset({tf.int32.as_datatype_enum, tf.int64.as_datatype_enum})
 
 
 def _shape_of(tensor: str, nodes: Mapping[str, Any]) -> np.ndarray | None:
@@ -51,7 +75,7 @@ def _make_constant(node: Any, value: np.ndarray) -> None:
     """Turn a node into a constant of the type of its result."""
     name = "out_type" if node.op == "Shape" else "T"
     dtype = tf.as_dtype(node.attr[name].type or tf.int32.as_datatype_enum)
-    tensor = tf.make_tensor_proto(value, dtype, value.shape)
+    tensor = tf.make_tensor_proto(value, dtype, np.shape(value))
     shapes, device, own_name = shapes_of(node), node.device, node.name
     node.Clear()
     node.name, node.op, node.device = own_name, "Const", device

@@ -74,6 +74,9 @@ def cut_out(graph_def: Any, names: set[str], *, keep_controls: bool) -> Any:
         Whether to keep the control edges between them.
     """
     part = tf.compat.v1.GraphDef(versions=graph_def.versions)
+    # Nested loops wait for placeholders of variables, in whose place tensors are imported.
+    fed = {node.name for node in graph_def.node if node.op == "Placeholder"}
+    waits_for = names - fed if keep_controls else set()
     for node in graph_def.node:
         if node.name in names:
             copy = part.node.add()
@@ -82,7 +85,7 @@ def cut_out(graph_def: Any, names: set[str], *, keep_controls: bool) -> Any:
             copy.input.extend(
                 tensor
                 for tensor in node.input
-                if not tensor.startswith("^") or (keep_controls and node_of(tensor) in names)
+                if not tensor.startswith("^") or node_of(tensor) in waits_for
             )
     functions = {f.signature.name: f for f in graph_def.library.function}
     called: dict[str, None] = {}

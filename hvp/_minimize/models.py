@@ -38,6 +38,11 @@ class WholeModel:
         """Whether `hessian` is the derivative of the gradient, and not another matrix."""
         return self.points.is_hessian
 
+    def begin(self) -> None:
+        """Begin a run, in which variables that are not minimized over have the values of now."""
+        if self.points.begin():
+            self._current = None
+
     def current_point(self, iteration: int, moved: bool) -> Point:
         """Return the loss at the current values of the variables.
 
@@ -129,6 +134,7 @@ class SampledModel(WholeModel):
         # A sample is evaluated in one piece.
         batching = ("batch_size", "memory_limit")
         sample_options = {key: value for key, value in options.items() if key not in batching}
+        on_stale = {"on_stale": sample_options.pop("on_stale")}
         if gradient_batch_size is None:
             points = Points.of(rule, variables, data, products=False, **options)
         else:
@@ -139,6 +145,7 @@ class SampledModel(WholeModel):
                 variables,
                 products=False,
                 inputs=samples.variables,
+                **on_stale,
                 **sample_options,
             )
         super().__init__(points)

@@ -87,6 +87,10 @@ class NewtonCG(OneProcess, tf.Module):
         Rank of the approximation. For ``"recycled"``, 100 is a good choice.
     seed : int, optional
         Seed of samples and sketches.
+    on_stale : {"raise", "refresh"}, optional
+        What to do if, between two steps of a run, a variable changes that the loss reads but that is
+        not minimized over: raise `StaleOperatorError`, or evaluate the loss again. A new run begins
+        with the values of then in any case.
     **options
         Options of `HessianOperator`: `batch_size`, `memory_limit`, `reduction`, `regularization`,
         `weight`, `engine`, `jit_compile`, `recompute`, `precision`, `devices`, `device_timeout`.
@@ -161,6 +165,7 @@ class NewtonCG(OneProcess, tf.Module):
         preconditioner: Literal["diagonal", "nystrom", "recycled"] | None = None,
         rank: int = 20,
         seed: int = 0,
+        on_stale: Literal["raise", "refresh"] = "raise",
         **options: Any,
     ) -> None:
         refuse_forks()
@@ -176,6 +181,7 @@ class NewtonCG(OneProcess, tf.Module):
             seed=seed,
         )
         loss = check_operator(loss, variables, data, curvature, options)
+        options["on_stale"] = on_stale
         if hessian_batch_size is None:
             if gradient_batch_size is not None:
                 raise HvpError(
@@ -381,6 +387,7 @@ class NewtonCG(OneProcess, tf.Module):
         The variables keep their values. The counts of evaluations and products go on.
         """
         self._state.reset()
+        self._iteration.model.begin()
 
     def close(self) -> None:
         """Release the linearizations; the next step evaluates the loss again."""

@@ -49,6 +49,7 @@ class NewtonRun:
     ) -> OptimizeResult:
         """Take steps; the arguments are those of `NewtonCG.minimize`."""
         iteration, target, rejected = self._iteration, None, 0
+        iteration.model.begin()
         # Another matrix does not tell whether the point is a saddle.
         leave_saddles = leave_saddles and iteration.model.is_hessian
         while True:

@@ -348,6 +348,14 @@ class Points:
         for point in self._points:
             point.release()
 
+    def begin(self) -> bool:
+        """Release all points if they are stale, without an error; return whether they were."""
+        is_stale = bool(self._watch.changed())
+        if is_stale:
+            self.forget()
+            self._watch.set()
+        return is_stale
+
     def forget_if_stale(self) -> bool:
         """Release all points if they are stale, and return whether they were.
 
@@ -360,18 +368,15 @@ class Points:
             If they are stale and `on_stale` is ``"raise"``.
         """
         changed = self._watch.changed()
-        if not changed:
-            return False
-        self.forget()
-        self._watch.set()
-        if self._on_stale == "raise":
+        if self.begin() and self._on_stale == "raise":
             raise StaleOperatorError(
                 "variables that the loss reads, and that are not minimized over, have changed: "
                 + ", ".join(map(repr, changed)),
                 "the same function throughout the minimization",
-                "leave these variables alone during a run, or start a new run after each change",
+                "leave these variables alone during a run, or start a new run after each change; or "
+                "pass on_stale='refresh'",
             )
-        return True
+        return bool(changed)
 
     def _evaluate(self, point: Point, x: Any, key: np.ndarray | None) -> Point:
         self.position.write(x)

@@ -100,9 +100,9 @@ def test_which_is_faster_is_measured(fast, slow, monkeypatch):
 def test_what_xla_cannot_compile_is_computed_without(jit_compile, caplog):
     """A loop's intermediate values are in lists, which XLA takes from nobody."""
     case = CASES["while_loop"]("float64")
-    H = hvp.HessianOperator(case.loss, case.variables, jit_compile=jit_compile)
     plain = hvp.HessianOperator(case.loss, case.variables)
     with caplog.at_level(logging.WARNING, "hvp"):
+        H = hvp.HessianOperator(case.loss, case.variables, jit_compile=jit_compile)
         block = H @ np.eye(4)
         got = H @ np.ones(4)
     assert relative_error(block, plain.to_dense()) < 1e-12
@@ -111,6 +111,28 @@ def test_what_xla_cannot_compile_is_computed_without(jit_compile, caplog):
     assert H.stats.note.count("XLA cannot compile") == 1
     assert "loop or branch" in H.stats.note
     assert "XLA cannot compile" in caplog.text
+
+
+@pytest.mark.parametrize("jit_compile", [True, "auto"])
+def test_xla_is_not_tried_where_lists_pass_through_a_branch(jit_compile):
+    """It would end the process, at a block of columns after a single product."""
+    w = tf.Variable([0.1, 0.2, 0.3], dtype=tf.float64)
+    one = tf.ones([], tf.float64)
+
+    def scanned():
+        return tf.reduce_sum(tf.scan(lambda a, x: a * x * w[2], w, initializer=one))
+
+    def loss():
+        return tf.cond(w[0] > 0, scanned, lambda: tf.reduce_sum(w)) ** 2
+
+    H = hvp.HessianOperator(loss, w, jit_compile=jit_compile)
+    plain = hvp.HessianOperator(loss, w)
+    assert relative_error(H @ np.ones(3), plain @ np.ones(3)) < 1e-12
+    assert relative_error(H @ np.eye(3), dense_hessian(Problem(loss, w))) < 1e-8
+    assert H.stats.jit_compile is False
+    in_graph = tf.function(lambda v: H.product(v), jit_compile=True)
+    with pytest.raises(hvp.GraphModeError, match="leave out jit_compile"):
+        in_graph(tf.ones(3, tf.float64))
 
 
 def test_the_argument_is_checked():

@@ -29,6 +29,34 @@ def test_what_is_known_becomes_a_constant():
         assert any(np.array_equal(value, want) and value.dtype == np.int32 for value in values)
 
 
+def test_sizes_that_are_computed_from_constants():
+    raw, c = tf.raw_ops, lambda *values: tf.constant(values, tf.int32)
+
+    def function(x):
+        shape = raw.Shape(input=x)
+        ones = raw.Fill(dims=c(2), value=tf.constant(1))
+        cut = {"begin_mask": 0, "end_mask": 0, "ellipsis_mask": 0, "new_axis_mask": 0}
+        return [
+            raw.ConcatV2(values=[ones, shape], axis=tf.constant(0)),
+            raw.StridedSlice(input=shape, begin=c(1), end=c(2), strides=c(1), **cut, shrink_axis_mask=1),
+            raw.StridedSlice(input=shape, begin=c(0), end=c(-1), strides=c(1), **cut, shrink_axis_mask=0),
+            raw.Pack(values=[raw.StridedSlice(input=shape, begin=c(0), end=c(1), strides=c(1), **cut,
+                                              shrink_axis_mask=1), tf.constant(7)], axis=0),
+        ]  # fmt: skip
+
+    concrete = tf.function(function, autograph=False).get_concrete_function(tf.TensorSpec([4, 3]))
+    graph_def = graph_def_with_shapes(concrete.graph)
+    fold_shapes(graph_def)
+    nodes = {node.name: node for node in graph_def.node}
+    made = [nodes[nodes[tensor.name.partition(":")[0]].input[0]] for tensor in concrete.outputs]
+    want = [[1, 1, 4, 3], 3, [4], [4, 7]]
+    for node, value in zip(made, want):
+        assert node.op == "Const"
+        found = tf.make_ndarray(node.attr["value"].tensor)
+        assert found.dtype == np.int32
+        np.testing.assert_array_equal(found, value)
+
+
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_transposed_products_of_attention_have_as_few_matrix_products(jit_compile):
     """Each way takes two for the weights, and two for each product of two activations."""

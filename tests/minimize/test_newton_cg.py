@@ -290,17 +290,48 @@ def test_losses_without_a_minimum_end():
 
 
 def test_a_frozen_variable_that_changes():
-    """The first run after the change raises before any work; the next minimizes the new loss."""
+    """Between two steps it raises an error once; a new run minimizes the new loss."""
     w, scale = tf.Variable([3.0, 1.0]), tf.Variable(1.0, trainable=False)
-    method = hvp.NewtonCG(lambda: tf.reduce_sum((scale * w - 1) ** 2), w)
-    method.step()
+
+    def method(**options):
+        return hvp.NewtonCG(lambda: tf.reduce_sum((scale * w - 1) ** 2), w, **options)
+
+    raising = method()
+    raising.step()
     scale.assign(2.0)
-    products = method.products
+    products = raising.products
     with pytest.raises(hvp.StaleOperatorError, match="minimized over"):
-        method.minimize()
-    assert method.products == products
-    assert method.minimize(gtol=1e-5).success
-    np.testing.assert_allclose(w.numpy(), 0.5, rtol=1e-4)
+        raising.step()
+    assert raising.products == products
+    raising.step()
+    for value, reset in ((4.0, False), (8.0, True)):
+        scale.assign(value)
+        if reset:
+            raising.reset()
+        assert raising.minimize(gtol=1e-6).success
+        np.testing.assert_allclose(w.numpy(), 1 / value, rtol=1e-4)
+    refreshing = method(on_stale="refresh")
+    refreshing.step()
+    scale.assign(1.0)
+    refreshing.step()
+    assert refreshing.minimize(gtol=1e-6).success
+    np.testing.assert_allclose(w.numpy(), 1.0, rtol=1e-4)
+    with pytest.raises(hvp.HvpError, match="on_stale is 'ignore'"):
+        method(on_stale="ignore")
+
+
+def test_xla_compiles_the_iterations_of_a_model_with_biases(capfd):
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)])
+    x = random(0, 20, 3)
+
+    def loss(x, y):
+        return tf.reduce_mean((model(x) - y) ** 2)
+
+    method = hvp.NewtonCG(loss, model, (x, x[:, :1]), jit_compile=True)
+    before = float(loss(x, x[:, :1]))
+    assert method.minimize(maxiter=3).fun < before
+    assert "compile-time constant" not in capfd.readouterr().err
 
 
 def test_divergence_returns_the_last_finite_point():
