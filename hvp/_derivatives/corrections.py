@@ -5,7 +5,15 @@ They are in force only inside `corrected_derivatives`; see the module `registry`
 
 from __future__ import annotations
 
-from hvp._derivatives import batched_products, formulas, linear, wrong
+from hvp._derivatives import (
+    batched_products,
+    fourier,
+    formulas,
+    linear,
+    linear_algebra,
+    repeated_indices,
+    wrong,
+)
 from hvp._derivatives.registry import TENSORFLOWS, corrected_derivatives, is_linearizing
 
 __all__ = [
@@ -13,7 +21,10 @@ __all__ = [
     "batched_products",
     "corrected_derivatives",
     "formulas",
+    "fourier",
     "is_linearizing",
     "linear",
+    "linear_algebra",
+    "repeated_indices",
     "wrong",
 ]

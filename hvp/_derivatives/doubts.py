@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -73,6 +73,11 @@ class Doubts:
     missing: list[Doubt]
     wrong_at_values: list[Doubt]
     custom: list[Doubt]
+
+    def without(self, kinds: Collection[str]) -> Doubts:
+        """Return these without operations of some types."""
+        lists = (self.missing, self.wrong_at_values, self.custom)
+        return Doubts(*([doubt for doubt in some if doubt.kind not in kinds] for some in lists))
 
 
 def find_doubts(flow: Dataflow, sources: Iterable[Vertex], targets: Iterable[Vertex]) -> Doubts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from hvp._derivatives.logsumexp import cumulative_logsumexp
@@ -18,6 +19,9 @@ from hvp._derivatives.registry import (
 from hvp._derivatives.zeros import xdivy, xlog1py, xlogy
 
 raw = tf.raw_ops
+
+# Doublings that multiply as many entries as an axis of unknown size may have.
+_DOUBLINGS = 31
 
 
 @gradient_of("SoftsignGrad")
@@ -162,3 +166,83 @@ def _cumulative_logsumexp(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
         return cumulative_logsumexp(x, int(static_axis), **options)
 
     return [*gradient_of_formula(summed, [x], upstream), None]
+
+
+@gradient_of("Cumprod")
+def _cumprod(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
+    # TensorFlow's gradient divides by the entries, and is wrong where one of them is zero.
+    x, axis = operation.inputs
+    options = attributes(operation, "exclusive", "reverse")
+
+    def product(x: tf.Tensor) -> tf.Tensor:
+        return _cumulative_product(x, axis, **options)
+
+    return [*gradient_of_formula(product, [x], upstream), None]
+
+
+def _cumulative_product(
+    x: tf.Tensor, axis: tf.Tensor, *, exclusive: bool, reverse: bool
+) -> tf.Tensor:
+    """Return cumulative products by doubling: of one entry, of two, of four, ..."""
+    rank = tf.rank(x)
+    places = tf.range(rank)
+    # The axis becomes the last one, and then goes back.
+    order = tf.concat([tf.boolean_mask(places, places != axis % rank), [axis % rank]], 0)
+    y = tf.transpose(x, order)
+    static, known = tf.get_static_value(axis), x.shape.rank is not None
+    size = x.shape[int(static)] if static is not None and known else None
+    y = tf.reverse(y, [-1]) if reverse else y
+    if exclusive:
+        y = tf.concat([tf.ones_like(y[..., :1]), y[..., :-1]], -1)
+    for doubling in range(_DOUBLINGS if size is None else int(size - 1).bit_length()):
+        step = 2**doubling
+        y = tf.concat([y[..., :step], y[..., step:] * y[..., :-step]], -1)
+    y = tf.reverse(y, [-1]) if reverse else y
+    return tf.ensure_shape(tf.transpose(y, tf.math.invert_permutation(order)), x.shape)
+
+
+@gradient_of("Pow")
+def _pow(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
+    # x**0 is one for every x. TensorFlow's derivative at x = 0 is 0 * x**-1, which is not a number.
+    x, y = operation.inputs
+    exponents = tf.get_static_value(y) if tf.is_tensor(y) else y
+    if exponents is not None and np.all(exponents != 0):
+        return TENSORFLOWS["Pow"](operation, upstream)
+    base, exponent = tf.math.conj(x), tf.math.conj(y)
+    matters = tf.not_equal(exponent, 0)
+    safe = tf.where(matters, exponent, tf.ones_like(exponent))
+    slope = tf.where(matters, exponent * tf.pow(base, safe - 1), tf.zeros_like(base))
+    is_inside = tf.not_equal(base, 0) if x.dtype.is_complex else base > 0
+    logarithm = tf.math.log(tf.where(is_inside, base, tf.ones_like(base)))
+    logarithm = tf.where(is_inside, logarithm, tf.zeros_like(base))
+    by_y = upstream * tf.math.conj(operation.outputs[0]) * logarithm
+    return _as(upstream * slope, x), _as(by_y, y)
+
+
+def _as(gradient: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
+    """Sum a gradient over the axes along which an input was broadcast."""
+    axes, _ = raw.BroadcastGradientArgs(s0=tf.shape(like), s1=tf.shape(gradient))
+    return tf.reshape(tf.reduce_sum(gradient, axes), tf.shape(like))
+
+
+@gradient_of("RGBToHSV")
+def _rgb_to_hsv(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
+    # TensorFlow leaves out the smallest channel where it is zero.
+    return gradient_of_formula(_hsv, operation.inputs, upstream)
+
+
+def _hsv(rgb: tf.Tensor) -> tf.Tensor:
+    r, g, b = tf.unstack(rgb, axis=-1)
+    is_r = (r >= g) & (r >= b)
+    is_g = ~is_r & (g >= b)
+    low_b = (b <= r) & (b <= g)
+    low_g = ~low_b & (g <= r)
+    value = tf.where(is_r, r, tf.where(is_g, g, b))
+    chroma = value - tf.where(low_b, b, tf.where(low_g, g, r))
+    saturation = tf.math.divide_no_nan(chroma, value)
+
+    def part(one: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
+        return tf.math.divide_no_nan(one - other, chroma)
+
+    hue = tf.where(is_r, part(g, b), tf.where(is_g, 2 + part(b, r), 4 + part(r, g))) / 6
+    return tf.stack([tf.where(hue < 0, hue + 1, hue), saturation, value], -1)

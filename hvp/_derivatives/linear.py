@@ -181,7 +181,9 @@ def _sparse_add(operation: Any, upstream_of_indices: Any, upstream: tf.Tensor, *
 
     def gradient_at(indices: tf.Tensor) -> tf.Tensor:
         own_numbers = tf.reduce_sum(indices * strides, axis=1)
-        places = tf.searchsorted(numbers, own_numbers)
+        # An index that occurs again in a term, where they are in order, does so in the sum.
+        repeats = tf.range(tf.size(own_numbers)) - tf.searchsorted(own_numbers, own_numbers)
+        places = tf.searchsorted(numbers, own_numbers) + repeats
         in_sum = tf.equal(tf.gather(padded, places), own_numbers)
         return tf.gather(upstream_or_zero, tf.where(in_sum, places, tf.size(numbers)))
 

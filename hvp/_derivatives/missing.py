@@ -91,8 +91,12 @@ MISSING_DERIVATIVES = {
     "FusedBatchNorm": MissingDerivative((3, 4), _NORMALIZE),
     "FusedBatchNormV2": MissingDerivative((3, 4), _NORMALIZE),
     "FusedBatchNormV3": MissingDerivative((3, 4), _NORMALIZE),
-    "ImageProjectiveTransformV2": MissingDerivative((0,), _RESIZE),
-    "ImageProjectiveTransformV3": MissingDerivative((0,), _RESIZE),
+    "ImageProjectiveTransformV2": MissingDerivative((0, 1), _RESIZE),
+    "ImageProjectiveTransformV3": MissingDerivative((0, 1, 3), _RESIZE),
+    "LookupTableFindV2": MissingDerivative((2,), "add the default value by a mask"),
+    "QuantizeAndDequantizeV2": MissingDerivative((1, 2), _QUANTIZE),
+    "QuantizeAndDequantizeV3": MissingDerivative((1, 2), _QUANTIZE),
+    "ScaleAndTranslate": MissingDerivative((2, 3), _RESIZE),
     "PadV2": MissingDerivative((2,), "tf.pad with zeros, and add the constant by a mask"),
     "StatelessParameterizedTruncatedNormal": MissingDerivative((), _DRAWS),
     "Zeta": MissingDerivative((0,), _PARAMETER),
@@ -120,8 +124,9 @@ WHY = {
         """
         Betainc CTCBeamSearchDecoder CTCGreedyDecoder DrawBoundingBoxes ExtractGlimpse
         FusedBatchNorm FusedBatchNormV2 FusedBatchNormV3 GenerateBoundingBoxProposals HSVToRGB
-        LinSpace OneHot PadV2 ParameterizedTruncatedNormal RaggedRange RandomShuffle Range
-        ReduceDataset SparseConcat Zeta
+        LinSpace LookupTableFindV2 OneHot PadV2 ParameterizedTruncatedNormal QuantizeAndDequantizeV2
+        QuantizeAndDequantizeV3 RaggedRange RandomShuffle Range ReduceDataset ScaleAndTranslate
+        SparseConcat Zeta
         """.split(),
         _FIRST,
     ),
@@ -178,9 +183,10 @@ _APART = (
     "tf.linalg.trace, logdet, cholesky or solve, which need no eigenvalues"
 )
 _PRODUCT = "multiply the entries one by one, or add logarithms"
+# What is right to first order, and at all values.
+RIGHT_ONCE = frozenset({"EagerPyFunc", "SegmentProd", "UnsortedSegmentProd"})
 WRONG_AT_VALUES = {
     "BesselI1": WrongAtValues("zeros", "use its series near zero: x / 2 + x**3 / 16"),
-    "Cumprod": WrongAtValues("zeros", _PRODUCT),
     "Eig": WrongAtValues("equal values", _APART),
     "SegmentProd": WrongAtValues("zeros", _PRODUCT),
     "SelfAdjointEigV2": WrongAtValues("equal values", _APART),

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvp._derivatives.registry import gradient_of
+from hvp._derivatives.registry import TENSORFLOWS, gradient_of
 
 raw = tf.raw_ops
 
@@ -70,20 +70,24 @@ def _sparse_softmax(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
 def _softmax_cross_entropy(
     operation: Any, upstream: tf.Tensor, upstream_of_gradient: Any
 ) -> Sequence[Any]:
-    # The second result is the gradient by the logits, softmax(logits) - labels. TensorFlow leaves
-    # out its derivative by the labels, which is -1.
-    logits = operation.inputs[0]
+    # The second result is softmax(logits) - labels, which TensorFlow takes for the gradient by the
+    # logits. It is for labels whose sum is one; in general that is sum(labels) softmax(logits) -
+    # labels. TensorFlow also leaves out the derivative of the second result by the labels, -1.
+    logits, difference = operation.inputs[0], operation.outputs[1]
+    excess = -tf.reduce_sum(difference, axis=1, keepdims=True)  # sum(labels) - 1
+    by_loss = difference + excess * tf.nn.softmax(logits)
     by_labels = -upstream[:, tf.newaxis] * tf.nn.log_softmax(logits)
     if upstream_of_gradient is not None:
         by_labels -= upstream_of_gradient
-    return _by_logits(operation, upstream, upstream_of_gradient), by_labels
+    return _by_logits(operation, by_loss, upstream, upstream_of_gradient), by_labels
 
 
 @gradient_of("SparseSoftmaxCrossEntropyWithLogits")
 def _sparse_softmax_cross_entropy(
     operation: Any, upstream: tf.Tensor, upstream_of_gradient: Any
 ) -> Sequence[Any]:
-    return _by_logits(operation, upstream, upstream_of_gradient), None
+    by_loss = operation.outputs[1]
+    return _by_logits(operation, by_loss, upstream, upstream_of_gradient), None
 
 
 def _is_zero(tensor: tf.Tensor) -> bool:
@@ -96,16 +100,83 @@ def _is_zero(tensor: tf.Tensor) -> bool:
     return tensor.op.type == "ZerosLike" or (value is not None and not value.any())
 
 
-def _by_logits(operation: Any, upstream: tf.Tensor, upstream_of_gradient: Any) -> tf.Tensor:
-    """Return the derivative of a cross-entropy by its logits.
+def _by_logits(
+    operation: Any, by_loss: tf.Tensor, upstream: tf.Tensor, upstream_of_gradient: Any
+) -> tf.Tensor:
+    """Return the derivative of a cross-entropy, and of its second result, by its logits.
 
     Where the loss itself does not count, as in a derivative of its gradient, TensorFlow multiplies
     the gradient by zeros: this would keep one tensor of the size of the logits for nothing.
     """
-    by_loss = None if _is_zero(upstream) else upstream[:, tf.newaxis] * operation.outputs[1]
+    by_loss = None if _is_zero(upstream) else upstream[:, tf.newaxis] * by_loss
     if upstream_of_gradient is None or _is_zero(upstream_of_gradient):
         return tf.zeros_like(operation.inputs[0]) if by_loss is None else by_loss
     p = tf.nn.softmax(operation.inputs[0])
     mean = tf.reduce_sum(upstream_of_gradient * p, axis=1, keepdims=True)
     by_gradient = (upstream_of_gradient - mean) * p
     return by_gradient if by_loss is None else by_loss + by_gradient
+
+
+def _fused_batch_norm(kind: str) -> None:
+    """Register the gradient of a fused batch normalization, by its mean and variance, too."""
+
+    @gradient_of(kind)
+    def gradient(
+        operation: Any, upstream: Any, of_mean: Any, of_variance: Any, *rest: Any
+    ) -> Sequence[Any]:
+        gradients = list(TENSORFLOWS[kind](operation, upstream, of_mean, of_variance, *rest))
+        moments = [u for u in (of_mean, of_variance) if u is not None and not _is_zero(u)]
+        if not (moments and operation.get_attr("is_training")):
+            return gradients  # otherwise these results are inputs, which are refused
+        x, is_first = operation.inputs[0], operation.get_attr("data_format") in (b"NCHW", b"NCDHW")
+        channel = 1 if is_first else x.shape.rank - 1
+        axes = [axis for axis in range(x.shape.rank) if axis != channel]
+        shape = [-1 if axis == channel else 1 for axis in range(x.shape.rank)]
+        count = tf.cast(tf.reduce_prod(tf.gather(tf.shape(x), axes)), tf.float32)
+        wide = tf.cast(x, tf.float32)
+        further = tf.zeros_like(wide)
+        if of_mean is not None:
+            further += tf.reshape(of_mean, shape) / count
+        if of_variance is not None:
+            deviation = wide - tf.reduce_mean(wide, axes, keepdims=True)
+            further += 2 * tf.reshape(of_variance, shape) * deviation / tf.maximum(count - 1, 1)
+        factor = 1.0
+        if kind != "FusedBatchNorm":
+            factor = operation.get_attr("exponential_avg_factor")
+        gradients[0] += tf.cast(factor * further, x.dtype)
+        return gradients
+
+
+for _kind in ("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3"):
+    _fused_batch_norm(_kind)
+
+
+def _diagonals(kind: str, place: int, of_part: bool, align: str | None) -> None:
+    """Register the gradient of diagonals, by the value that they are padded with, too."""
+
+    @gradient_of(kind)
+    def gradient(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
+        gradients = list(TENSORFLOWS[kind](operation, upstream))
+        how = align or operation.get_attr("align").decode()
+        k = operation.inputs[1]
+        options = {"k": k, "align": how}
+        if of_part:
+            ones = tf.ones_like(operation.inputs[0])
+            inside = tf.linalg.diag_part(ones, **options)
+            gradients[place] = tf.reduce_sum(upstream * (1 - inside))
+        else:
+            zeros = tf.zeros_like(tf.linalg.diag_part(upstream, **options))
+            gradients[place] = tf.reduce_sum(tf.linalg.set_diag(upstream, zeros, **options))
+        return gradients
+
+
+_diagonals("MatrixDiagV3", 4, False, None)
+_diagonals("MatrixDiagPartV3", 2, True, None)
+
+
+@gradient_of("SquaredDifference")
+def _squared_difference(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
+    # |x - y|**2 is real, so that the imaginary part of the upstream gradient does not matter.
+    if upstream.dtype.is_complex:
+        upstream = tf.cast(tf.math.real(upstream), upstream.dtype)
+    return TENSORFLOWS["SquaredDifference"](operation, upstream)

@@ -11,9 +11,9 @@ import numpy as np
 import tensorflow as tf
 
 from hvp._derivatives.doubts import Doubt, Doubts, doubt_of, find_doubts
-from hvp._derivatives.missing import BY_NAME, WRONG_AT_VALUES
+from hvp._derivatives.missing import BY_NAME, RIGHT_ONCE, WRONG_AT_VALUES
 from hvp._derivatives.pools import has_risky_pools
-from hvp._engines.rule import Evaluated, Rule
+from hvp._engines.rule import Evaluated, HessianRule, Rule
 from hvp._engines.taped import DIFFERENTIATED
 from hvp._errors import SecondDerivativeError
 from hvp._graphs.compiled import Compiled
@@ -187,7 +187,12 @@ def trace(
         places[id(resource.handle)] = vertex
     handles = [id(variable.handle) for variable in rule.weights(nest.variables)]
     sources = [places[handle] for handle in handles if handle in places]
-    doubts = _all_doubts(concrete.graph, flow, places) if products else Doubts([], [], [])
+    doubts = Doubts([], [], [])
+    if products:
+        doubts = _all_doubts(concrete.graph, flow, places)
+    elif isinstance(rule, HessianRule):
+        doubts = find_doubts(flow, sources, [flow.vertex(name) for name in whole.values()])
+        doubts = doubts.without(RIGHT_ONCE)
     return Trace(
         graph=whole.graph(concrete, graph_def, flow),
         reads=tuple(reads),
@@ -238,6 +243,10 @@ class _Whole:
         except Exception as error:  # a tape may still manage, or tell better what is wrong
             self._error = error
         return self._value, self._gradient
+
+    def values(self) -> list[str]:
+        """Return the names of the value's tensors in the graph that was traced last."""
+        return [tensor.name for tensor in tf.nest.flatten(self._value)]
 
     def graph(self, concrete: Any, graph_def: Any, flow: Dataflow) -> TracedGraph:
         """Return the graph that was traced last."""

@@ -18,6 +18,7 @@ from tests.cases import (
     relative_error,
 )
 from tests.derivatives.nested_tapes import is_wrong_in_tensorflow
+from tests.derivatives.test_first_derivatives import CASES as FIRST_DERIVATIVES
 
 raw = tf.raw_ops
 ROWS = [0, 0, 0, 1, 1, 2, 4, 4]  # of segment 3 there are none
@@ -196,7 +197,14 @@ CASE_OF = {
     "UnsortedSegmentMax": "unsorted segment max",
     "UnsortedSegmentMin": "unsorted segment max",
 }
-ELSEWHERE = {  # tests of their own, here, in test_exact.py and test_batched_products.py
+ELSEWHERE = {  # tests of their own: here, in test_exact.py, test_batched_products.py and
+    # test_first_derivatives.py
+    *FIRST_DERIVATIVES,
+    "FusedBatchNorm",
+    "FusedBatchNormV2",
+    "FusedBatchNormV3",
+    "TensorListScatter",  # as the second version
+    "TensorListScatterIntoExistingList",
     "BatchMatMulV2",
     "CumulativeLogsumexp",
     "EuclideanNorm",

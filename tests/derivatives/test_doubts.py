@@ -10,7 +10,7 @@ from tensorflow.python.framework import ops
 
 import hvp
 from hvp._derivatives.missing import CONSTANT_OPERATIONS, MISSING_DERIVATIVES
-from tests.cases import Problem, dense_hessian, random, relative_error
+from tests.cases import Problem, dense_hessian, derivatives_by_values, random, relative_error
 
 
 def registered_derivative(kind):
@@ -47,6 +47,9 @@ IN_PART = {
     "ImageProjectiveTransformV2",
     "ImageProjectiveTransformV3",
     "PadV2",
+    "QuantizeAndDequantizeV2",
+    "QuantizeAndDequantizeV3",
+    "ScaleAndTranslate",
     "StatelessParameterizedTruncatedNormal",
     "MaxPoolGradV2",
     "Zeta",
@@ -163,9 +166,10 @@ def test_what_enters_linearly_has_a_true_zero():
 
 
 PRODUCTS = {
-    "reduce_prod": lambda w: tf.exp(tf.reduce_prod(w)),
-    "cumprod": lambda w: tf.reduce_sum(tf.math.cumprod(w) ** 2) + tf.reduce_sum(w**2),
-    "in a function": lambda w: tf.function(lambda: tf.exp(tf.reduce_prod(w)))(),
+    "of segments": lambda w: tf.exp(tf.reduce_sum(tf.math.segment_prod(w, [0, 0, 1]))),
+    "in a function": lambda w: tf.function(
+        lambda: tf.reduce_sum(tf.math.segment_prod(w, [0, 0, 1]) ** 2)
+    )(),
 }
 
 
@@ -174,14 +178,50 @@ def test_products_of_entries_are_right_away_from_zero_and_refused_at_it(name):
     w = tf.Variable(np.array([0.5, 2.0, -3.0]))
     loss = PRODUCTS[name]
     if name == "in a function":  # where the entries cannot be looked at
-        with pytest.raises(hvp.SecondDerivativeError, match="Cumprod"):
+        with pytest.raises(hvp.SecondDerivativeError, match="SegmentProd"):
             hvp.HessianOperator(lambda: loss(w), w)
         return
     with hvp.HessianOperator(lambda: loss(w), w) as H:
         assert relative_error(H.to_dense(), dense_hessian(Problem(lambda: loss(w), w))) <= 1e-10
         w.assign([0.0, 2.0, 3.0])
-        with pytest.raises(hvp.SecondDerivativeError, match="Cumprod"):
+        with pytest.raises(hvp.SecondDerivativeError, match="SegmentProd"):
             H.refresh()
+
+
+def test_methods_with_gradients_alone_refuse_what_has_a_wrong_gradient():
+    """Or none; but not what is right once, and wrong twice."""
+    w = tf.Variable(np.array([0.3, 2.0, 3.0]))
+
+    def squares(values):
+        return tf.reduce_sum((values - 1) ** 2)
+
+    def drawn():
+        return squares(tf.raw_ops.Betainc(a=w, b=w, x=w / 8))
+
+    def of_python():
+        return squares(tf.numpy_function(np.square, [w], tf.float64) + w)
+
+    w.assign([1e-3, 2.0, 3.0])
+    for loss, kind in ((drawn, "Betainc"), (of_python, "PyFunc")):
+        for method in ("BFGS", "L-BFGS-B"):
+            with pytest.raises(hvp.SecondDerivativeError, match=kind):
+                hvp.minimize(loss, w, method=method)
+    w.assign([0.0, 2.0, 3.0])
+    with pytest.raises(hvp.SecondDerivativeError, match="BesselI1"):
+        hvp.minimize(lambda: squares(tf.math.bessel_i1(w)), w, method="BFGS")
+    for right in (
+        lambda: squares(tf.py_function(tf.square, [w], tf.float64)),
+        lambda: squares(tf.math.segment_prod(w + 1, [0, 0, 1])),
+        lambda: (tf.reduce_sum(tf.math.cumprod(w)) - 4) ** 2,
+        lambda: (tf.reduce_prod(w) - 4) ** 2 + w[1] ** 2,
+    ):
+        w.assign([0.0, 2.0, 3.0])
+        gradient = hvp.minimize(right, w, method="BFGS", maxiter=0).jac
+        w.assign([0.0, 2.0, 3.0])
+        want, _ = derivatives_by_values(Problem(right, w))
+        np.testing.assert_allclose(gradient, want, atol=1e-8 * np.abs(want).max())
+    w.assign([0.0, 2.0, 3.0])
+    assert hvp.minimize(lambda: (tf.reduce_sum(tf.math.cumprod(w)) - 4) ** 2, w, method="BFGS").fun < 1e-8
 
 
 def test_integers_carry_no_derivatives():

@@ -58,12 +58,15 @@ def transform(version):
     matrix = tf.constant([[1.0, 0.1, 0.2, 0.0, 1.0, 0.1, 0.0, 0.0]])
     options = {"fill_value": 0.0} if version == "V3" else {}
     function = getattr(raw, "ImageProjectiveTransform" + version)
-    return Row(
-        lambda x: function(
-            images=x, transforms=matrix, output_shape=[4, 4], interpolation="BILINEAR", **options
-        ),
-        _0=IMAGE,
-    )
+
+    def run(x, by, value=0.0):
+        more = {**options, "fill_value": value} if version == "V3" else options
+        return function(
+            images=x, transforms=by, output_shape=[4, 4], interpolation="BILINEAR", **more
+        )
+
+    filled = {"_3": NUMBER} if version == "V3" else {}
+    return Row(run, _0=IMAGE, _1=matrix, **filled)
 
 
 def cudnn(version):
@@ -95,6 +98,24 @@ def cudnn(version):
 
 def sparse(x):
     return {"values": [x, x], "indices": [TWO, TWO], "shapes": [tf.constant([4], tf.int64)] * 2}
+
+
+@functools.cache
+def table():
+    with tf.init_scope():
+        return tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer(["a"], [1.0]), 0.0)
+
+
+def quantized(version):
+    function = getattr(raw, "QuantizeAndDequantize" + version)
+    more = {"num_bits": 8} if version == "V3" else {}
+    return Row(
+        lambda low, high: function(
+            input=VECTOR, input_min=low, input_max=high, range_given=True, **more
+        ),
+        _1=-NUMBER,
+        _2=NUMBER,
+    )
 
 
 LOGITS = tf.constant(random(7, 4, 1, 3))
@@ -188,6 +209,12 @@ ROWS = {
     "ImageProjectiveTransformV2": transform("V2"),
     "ImageProjectiveTransformV3": transform("V3"),
     "LinSpace": Row(lambda a, b: raw.LinSpace(start=a, stop=b, num=4), _0=NUMBER, _1=2 * NUMBER),
+    "LookupTableFindV2": Row(
+        lambda x: raw.LookupTableFindV2(
+            table_handle=table().resource_handle, keys=["b"], default_value=x
+        ),
+        _2=NUMBER,
+    ),
     "MaxPoolGradV2": Row(
         lambda g: raw.MaxPoolGradV2(
             orig_input=IMAGE,
@@ -220,6 +247,8 @@ ROWS = {
         lambda x: tf.reshape(tf.numpy_function(np.sin, [x], tf.float32, stateful=False), x.shape),
         _0=VECTOR,
     ),
+    "QuantizeAndDequantizeV2": quantized("V2"),
+    "QuantizeAndDequantizeV3": quantized("V3"),
     "RaggedRange": Row(
         lambda a, b, d: raw.RaggedRange(starts=[a], limits=[b], deltas=[d]).rt_dense_values,
         _0=NUMBER,
@@ -239,6 +268,13 @@ ROWS = {
     "ReduceDataset": Row(
         lambda x: tf.data.Dataset.range(2).reduce(tf.zeros([4]), lambda total, _: total + x),
         _2=VECTOR,
+    ),
+    "ScaleAndTranslate": Row(
+        lambda scale, shift: raw.ScaleAndTranslate(
+            images=IMAGE, size=[3, 3], scale=scale, translation=shift, kernel_type="triangle"
+        ),
+        _2=tf.constant([0.7, 0.8]),
+        _3=tf.constant([0.1, 0.2]),
     ),
     "SparseAddGrad": Row(
         lambda g: raw.SparseAddGrad(
@@ -407,7 +443,6 @@ _ZERO, _OTHER = [0.0, 2.0, -3.0], [0.5, 2.0, -3.0]
 _EQUAL, _APART = [2.0, 0.0, 2.0], [2.0, 0.0, 2.5]
 AT_WRONG_VALUES = {
     "BesselI1": (lambda w: tf.math.bessel_i0(w) * tf.reduce_sum(w), _ZERO, _OTHER),
-    "Cumprod": (lambda w: tf.math.cumprod(w) ** 2, _ZERO, _OTHER),
     "Eig": (
         lambda w: tf.math.real(tf.linalg.eigvals(symmetric(w)) ** 3),
         _EQUAL,
