@@ -17,9 +17,13 @@ from hvp._errors import SecondDerivativeError
 from hvp._graphs.private import gradient_of_type, record, replace_gradient_of_type
 
 _KIND = "IdentityN"
+# The type of a last input that tells these operations from others of their kind.
+_MARK = tf.uint16
 
 
-def belonging_to(result: Any, variables: Sequence[tf.Variable]) -> Any:
+def belonging_to(
+    result: Any, variables: Sequence[tf.Variable], evaluated: Sequence[Any] = ()
+) -> Any:
     """Return the tensors of a product, whose gradient in the variables raises an error.
 
     Parameters
@@ -28,13 +32,18 @@ def belonging_to(result: Any, variables: Sequence[tf.Variable]) -> Any:
         The product.
     variables : sequence of tf.Variable
         The variables that the operator was evaluated at.
+    evaluated : sequence of (tf.Tensor or None), optional
+        What was evaluated there. A tape that recorded this has recorded the product, too.
     """
-    if tf.executing_eagerly() and not record.could_possibly_record():
-        return result
+    if tf.executing_eagerly():
+        tensors = [tensor for tensor in evaluated if tensor is not None]
+        if not record.could_possibly_record() or record.should_record_backprop(tensors):
+            return result
     for variable in variables:
         variable.value()  # so that a tape which watches what is read watches this
     tensors = tf.nest.flatten(result)
-    linked = tf.raw_ops.IdentityN(input=[*tensors, *(variable.handle for variable in variables)])
+    handles = [variable.handle for variable in variables]
+    linked = tf.raw_ops.IdentityN(input=[*tensors, *handles, tf.constant(0, _MARK)])
     return tf.nest.pack_sequence_as(result, linked[: len(tensors)])
 
 
@@ -68,7 +77,8 @@ class _Refused(tf.IndexedSlices):
 
 def _gradient(operation: Any, *upstream: Any) -> Sequence[Any]:
     dtypes = [tf.as_dtype(dtype) for dtype in operation.get_attr("T")]
-    handles = {index for index, dtype in enumerate(dtypes) if dtype == tf.resource}
+    is_own = dtypes[-1] == _MARK
+    handles = {i for i, dtype in enumerate(dtypes) if dtype == tf.resource} if is_own else set()
     if handles and isinstance(operation, tf.Operation):
         # The gradient of a whole function, which does not depend on what is asked for.
         raise SecondDerivativeError(

@@ -29,12 +29,20 @@ from hvp._graphs.source_lines import source_line
 # `_moments_differentiated_twice` and `_logarithms_of_upstream`.
 _MOMENTS = "tf.nn.moments"
 _CUMULATIVE_LOGSUMEXP = "tf.math.cumulative_logsumexp"
+_STOPPED = "tf.stop_gradient in the gradient of a function"
+# Part of the names of those operations of this package that are rightly constant.
+CONSTANT = "hvp_constant"
 _REMEDIES = {kind: missing.remedy for kind, missing in MISSING_DERIVATIVES.items()}
 for _kind, _wrong in WRONG_AT_VALUES.items():
     _REMEDIES[_kind] = (
         f"where there are {_wrong.values} (and inside functions, loops, branches and recomputed "
         f"parts, where the values cannot be checked), {_wrong.remedy}"
     )
+_REMEDIES[_STOPPED] = (
+    "write the gradient of the tf.custom_gradient with operations that have derivatives, without "
+    "tf.stop_gradient and back_prop=False; with curvature='gauss-newton', or an "
+    "hvp.GaussNewtonOperator, first derivatives of the model are enough"
+)
 _REMEDIES.update({name: BY_NAME.format(name) for name in (_MOMENTS, _CUMULATIVE_LOGSUMEXP)})
 
 
@@ -133,6 +141,48 @@ def find_doubts(flow: Dataflow, sources: Iterable[Vertex], targets: Iterable[Ver
         sorted(doubt_of(flow, vertex) for vertex in wrong_at_values),
         sorted(custom),
     )
+
+
+def stopped_gradients(
+    flow: Dataflow, sources: Iterable[Vertex], value: Iterable[Vertex], gradient: Iterable[Vertex]
+) -> list[Doubt]:
+    """Find what stops derivatives in the gradient of a function, and not in the function itself.
+
+    The gradient depends on the variables through it, so that its derivative is not what a tape
+    returns. In the function, the caller stopped the gradient on purpose.
+
+    Parameters
+    ----------
+    flow : Dataflow
+        The dataflow of the function and its gradient.
+    sources, value, gradient : iterable of Vertex
+        The vertices of the variables, of the function's results, and of its gradient.
+    """
+
+    def passes(edge: Edge) -> bool:
+        kind = flow.types.get(edge.target)
+        return kind not in CONSTANT_OPERATIONS - {"StopGradient"} and flow.differentiable(edge)
+
+    stops = {
+        vertex
+        for vertex, kind in flow.types.items()
+        if kind == "StopGradient" and CONSTANT not in flow.names[vertex]
+    }
+    # Sums of exponentials are shifted by their maximum, on which they do not depend.
+    stops -= {vertex for vertex in stops if _is_maximum(flow, vertex)}
+    if stops:
+        stops -= flow.reachable(value, backward=True)
+        stops &= flow.reachable(sources, passes=passes)
+        stops &= flow.reachable(gradient, passes=passes, backward=True)
+    return sorted(doubt_of(flow, vertex, _STOPPED) for vertex in stops)
+
+
+def _is_maximum(flow: Dataflow, vertex: Vertex) -> bool:
+    """Whether an operation takes a maximum, perhaps with other values where it is not finite."""
+    producers = flow.producers(vertex)
+    chosen = [v for v in producers if flow.types.get(v) in ("Select", "SelectV2")]
+    producers = producers.union(*map(flow.producers, chosen))
+    return any(flow.types.get(v) == "Max" for v in producers)
 
 
 def doubt_of(flow: Dataflow, vertex: Vertex, kind: str = "") -> Doubt:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvp._derivatives.doubts import CONSTANT
 from hvp._derivatives.logsumexp import cumulative_logsumexp
 from hvp._derivatives.registry import (
     TENSORFLOWS,
@@ -99,7 +100,8 @@ def _fake_quantization(kind: str, limits_are_inputs: bool, *others: str) -> None
 
     @gradient_of(kind)
     def gradient(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
-        values, *limits = map(tf.stop_gradient, operation.inputs)
+        # The mask is piecewise constant.
+        values, *limits = (tf.stop_gradient(x, CONSTANT) for x in operation.inputs)
         options = attributes(operation, "num_bits", "narrow_range", *others)
         if not limits_are_inputs:
             ones = tf.ones_like(values)
@@ -205,13 +207,15 @@ def _cumulative_product(
 def _pow(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
     # x**0 is one for every x. TensorFlow's derivative at x = 0 is 0 * x**-1, which is not a number.
     x, y = operation.inputs
-    exponents = tf.get_static_value(y) if tf.is_tensor(y) else y
+    exponents = _static(y)
     if exponents is not None and np.all(exponents != 0):
         return TENSORFLOWS["Pow"](operation, upstream)
     base, exponent = tf.math.conj(x), tf.math.conj(y)
     matters = tf.not_equal(exponent, 0)
     safe = tf.where(matters, exponent, tf.ones_like(exponent))
     slope = tf.where(matters, exponent * tf.pow(base, safe - 1), tf.zeros_like(base))
+    if exponents is not None:  # constants
+        return _as(upstream * slope, x), None
     is_inside = tf.not_equal(base, 0) if x.dtype.is_complex else base > 0
     logarithm = tf.math.log(tf.where(is_inside, base, tf.ones_like(base)))
     logarithm = tf.where(is_inside, logarithm, tf.zeros_like(base))
@@ -219,8 +223,19 @@ def _pow(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
     return _as(upstream * slope, x), _as(by_y, y)
 
 
+def _static(exponent: tf.Tensor) -> Any:
+    """Return the values of exponents if they are constants, less one in derivatives; else None."""
+    value = tf.get_static_value(exponent)
+    if value is None and exponent.op.type == "Sub":
+        first, second = map(tf.get_static_value, exponent.op.inputs)
+        return None if first is None or second is None else first - second
+    return value
+
+
 def _as(gradient: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
     """Sum a gradient over the axes along which an input was broadcast."""
+    if like.shape.is_fully_defined() and like.shape == gradient.shape:
+        return gradient
     axes, _ = raw.BroadcastGradientArgs(s0=tf.shape(like), s1=tf.shape(gradient))
     return tf.reshape(tf.reduce_sum(gradient, axes), tf.shape(like))
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvp._derivatives.doubts import Doubt, Doubts, doubt_of, find_doubts
+from hvp._derivatives.doubts import Doubt, Doubts, doubt_of, find_doubts, stopped_gradients
 from hvp._derivatives.missing import BY_NAME, RIGHT_ONCE, WRONG_AT_VALUES
 from hvp._derivatives.pools import has_risky_pools
 from hvp._engines.rule import Evaluated, HessianRule, Rule
@@ -190,6 +190,10 @@ def trace(
     doubts = Doubts([], [], [])
     if products:
         doubts = _all_doubts(concrete.graph, flow, places)
+        if isinstance(rule, HessianRule):
+            ends = whole.values(), whole.gradients()
+            value, gradient = ([flow.vertex(name) for name in names] for names in ends)
+            doubts.missing.extend(stopped_gradients(flow, sources, value, gradient))
     elif isinstance(rule, HessianRule):
         doubts = find_doubts(flow, sources, [flow.vertex(name) for name in whole.values()])
         doubts = doubts.without(RIGHT_ONCE)
@@ -247,6 +251,10 @@ class _Whole:
     def values(self) -> list[str]:
         """Return the names of the value's tensors in the graph that was traced last."""
         return [tensor.name for tensor in tf.nest.flatten(self._value)]
+
+    def gradients(self) -> list[str]:
+        """Return the names of the gradient's tensors in the graph that was traced last."""
+        return [tensor.name for tensor in self._gradient or () if tensor is not None]
 
     def graph(self, concrete: Any, graph_def: Any, flow: Dataflow) -> TracedGraph:
         """Return the graph that was traced last."""

@@ -293,7 +293,8 @@ def hessian_vector_product(
 ) -> Any:
     """Multiply the Hessian of a loss by one vector.
 
-    For more than one vector make a `HessianOperator`, which evaluates the gradient once for all.
+    Each call traces the loss and evaluates its gradient anew. For more than one vector make a
+    `HessianOperator`, which does both once for all.
 
     Parameters
     ----------

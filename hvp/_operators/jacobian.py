@@ -11,8 +11,8 @@ import numpy as np
 import tensorflow as tf
 
 from hvp._data.elements import retraced
-from hvp._derivatives.belonging import belonging_to
 from hvp._engines.linear_map import LinearMap
+from hvp._engines.restricted import Restricted, Selection
 from hvp._engines.rule import PullbackRule
 from hvp._engines.settings import Engine, OnStale, Precision
 from hvp._errors import InvalidLossError, InvalidVectorError
@@ -22,6 +22,8 @@ from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.strategies import outside_strategies
 from hvp._snapshots.problem import problem_of
 from hvp._snapshots.statistics import Statistics
+from hvp._vectors.nests import flattened, unflattened
+from hvp._vectors.selection import select
 from hvp._vectors.space import Space, as_tensor, check_numeric, outline
 
 
@@ -213,7 +215,7 @@ class JacobianOperator(RectangularOperator):
         """
         pushforward = self._map()
         tangents = _parts(pushforward.domain, v)
-        products = belonging_to(pushforward.apply(tangents), self.snapshot.plan.nest.variables)
+        products = self.snapshot.belonging(pushforward.apply(tangents))
         return tf.nest.pack_sequence_as(self._value, products)
 
     @tf.autograph.experimental.do_not_convert
@@ -250,7 +252,7 @@ class JacobianOperator(RectangularOperator):
         else:
             parts = self._parts_of_value(u, domain)
         cotangents = [as_tensor(part, dtype) for part, dtype in zip(parts, domain.dtypes)]
-        products = belonging_to(pullback.apply(cotangents), self.snapshot.plan.nest.variables)
+        products = self.snapshot.belonging(pullback.apply(cotangents))
         return codomain.nest_of_parts(products)
 
     def _parts_of_value(self, u: Any, domain: Space) -> list[Any]:
@@ -269,6 +271,49 @@ class JacobianOperator(RectangularOperator):
                 f"the shapes of the value, {domain.shapes}",
             )
         return parts
+
+    @Uninterrupted()
+    def flatten(self, nest: Any) -> Any:
+        """Concatenate a nest shaped like the variables, as `HessianOperator.flatten` does."""
+        return flattened(self.snapshot.plan.space, nest)
+
+    @Uninterrupted()
+    def unflatten(self, vector: Any) -> Any:
+        """Split a vector of `n` numbers, or a block, as `HessianOperator.unflatten` does."""
+        return unflattened(self.snapshot.plan.space, vector)
+
+    @Uninterrupted()
+    def block(self, variables: Any) -> ColumnBlock:
+        """Return the columns of some of the variables.
+
+        Parameters
+        ----------
+        variables : str, variable, layer, module or list of these
+            The variables, as for `HessianOperator.block`.
+
+        Returns
+        -------
+        ColumnBlock
+            A rectangular operator, which shares the residuals, `refresh` and `close` with this one.
+            A product takes as long as one with the whole matrix.
+
+        Raises
+        ------
+        InvalidVariablesError
+            If something is none of the operator's variables.
+
+        Examples
+        --------
+        >>> import tensorflow as tf
+        >>> import hvp
+        >>> a, b = tf.Variable([1.0, 2.0], name="a"), tf.Variable(3.0, name="b")
+        >>> hvp.JacobianOperator(lambda: b * a, [a, b]).block("b").to_dense()
+        array([[1.],
+               [2.]], dtype=float32)
+        """
+        space = self.snapshot.plan.space
+        names = [name.partition(":")[0] for name in space.names]
+        return ColumnBlock(self, select(variables, names, self.snapshot.plan.nest.variables))
 
     def refresh(self) -> None:
         """Evaluate again, at the values the variables have now."""
@@ -294,6 +339,29 @@ class JacobianOperator(RectangularOperator):
 
     def _map(self) -> LinearMap:
         return self.snapshot.map().transpose()
+
+
+class ColumnBlock(RectangularOperator):
+    """The columns of a Jacobian that belong to some of the variables.
+
+    Parameters
+    ----------
+    whole : JacobianOperator
+        The Jacobian.
+    places : sequence of int
+        Which variables the columns belong to.
+    """
+
+    def __init__(self, whole: JacobianOperator, places: Sequence[int]) -> None:
+        self._whole = whole
+        self._columns = Selection(whole.snapshot.plan.space, places)
+        super().__init__(whole.dtype, (whole.shape[0], self._columns.space.size))
+
+    def _map(self) -> LinearMap:
+        pushforward = self._whole.snapshot.map().transpose()
+        rows = pushforward.codomain
+        every = Selection(rows, range(len(rows.shapes)))
+        return Restricted(pushforward, every, self._columns)
 
 
 def _parts(space: Space, v: Any) -> list[tf.Tensor]:

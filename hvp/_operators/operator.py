@@ -12,7 +12,6 @@ import numpy as np
 import scipy.sparse
 import tensorflow as tf
 
-from hvp._derivatives.belonging import belonging_to
 from hvp._engines.linear_map import LinearMap
 from hvp._engines.restricted import Restricted, Selection
 from hvp._errors import TooLargeError
@@ -153,12 +152,12 @@ class SymmetricOperator(OneProcess, DtypePreserving):
         the device.
         """
         space, held = self._space, self._core.map(self._damping)
-        variables = self._core.snapshot.plan.nest.variables
+        belongs = self._core.snapshot.belonging
         if space.is_flat(v):
-            return belonging_to(held.apply_flat(as_tensor(v, space.dtype)), variables)
+            return belongs(held.apply_flat(as_tensor(v, space.dtype)))
         parts = space.parts_of_nest(v)
         vector = [as_tensor(part, dtype) for part, dtype in zip(parts, space.dtypes)]
-        return space.nest_of_parts(belonging_to(held.apply(vector), variables))
+        return space.nest_of_parts(belongs(held.apply(vector)))
 
     def matvec(self, x: Any) -> np.ndarray:
         """Multiply by one vector.
@@ -515,7 +514,7 @@ class SymmetricOperator(OneProcess, DtypePreserving):
     def _columns(self, block: tf.Tensor) -> tf.Tensor:
         """Multiply a tensor of shape `(n, k)`."""
         rows = self._core.map(self._damping).apply_rows(tf.transpose(block))
-        return belonging_to(tf.transpose(rows), self._core.snapshot.plan.nest.variables)
+        return self._core.snapshot.belonging(tf.transpose(rows))
 
 
 class BlockOperator(SymmetricOperator):

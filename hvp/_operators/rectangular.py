@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -89,7 +90,7 @@ class RectangularOperator(OneProcess, DtypePreserving):
         Parameters
         ----------
         max_size : int, optional
-            The largest `m` and `n` to accept.
+            The matrix may have as many entries as a square one of this size.
 
         Returns
         -------
@@ -99,14 +100,15 @@ class RectangularOperator(OneProcess, DtypePreserving):
         Raises
         ------
         TooLargeError
-            If `m` or `n` is larger than `max_size`.
+            If it has more entries than that.
         """
-        if max(self.shape) > max_size:
-            rows, columns = self.shape
+        rows, columns = self.shape
+        if rows * columns > max_size**2:
+            least = math.isqrt(rows * columns - 1) + 1
             raise TooLargeError(
                 f"a dense matrix of {rows} x {columns} numbers was asked for",
-                f"at most {max_size} x {max_size}",
-                f"pass max_size={max(self.shape)} if "
+                f"at most as many as {max_size} x {max_size}",
+                f"pass max_size={least} if "
                 f"{rows * columns * self.dtype.itemsize / 2**30:.2g} GiB are what you want",
             )
         dense = np.empty(self.shape, self.dtype)

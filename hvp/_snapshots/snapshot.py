@@ -16,20 +16,23 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
+import numpy as np
 import tensorflow as tf
 
 from hvp._data.budget import out_of_memory
+from hvp._derivatives.belonging import belonging_to
 from hvp._engines.finite import check_finite
 from hvp._engines.graph_program import Results
 from hvp._engines.linear_map import LinearMap, Store
 from hvp._engines.plan import Facts, Plan
 from hvp._engines.rule import Rule
-from hvp._engines.settings import OnStale
+from hvp._engines.settings import ROUNDING, OnStale
 from hvp._errors import (
     ClosedOperatorError,
     GraphModeError,
     HvpError,
     InvalidVariablesError,
+    SecondDerivativeError,
     StaleOperatorError,
     quoted,
 )
@@ -44,6 +47,9 @@ from hvp._vectors.resources import Resource, restored
 from hvp._vectors.watch import Watch
 
 Result = TypeVar("Result")
+
+# By how many times the root of a rounding error two products may differ from symmetry.
+_ASYMMETRY = 3
 
 
 class Snapshot(OneProcess):
@@ -85,7 +91,7 @@ class Snapshot(OneProcess):
         self._results: Results | None = None
         self._map: LinearMap | None = None
         self._store: Store | None = None
-        self._gradient_is_released = False
+        self._gradient_is_released = self._is_symmetric = False
         self._absent = "the operator is closed"
         with self._guard, Uninterrupted(), no_collections():
             self.plan = make_plan()
@@ -235,6 +241,7 @@ class Snapshot(OneProcess):
         if tf.executing_eagerly():
             return _EagerMap(self, *self._spaces)
         with tf.init_scope(), self._guard, self._guard.lock:
+            self._probe_symmetry()
             held = self._current()[1]
         if self._store is None:
             watch, looks = self._watch, self.on_stale != "ignore"
@@ -246,6 +253,16 @@ class Snapshot(OneProcess):
             # residuals, so it has a weak reference.
             return PythonMap(functools.partial(_map_of, weakref.ref(self)), *self._spaces)
         return self._store.map()
+
+    def belonging(self, result: Any) -> Any:
+        """Return the tensors of a product, which have no gradient in the variables.
+
+        See the module `hvp._derivatives.belonging`.
+        """
+        evaluated = () if self._results is None else self._results.gradient
+        if evaluated is None and self._results is not None:
+            evaluated = tf.nest.flatten(self._results.value)
+        return belonging_to(result, self.plan.nest.variables, evaluated or ())
 
     def multiply(
         self,
@@ -266,6 +283,7 @@ class Snapshot(OneProcess):
             have changed or it cannot tell.
         """
         with self._guard, self._guard.lock:
+            self._probe_symmetry()
             product = None
             looks = self.on_stale != "ignore" and not self._watch.has_copies
             if apply_if_current and self._map is not None and looks:
@@ -274,6 +292,34 @@ class Snapshot(OneProcess):
                 product = apply(self._current()[1])
             self._counts.products += count
         return product
+
+    def _probe_symmetry(self) -> None:
+        """Compare two products before the first one, where gradients are of the user's own.
+
+        A Hessian is symmetric; the derivative of a `tf.custom_gradient` need not be.
+        """
+        remarks = self.facts.remarks
+        if self._is_symmetric or not self.is_hessian or remarks is None or not remarks.custom:
+            return
+        _, held = self._current()
+        space = held.domain
+        seeds = [(1, 2), (3, 4)]
+        u, v = (tf.random.stateless_normal([space.size], seed, dtype=space.dtype) for seed in seeds)
+        Hu, Hv = held.apply_flat(u), held.apply_flat(v)
+        difference = float(tf.abs(tf.tensordot(u, Hv, 1) - tf.tensordot(v, Hu, 1)))
+        scale = float(tf.norm(u) * tf.norm(Hv) + tf.norm(v) * tf.norm(Hu))
+        low = ROUNDING.get(self.facts.precision, 0.0)
+        rounding = max(low, float(np.finfo(space.dtype.as_numpy_dtype).eps) ** 0.5)
+        if difference > _ASYMMETRY * rounding * scale:
+            raise SecondDerivativeError(
+                f"products are not those of a symmetric matrix: u'Hv and v'Hu differ by "
+                f"{difference / scale:.2g} of their size, for random u and v; the loss has gradients "
+                f"of its own: {', '.join(map(str, remarks.custom[:5]))}",
+                "gradients that are the derivatives of their functions, and can be differentiated",
+                "replace these functions, or write their gradients with TensorFlow operations; "
+                "hvp.check shows which derivatives are wrong",
+            )
+        self._is_symmetric = True
 
     def make_sure(self) -> None:
         """Raise unless there is a map that is current; evaluate again if that is asked for."""

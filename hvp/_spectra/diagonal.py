@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -15,7 +16,7 @@ from hvp._spectra.probes import Probes, check_seed
 from hvp._spectra.sampling import Stopping
 from hvp._spectra.symmetric import symmetric_rows
 
-DiagonalMethod = Literal["bekas", "xdiag"]
+DiagonalMethod = Literal["auto", "exact", "bekas", "xdiag"]
 
 _FEWEST = 16
 
@@ -24,7 +25,7 @@ _FEWEST = 16
 def diagonal(
     A: Any,
     *,
-    method: DiagonalMethod = "bekas",
+    method: DiagonalMethod = "auto",
     absolute: bool = False,
     rtol: float = 0.1,
     atol: float = 0.0,
@@ -32,13 +33,15 @@ def diagonal(
     seed: int = 0,
     progress: bool | Literal["always"] = False,
 ) -> Estimate:
-    """Estimate the diagonal of a symmetric operator.
+    """Compute or estimate the diagonal of a symmetric operator.
 
     Parameters
     ----------
     A : HessianOperator, or another operator of this package or of scipy, or a matrix
         Real and symmetric. Its damping is included.
-    method : {"bekas", "xdiag"}, optional
+    method : {"auto", "exact", "bekas", "xdiag"}, optional
+        - ``"auto"`` is ``"bekas"`` where that needs fewer products than the `n` of ``"exact"``.
+        - ``"exact"`` multiplies by all unit vectors.
         - ``"bekas"`` is the mean of `z * (A z)` over random signs `z`, entry by entry [BeK]_. The
           variance of an entry is the sum of the squares of the other entries of its row, divided
           by the number of products.
@@ -48,12 +51,12 @@ def diagonal(
     absolute : bool, optional
         Whether to return the root of the mean of `(z * (A z))**2` instead, as the optimizer
         AdaHessian does. It estimates the Euclidean norms of the rows, which are never less than the
-        absolute values on the diagonal. With ``"bekas"`` only.
+        absolute values on the diagonal. Not with ``"xdiag"``.
     rtol, atol : float, optional
         The estimate has converged when the Euclidean norm of all standard errors is at most
         `max(rtol * norm(estimate), atol)`.
     max_products : int, optional
-        Upper bound on the number of products, at least 32.
+        Upper bound on the number of products, at least 32, or `n` if that is less.
     seed : int, optional
         The random seed.
     progress : bool or "always", optional
@@ -63,7 +66,8 @@ def diagonal(
     -------
     Estimate
         With `estimate` and `standard_error` of shape `(n,)`, in float64. The ``unflatten`` of an
-        operator makes a nest of them.
+        operator makes a nest of them. Of a matrix that is known to be positive semi-definite no
+        estimate is negative.
 
     Raises
     ------
@@ -95,9 +99,16 @@ def diagonal(
     names = get_args(DiagonalMethod)
     if method not in names:
         raise HvpError(f"the method is {method!r}", " or ".join(map(repr, names)))
-    if absolute and method != "bekas":
-        raise HvpError("absolute is True with the method 'xdiag'", "the method 'bekas'")
-    stopping = Stopping.of(rtol, atol, max_products, 2 * _FEWEST)
+    if absolute and method == "xdiag":
+        raise HvpError("absolute is True with the method 'xdiag'", "another method")
+    size = rows.size
+    stopping = Stopping.of(rtol, atol, max_products, min(2 * _FEWEST, size))
+    if method == "exact" and size > max_products:
+        raise HvpError(
+            f"the exact diagonal of a {size} x {size} matrix takes {size} products",
+            f"at most max_products = {max_products}",
+            "raise max_products, or leave out method",
+        )
     check_progress(progress)
     seed = check_seed(seed)
     total = stopping.max_products
@@ -107,11 +118,37 @@ def diagonal(
     ):
         probes = Probes(exact, seed)
         if method == "xdiag":
-            return _xdiag(probes, rows.size, stopping, bar)
-        return _bekas(probes, absolute, stopping, bar)
+            estimate = _xdiag(probes, size, stopping, bar)
+        elif method == "exact" or (method == "auto" and size <= 2 * _FEWEST):
+            return _exact(probes, size, absolute, bar)
+        else:
+            # An estimate that needs more products than there are entries is given up for these.
+            found = _bekas(probes, absolute, stopping, bar, size if method == "auto" else None)
+            if found is None:
+                return _exact(probes, size, absolute, bar)
+            estimate = found
+    if rows.is_positive_semidefinite:
+        estimate = replace(estimate, estimate=np.maximum(estimate.estimate, 0))
+    return estimate
 
 
-def _bekas(probes: Probes, absolute: bool, stopping: Stopping, bar: Any) -> Estimate:
+def _exact(probes: Probes, size: int, absolute: bool, bar: Any) -> Estimate:
+    parts = []
+    for start in range(0, size, probes.widest):
+        count = min(probes.widest, size - start)
+        products = probes.multiply(probes.units(start, count)).astype(np.float64)
+        entries = np.arange(count)
+        of_rows = np.linalg.norm(products, axis=1) if absolute else products[entries, start + entries]
+        parts.append(of_rows)
+        bar.update(count)
+    value = np.concatenate(parts)
+    return Estimate(value, np.zeros(size), probes.products, True, "exact", 0)
+
+
+def _bekas(
+    probes: Probes, absolute: bool, stopping: Stopping, bar: Any, most: int | None
+) -> Estimate | None:
+    """Estimate the diagonal; None as soon as more than `most` products are likely to be needed."""
     count, target = 0, _FEWEST
     mean = squares = 0.0
     while True:
@@ -131,9 +168,13 @@ def _bekas(probes: Probes, absolute: bool, stopping: Stopping, bar: Any) -> Esti
             value = np.sqrt(value)
             error = np.divide(error, 2 * value, out=np.zeros_like(error), where=value > 0)
         size = float(np.linalg.norm(error))
+        allowed = stopping.allowed(value)
+        affordable = most is not None and count + most <= stopping.max_products
+        if affordable and size > allowed and count * size**2 > most * allowed**2:
+            return None
         target = min(stopping.sufficient(count, size, value), stopping.max_products)
         if target <= count:
-            converged = size <= stopping.allowed(value)
+            converged = size <= allowed
             return Estimate(value, error, count, converged, "bekas", count - 1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -76,6 +77,11 @@ class EigenResult:
         core = core_of(self._operator)
         return [core.unflatten(vector) for vector in self.eigenvectors.T]
 
+    def __iter__(self) -> Iterator[np.ndarray]:
+        """Unpack as the results of scipy's and NumPy's functions: values, vectors."""
+        yield self.eigenvalues
+        yield self.eigenvectors
+
     def __repr__(self) -> str:
         values = np.array2string(self.eigenvalues[:6], precision=4, separator=", ")
         more = f" and {len(self.eigenvalues) - 6} more" if len(self.eigenvalues) > 6 else ""
@@ -148,7 +154,8 @@ def eigsh(
     Returns
     -------
     EigenResult
-        With `eigenvalues`, `eigenvectors`, `residual_norms` and `converged`.
+        With `eigenvalues`, `eigenvectors`, `residual_norms` and `converged`. It unpacks into
+        eigenvalues and eigenvectors, as the results of scipy's functions do.
 
     Warns
     -----
@@ -182,8 +189,9 @@ def eigsh(
     >>> import hvp
     >>> w = tf.Variable([1.0, 2.0, 3.0, 4.0])
     >>> H = hvp.HessianOperator(lambda: tf.reduce_sum(w**4) / 12, w)
-    >>> hvp.eigsh(H, 2).eigenvalues.round(4)
-    array([16.,  9.])
+    >>> values, vectors = hvp.eigsh(H, 2)
+    >>> values.round(4), vectors.shape
+    (array([16.,  9.]), (4, 2))
     """
     rows = symmetric_rows(A, "eigsh")
     size, name = rows.size, rows.dtype.name

@@ -62,7 +62,7 @@ def trace(
         The estimate has converged when its standard error is at most
         `max(rtol * abs(estimate), atol)`.
     max_products : int, optional
-        Upper bound on the number of products, at least 72.
+        Upper bound on the number of products, at least 72, or `n` if that is less.
     seed : int, optional
         The random seed.
     progress : bool or "always", optional
@@ -111,7 +111,7 @@ def trace(
     rows = symmetric_rows(A, "trace")
     if method not in get_args(TraceMethod):
         raise HvpError(f"the method is {method!r}", " or ".join(map(repr, get_args(TraceMethod))))
-    stopping = Stopping.of(rtol, atol, max_products, FEWEST_PRODUCTS)
+    stopping = Stopping.of(rtol, atol, max_products, min(FEWEST_PRODUCTS, rows.size))
     check_progress(progress)
     seed = check_seed(seed)
     if method == "exact" and rows.size > max_products:
@@ -192,9 +192,9 @@ class _Auto(_Exact):
     """Samples, unless the diagonal needs fewer products."""
 
     def run(self, stopping: Stopping, bar: Any) -> Estimate:
+        if self._size <= min(FEWEST_PRODUCTS, stopping.max_products):
+            return super().run(stopping, bar)
         if 2 * self._size <= stopping.max_products:
-            if self._size <= _FEWEST:
-                return super().run(stopping, bar)
             self.most = self._size
         estimate = _Hutchinson.run(self, stopping, bar)
         if estimate.converged or self._probes.products + self._size > stopping.max_products:

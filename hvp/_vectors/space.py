@@ -185,7 +185,12 @@ class Space:
         return flat
 
     def parts_of_nest(self, nest: Any, what: str = "v") -> list[Any]:
-        """Flatten a nest, and check its structure and the shape and dtype of each part."""
+        """Flatten a nest, and check its structure and the shape and dtype of each part.
+
+        A single part may be in a list or not, whatever the structure.
+        """
+        if not tf.nest.is_nested(self.structure) and isinstance(nest, (list, tuple)):
+            nest = nest[0] if len(nest) == 1 else nest
         try:
             tf.nest.assert_same_structure(self.structure, nest)
         except (ValueError, TypeError) as error:

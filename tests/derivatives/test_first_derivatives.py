@@ -97,7 +97,7 @@ CASES = {
         "complex": (8, lambda w: tf.math.real(tf.linalg.slogdet(complex_matrix(w))[0])),
     },
     "MatrixDeterminant": {
-        "singular": (9, lambda w: tf.linalg.det(square(tf.concat([w[:6], w[:3] + w[6:] - w[6]], 0), 3, 3))),
+        "singular": (9, lambda w: tf.linalg.det(square(tf.concat([w[:6], w[:3] + w[6:] - VALUES[6:9]], 0), 3, 3))),
         "zero": (9, lambda w: tf.linalg.det(square(zero_at(w, 4), 3, 3) * [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]])),
         "two of rank one": (8, lambda w: tf.linalg.det(square(w, 2, 2, 2) * [[[1.0, 1.0], [0.0, 0.0]], [[1.0, 1.0], [1.0, 1.0]]])),
         "complex": (8, lambda w: tf.math.real(tf.linalg.det(complex_matrix(w)))),
@@ -120,7 +120,7 @@ CASES = {
         "variable exponent": (3, lambda w: (1 + w**2) ** w),
     },
     "RGBToHSV": {
-        "zero": (3, lambda w: tf.image.rgb_to_hsv(square(tf.concat([w[:2] ** 2 + 0.1, [0.0]], 0), 1, 1, 3))[..., 1:] ** 2),
+        "zero": (3, lambda w: tf.image.rgb_to_hsv(square(tf.concat([w[:2] ** 2 + 0.1, zero_at(w, 2)[2:]], 0), 1, 1, 3))[..., 1:] ** 2),
         "others": (6, lambda w: tf.image.rgb_to_hsv(square(w / 20 + [0.9, 0.5, 0.2, 0.3, 0.4, 0.8], 1, 2, 3)) ** 2),
     },
     "SoftmaxCrossEntropyWithLogits": {
@@ -137,8 +137,8 @@ CASES = {
         "matrix": (3, lambda w: tf.sparse.to_dense(tf.SparseTensor([[0, 1], [0, 1]], w[:2], [2, 2]), validate_indices=False) ** 3),
     },
     "SquaredDifference": {
-        "complex": (4, lambda w: tf.math.imag(tf.cast(1j, tf.complex128) * tf.math.squared_difference(
-            tf.complex(w[:2], w[2:]), tf.complex(w[2:], w[:2])
+        "complex": (4, lambda w: tf.math.imag(tf.complex(w[:2], w[:2] ** 2) * tf.math.squared_difference(
+            tf.complex(w[:2], w[2:]), tf.complex(w[2:] * 2, w[:2])
         ))),
     },
     "TensorListGather": {
