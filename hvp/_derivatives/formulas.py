@@ -121,6 +121,21 @@ _fake_quantization("FakeQuantWithMinMaxVars", True)
 _fake_quantization("FakeQuantWithMinMaxVarsPerChannel", True)
 
 
+@gradient_of("QuantizeAndDequantizeV4")
+def _quantize(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
+    # TensorFlow cannot differentiate its kernel of this gradient, which here computes the mask of
+    # the values between the limits.
+    values, low, high = (tf.stop_gradient(x, CONSTANT) for x in operation.inputs)
+    inside = raw.QuantizeAndDequantizeV4Grad(
+        gradients=tf.ones_like(values),
+        input=values,
+        input_min=low,
+        input_max=high,
+        **attributes(operation, "axis"),
+    )
+    return upstream * inside.input_backprop, None, None
+
+
 # TensorFlow's gradients by `x` of the next three are zero where `x` is zero, for any `y`.
 
 

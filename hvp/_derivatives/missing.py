@@ -96,6 +96,7 @@ MISSING_DERIVATIVES = {
     "LookupTableFindV2": MissingDerivative((2,), "add the default value by a mask"),
     "QuantizeAndDequantizeV2": MissingDerivative((1, 2), _QUANTIZE),
     "QuantizeAndDequantizeV3": MissingDerivative((1, 2), _QUANTIZE),
+    "QuantizeAndDequantizeV4": MissingDerivative((1, 2), _QUANTIZE),
     "ScaleAndTranslate": MissingDerivative((2, 3), _RESIZE),
     "PadV2": MissingDerivative((2,), "tf.pad with zeros, and add the constant by a mask"),
     "StatelessParameterizedTruncatedNormal": MissingDerivative((), _DRAWS),
@@ -125,7 +126,7 @@ WHY = {
         Betainc CTCBeamSearchDecoder CTCGreedyDecoder DrawBoundingBoxes ExtractGlimpse
         FusedBatchNorm FusedBatchNormV2 FusedBatchNormV3 GenerateBoundingBoxProposals HSVToRGB
         LinSpace LookupTableFindV2 OneHot PadV2 ParameterizedTruncatedNormal QuantizeAndDequantizeV2
-        QuantizeAndDequantizeV3 RaggedRange RandomShuffle Range ReduceDataset ScaleAndTranslate
+        QuantizeAndDequantizeV3 QuantizeAndDequantizeV4 RaggedRange RandomShuffle Range ReduceDataset ScaleAndTranslate
         SparseConcat Zeta
         """.split(),
         _FIRST,

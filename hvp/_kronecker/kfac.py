@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 import tensorflow as tf
 
+from hvp._data.elements import convert_batch
 from hvp._derivatives.exact import exact_functions
 from hvp._engines.gauss_newton import GaussNewtonRule
 from hvp._engines.prediction_rule import PredictionRule
@@ -37,6 +38,7 @@ from hvp._operators.predictions import checked_model, checked_output_loss, refus
 from hvp._runtime.arguments import check_count, refuse_unknown
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.strategies import outside_strategies
+from hvp._runtime.user_warning import warn
 from hvp._snapshots.problem import Problem, problem_of
 from hvp._snapshots.snapshot import Snapshot
 from hvp._vectors.resources import Resource, restored
@@ -47,6 +49,8 @@ from hvp._vectors.watch import Watch
 Fisher = Literal["type-2", "monte-carlo", "empirical"]
 Sharing = Literal["expand", "reduce"]
 
+# With more classes one target is drawn for each prediction, instead of a backward pass for each.
+_MANY_CLASSES = 64
 # Weights that belong to no layer have an exact block, computed from products, up to this number.
 _MOST_UNCOVERED = 1024
 
@@ -90,7 +94,8 @@ class KFAC(FactoredOperator):
         As for `FisherOperator`. Recurrent Keras layers are unrolled.
     fisher : {"type-2", "monte-carlo", "empirical"}, optional
         Which matrix to approximate, as `kind` for `FisherOperator`. ``"type-2"`` takes one backward
-        pass for each class, ``"monte-carlo"`` one for each sample.
+        pass for each class, ``"monte-carlo"`` one for each sample. The default is ``"type-2"``, but
+        ``"monte-carlo"`` where there are more than 64 classes and the likelihood is known.
     likelihood : str or nest of str, optional
         As for `FisherOperator`. Without one, ``"type-2"`` stands for the Gauss-Newton matrix of any
         convex output loss with up to 256 predictions for each example.
@@ -173,7 +178,7 @@ class KFAC(FactoredOperator):
         variables: Any,
         data: Any,
         *,
-        fisher: Fisher = "type-2",
+        fisher: Fisher | None = None,
         likelihood: Any = None,
         samples: int = 1,
         seed: int = 0,
@@ -190,7 +195,7 @@ class KFAC(FactoredOperator):
                 "there are no data", "examples, over which the matrix is a mean", "pass data=(x, y)"
             )
         for name, value, choices in (
-            ("fisher", fisher, get_args(Fisher)),
+            ("fisher", fisher, (None, *get_args(Fisher))),
             ("sharing", sharing, get_args(Sharing)),
             ("on_stale", on_stale, get_args(OnStale)),
         ):
@@ -202,6 +207,10 @@ class KFAC(FactoredOperator):
         refuse_unknown(options, type(self).__name__, _OPTIONS, _INSTEAD)
         nest = collect_variables(variables)
         functions = checked_model(model), checked_output_loss(output_loss)
+        if fisher is None:
+            classes = 0 if likelihood is None else _class_count(functions, data)
+            fisher = "monte-carlo" if classes > _MANY_CLASSES else "type-2"
+        self.fisher = fisher
         matrix: PredictionRule
         if fisher == "type-2" and likelihood is None:
             matrix = GaussNewtonRule(*functions, weight)
@@ -242,7 +251,7 @@ class KFAC(FactoredOperator):
         model: Any,
         data: Any,
         *,
-        fisher: Fisher = "type-2",
+        fisher: Fisher | None = None,
         likelihood: Any = None,
         variables: Any = None,
         training: bool = False,
@@ -253,7 +262,7 @@ class KFAC(FactoredOperator):
         Parameters
         ----------
         model : keras.Model
-            A compiled model without regularizers.
+            A compiled model. Its regularizers are left out.
         data : tuple of arrays, or iterable of such
             `(x, y)`, as for `model.fit`, or batches of these.
         fisher : {"type-2", "monte-carlo", "empirical"}, optional
@@ -275,7 +284,12 @@ class KFAC(FactoredOperator):
         Raises
         ------
         HvpError
-            As this class, and if the model has regularizers.
+            As this class.
+
+        Warns
+        -----
+        UserWarning
+            If the model has regularizers.
 
         Examples
         --------
@@ -290,14 +304,14 @@ class KFAC(FactoredOperator):
         """
         parts = compiled_parts(model, data, training, options)
         if parts.regularization is not None:
-            raise HvpError(
-                "the model has regularizers, which have no Kronecker factors",
-                "a model without them, or the matrix of the loss without them",
-                f"call hvp.{cls.__name__}(model, output_loss, model, data) with a loss of the "
-                "predictions alone; a penalty of c times the squares then adds 2 c to the damping",
+            warn(
+                f"the model's regularizers are left out of {cls.__name__}, which approximates the "
+                "matrix of the loss of the predictions: a penalty of c times the squares of all "
+                "weights adds 2 c, as damping does",
+                UserWarning,
             )
         # With weights of examples the loss is not a log-likelihood, but it is still convex.
-        is_weighted = isinstance(data, tuple) and len(data) > 2 and fisher == "type-2"
+        is_weighted = isinstance(data, tuple) and len(data) > 2 and fisher in (None, "type-2")
         if likelihood is None and fisher != "empirical" and not is_weighted:
             likelihood = likelihoods_of(model)
         variables = model if variables is None else variables
@@ -632,6 +646,15 @@ class EKFAC(KFAC):
             complete[place] = blocks[place].with_scales(array, self._space.dtype)
         self._scales_snapshot.release_gradient()
         return complete
+
+
+def _class_count(functions: tuple[Callable[..., Any], Callable[..., Any]], data: Any) -> int:
+    """Return the largest length of the last axes of the predictions of one example."""
+    batch = data if isinstance(data, (tuple, dict)) else next(iter(data))
+    first = tf.nest.map_structure(lambda leaf: leaf[:1], batch)
+    model = GaussNewtonRule(*functions, None)
+    predictions = convert_batch(tuple(first), "data").call(model.predict)
+    return max(int(part.shape[-1] or 0) for part in tf.nest.flatten(predictions) if part.shape.rank)
 
 
 def _stale(changed: Sequence[str]) -> StaleOperatorError:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -24,6 +26,9 @@ from hvp._snapshots.snapshot import Snapshot
 from hvp._vectors.nests import flattened, unflattened
 
 _log = logging.getLogger("hvp")
+
+# Compiled solvers and the like that are kept for one operator.
+_MOST_CACHED = 64
 
 
 class Core:
@@ -66,6 +71,9 @@ class Core:
         self._in_full: Core | None = None
         self._in_float64: Core | None = None
         self._cache: dict[Any, Any] = {}
+        # Without a cycle: the residuals are to be freed with the last operator.
+        self._blocks: weakref.WeakValueDictionary[Any, BlockCore] = weakref.WeakValueDictionary()
+        self._lock = threading.RLock()
 
     def map(self, damping: float = 0.0) -> LinearMap:
         """Return the linear map to multiply with here, plus a multiple of the identity."""
@@ -80,10 +88,24 @@ class Core:
         return unflattened(self.space, vector)
 
     def cached(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return the object stored under a key, whatever the damping; make it at the first call."""
-        if key not in self._cache:
-            self._cache[key] = make()
-        return self._cache[key]
+        """Return the object stored under a key, whatever the damping; make it at the first call.
+
+        The objects that were used last are kept.
+        """
+        with self._lock:
+            value = self._cache.pop(key) if key in self._cache else make()
+            self._cache[key] = value  # at the end
+            while len(self._cache) > _MOST_CACHED:
+                del self._cache[next(iter(self._cache))]
+            return value
+
+    def block(self, places: Sequence[int]) -> BlockCore:
+        """Return the core of a diagonal block, the same one while it is in use."""
+        with self._lock:
+            key = tuple(places)
+            block = self._blocks.get(key) or BlockCore(self, places)
+            self._blocks[key] = block
+            return block
 
     @property
     def rounding(self) -> float:
@@ -116,16 +138,17 @@ class Core:
         assert self.problem is not None
         assert self._settings is not None
         settings = dataclasses.replace(self._settings, on_stale="ignore", precision=None)
-        with self.snapshot.with_seeds():
-            if self._in_full is None:
-                snapshot = self.problem.snapshot(settings)
-                self._in_full = Core(snapshot, problem=self.problem, settings=settings)
-            else:
-                self._in_full.snapshot.refresh()
-        try:
-            yield self._in_full
-        finally:
-            self._in_full.snapshot.close()
+        with self._lock:  # other threads wait, since the evaluation is shared and closed
+            with self.snapshot.with_seeds():
+                if self._in_full is None:
+                    snapshot = self.problem.snapshot(settings)
+                    self._in_full = Core(snapshot, problem=self.problem, settings=settings)
+                else:
+                    self._in_full.snapshot.refresh()
+            try:
+                yield self._in_full
+            finally:
+                self._in_full.snapshot.close()
 
     @property
     def may_be_wide(self) -> bool:
@@ -159,24 +182,26 @@ class Core:
         wide = dataclasses.replace(
             self._settings, on_stale="ignore", precision=None, jit_compile=False, wide=True
         )
-        try:
-            with self.snapshot.with_seeds():
-                if self._in_float64 is None:
-                    self._in_float64 = Core(self.problem.snapshot(wide))
-                else:
-                    self._in_float64.snapshot.refresh()
-            zeros = tf.zeros([1, self.space.size], self.space.dtype)
-            self._in_float64.map().apply_rows(zeros)
-        except (tf.errors.OpError, HvpError) as error:
-            _log.info("the operator cannot be evaluated in float64: %s", error)
-            yield None
-            return
-        try:
-            # On tapes, where a graph failed, it would be float32.
-            is_wide = self._in_float64.snapshot.facts.engine == "graph"
-            yield self._in_float64 if is_wide else None
-        finally:
-            self._in_float64.snapshot.close()
+        with self._lock:  # other threads wait, since the evaluation is shared and closed
+            try:
+                try:
+                    with self.snapshot.with_seeds():
+                        if self._in_float64 is None:
+                            self._in_float64 = Core(self.problem.snapshot(wide))
+                        else:
+                            self._in_float64.snapshot.refresh()
+                    zeros = tf.zeros([1, self.space.size], self.space.dtype)
+                    self._in_float64.map().apply_rows(zeros)
+                except (tf.errors.OpError, HvpError) as error:
+                    _log.info("the operator cannot be evaluated in float64: %s", error)
+                    yield None
+                    return
+                # On tapes, where a graph failed, it would be float32.
+                is_wide = self._in_float64.snapshot.facts.engine == "graph"
+                yield self._in_float64 if is_wide else None
+            finally:
+                if self._in_float64 is not None:
+                    self._in_float64.snapshot.close()
 
     @contextlib.contextmanager
     def evaluated_alone(self, part: Problem) -> Iterator[Core]:

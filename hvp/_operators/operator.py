@@ -355,10 +355,7 @@ class SymmetricOperator(OneProcess, DtypePreserving):
         return select(chosen, self._core.variable_names, self._core.variables)
 
     def _block(self, places: Sequence[int]) -> BlockOperator:
-        def make() -> BlockCore:
-            return BlockCore(self._core, places)
-
-        return BlockOperator(self._core.cached(("block", *places), make), self._damping)
+        return BlockOperator(self._core.block(places), self._damping)
 
     @Uninterrupted()
     def flatten(self, nest: Any) -> Any:

@@ -200,6 +200,7 @@ CASE_OF = {
 ELSEWHERE = {  # tests of their own: here, in test_exact.py, test_batched_products.py and
     # test_first_derivatives.py
     *FIRST_DERIVATIVES,
+    "QuantizeAndDequantizeV4",
     "FusedBatchNorm",
     "FusedBatchNormV2",
     "FusedBatchNormV3",

@@ -49,6 +49,7 @@ IN_PART = {
     "PadV2",
     "QuantizeAndDequantizeV2",
     "QuantizeAndDequantizeV3",
+    "QuantizeAndDequantizeV4",
     "ScaleAndTranslate",
     "StatelessParameterizedTruncatedNormal",
     "MaxPoolGradV2",

@@ -237,6 +237,20 @@ def test_mean_and_variance_of_a_fused_batch_normalization(version, data_format):
     assert relative_error(H.to_dense(), want) < 1e-5
 
 
+@pytest.mark.parametrize("engine", ["graph", "tape"])
+def test_quantization_passes_derivatives_straight_through(engine):
+    """Its derivative counts as one between the limits, and as zero beyond them."""
+    w = tf.Variable([0.3, -0.4, 1.9])
+
+    def loss():
+        q = tf.quantization.quantize_and_dequantize_v2(w, -1.0, 1.0, range_given=True)
+        return tf.reduce_sum(q**3)
+
+    q = tf.quantization.quantize_and_dequantize_v2(w, -1.0, 1.0, range_given=True).numpy()
+    H = hvp.HessianOperator(loss, w, engine=engine)
+    np.testing.assert_allclose(H.to_dense(), np.diag(6 * q * [1, 1, 0]), rtol=1e-6)
+
+
 def test_least_squares_over_many_matrices():
     """The public function takes another way for so many, in which a learned regularizer counts."""
     A, b = random(0, 3000, 6, 2, dtype="float64"), random(1, 3000, 6, 1, dtype="float64")

@@ -249,6 +249,7 @@ ROWS = {
     ),
     "QuantizeAndDequantizeV2": quantized("V2"),
     "QuantizeAndDequantizeV3": quantized("V3"),
+    "QuantizeAndDequantizeV4": quantized("V4"),
     "RaggedRange": Row(
         lambda a, b, d: raw.RaggedRange(starts=[a], limits=[b], deltas=[d]).rt_dense_values,
         _0=NUMBER,
