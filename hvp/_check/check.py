@@ -110,10 +110,11 @@ def check(
     Notes
     -----
     The check costs at most 20 products (23, and one more evaluation of the gradient, for an
-    operator in low precision), up to `max_products` for the smallest eigenvalue, and eight evaluations of the gradient (two if the loss differs
-    between evaluations), from a separate trace that stores no residuals. If the gradient is
-    not evaluated in float64, the variables are moved for the differences, by about the cube root of
-    the rounding unit times their size, and restored afterwards, even after an error or an
+    operator in low precision), up to `max_products` for the smallest eigenvalue, and eight
+    evaluations of the gradient (two if the loss differs between evaluations), from a separate trace
+    that stores no residuals. If the gradient is not evaluated in float64, the variables are moved
+    for the differences, by about the cube root of the rounding unit times their size, and restored
+    afterwards, even after an error or an
     interrupt. Other threads that use the operator wait meanwhile.
 
     Agreement along one random direction does not prove agreement along all of them, but a missing

@@ -110,7 +110,9 @@ class CheckReport:
 
     def __str__(self) -> str:
         warnings = [finding.name for finding in self.findings if finding.outcome == "warning"]
-        summary = f"nothing failed, look at {', '.join(warnings)}" if warnings else "no problem found"
+        summary = (
+            f"nothing failed, look at {', '.join(warnings)}" if warnings else "no problem found"
+        )
         if not self.ok:
             summary = "FAILED"
         cost = f"{self.products} products, {self.gradient_evaluations} gradients"

@@ -223,8 +223,37 @@ def _available() -> int | None:
         limit = resource.getrlimit(resource.RLIMIT_AS)[0]  # negative if there is none
         used = _from_proc("/proc/self/status", "VmSize:")
         limits.append(None if limit < 0 or used is None else limit - used)
+    limits.append(_left_in_container())
     known = [size for size in limits if size is not None]
     return max(0, min(known)) if known else None
+
+
+# Where Linux tells the limit of a container, what it uses, and what could be freed at once.
+_CONTAINERS = (
+    ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    (
+        "/sys/fs/cgroup/memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        "total_inactive_file",
+    ),
+)
+
+
+def _left_in_container() -> int | None:
+    """Return what a container may still use, in bytes; None if there is no limit."""
+    for folder, limit, usage, freeable in _CONTAINERS:
+        try:
+            most = (Path(folder) / limit).read_text().strip()
+            used = int((Path(folder) / usage).read_text())
+            entries = (Path(folder) / "memory.stat").read_text().split()
+        except (OSError, ValueError):
+            continue
+        if not most.isdigit() or int(most) >= 2**60:  # "max", or a number that stands for it
+            continue
+        files = dict(zip(entries[::2], entries[1::2])).get(freeable, "0")
+        return int(most) - used + int(files)
+    return None
 
 
 def _from_proc(path: str, name: str) -> int | None:

@@ -42,7 +42,8 @@ def _varied(leaves: Sequence[Any], total: int, count: int) -> list[int]:
             _, first = np.unique(np.asarray(leaf).reshape(total, -1)[:, :1], return_index=True)
             candidates |= {*first[np.linspace(0, len(first) - 1, _VALUES).astype(int)].tolist()}
     rows = {
-        index: [np.asarray(leaf[index]).tobytes() for leaf in leaves] for index in sorted(candidates)
+        index: [np.asarray(leaf[index]).tobytes() for leaf in leaves]
+        for index in sorted(candidates)
     }
     chosen: list[int] = []
     seen: list[set[bytes]] = [set() for _ in leaves]

@@ -89,7 +89,11 @@ def _gradient(operation: Any, *upstream: Any) -> Sequence[Any]:
             "is a constant to you",
         )
     gradients = _original(operation, *upstream)
-    return [_Refused() if i in handles else g for i, g in enumerate(gradients)] if handles else gradients
+    return (
+        [_Refused() if i in handles else g for i, g in enumerate(gradients)]
+        if handles
+        else gradients
+    )
 
 
 _, _original = gradient_of_type(_KIND)

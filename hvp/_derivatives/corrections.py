@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from hvp._derivatives import (
     batched_products,
-    fourier,
     formulas,
+    fourier,
     linear,
     linear_algebra,
     repeated_indices,

@@ -28,7 +28,7 @@ def _register(kind: str, transform: Callable[..., tf.Tensor], axes: int, inverse
             return TENSORFLOWS[kind](operation, upstream)
 
         def of_rest(x: tf.Tensor) -> tf.Tensor:
-            rest = x[(..., *(slice(size) for size in sizes))]
+            rest = x[(Ellipsis, *map(slice, sizes))]
             return transform(rest, lengths)
 
         return [*gradient_of_formula(of_rest, [x], upstream), None]

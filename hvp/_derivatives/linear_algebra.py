@@ -1,4 +1,4 @@
-"""Gradients of operations on matrices: at singular matrices, of regularizers, of complex numbers."""
+"""Gradients of operations on matrices that are singular or complex, and by regularizers."""
 
 from __future__ import annotations
 

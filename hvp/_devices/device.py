@@ -25,13 +25,16 @@ from hvp._devices.reach import answers, takes_connections
 from hvp._devices.versions import own_version, version_of
 from hvp._errors import HvpError, line_of
 from hvp._graphs.private import addresses_of_workers, send_operations_one_by_one
+from hvp._runtime.interrupts import deliver_interrupt
 
 _log = logging.getLogger("hvp")
 
 # Seconds in which a worker that is alive runs one small operation.
 _PROBE_SECONDS = 10.0
-# Seconds after which a thread that waits looks whether the worker is still there.
+# Seconds after which a thread that waits looks whether the worker is still there, and whether it
+# was interrupted.
 _FIRST_LOOK_SECONDS, _LOOK_SECONDS = 0.3, 1.0
+_PAUSE_SECONDS = 0.1
 # Seconds without work after which a thread ends.
 _IDLE_SECONDS = 2.0
 _LOSSES = (
@@ -214,23 +217,22 @@ class Job:
         Exception
             What the function raised.
         """
-        end = None if seconds is None else time.monotonic() + seconds
-        pause = _FIRST_LOOK_SECONDS if is_there else float("inf")
-        while not self._ended.wait(_shortest(pause, end)):
-            if end is not None and time.monotonic() >= end:
+        start = time.monotonic()
+        end = float("inf") if seconds is None else start + seconds
+        look = start + _FIRST_LOOK_SECONDS if is_there else float("inf")
+        while not self._ended.wait(max(0.0, min(_PAUSE_SECONDS, end - time.monotonic()))):
+            deliver_interrupt()  # TensorFlow runs in another thread
+            now = time.monotonic()
+            if now >= end:
                 raise LostDeviceError(f"it did not answer within {seconds:g} seconds")
-            if is_there and not is_there() and not self._ended.is_set():
-                raise LostDeviceError("it no longer accepts connections")
-            pause = _LOOK_SECONDS
+            if is_there and now >= look:
+                if not is_there() and not self._ended.is_set():
+                    raise LostDeviceError("it no longer accepts connections")
+                look = now + _LOOK_SECONDS
         if self._error is not None:
             error, self._error = self._error, None
             raise error
         return self._result
-
-
-def _shortest(pause: float, end: float | None) -> float | None:
-    left = float("inf") if end is None else end - time.monotonic()
-    return None if min(pause, left) == float("inf") else min(pause, left)
 
 
 class Runner:
@@ -307,10 +309,7 @@ def devices_of(argument: Any) -> list[Device]:
     Raises
     ------
     HvpError
-        As `device_names`, and if a worker has another version of TensorFlow.
+        As `device_names`.
     """
     lost = [device.name for device in all_devices() if device.lost]
-    devices = [device_named(name) for name in device_names(argument, lost)]
-    for device in devices:
-        device.check_version()
-    return devices
+    return [device_named(name) for name in device_names(argument, lost)]

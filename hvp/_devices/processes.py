@@ -153,6 +153,10 @@ class Processes:
         )
 
 
+# A large odd number, by which the places of numbers are told apart.
+_ODD = 2654435761
+
+
 def digest_of(kind: str, *tensors: tf.Tensor) -> int:
     """Return 32 bits that differ, most likely, for tensors that differ.
 
@@ -165,7 +169,10 @@ def digest_of(kind: str, *tensors: tf.Tensor) -> int:
     """
     total = sum(ord(letter) << (8 * (index % 4)) for index, letter in enumerate(kind))
     for tensor in tensors:
-        total = 31 * total + int(tf.reduce_sum(tf.cast(bits_of(tensor), tf.int64)))
+        bits = tf.reshape(tf.cast(bits_of(tensor), tf.int64), [-1])
+        places = tf.range(1, 1 + tf.size(bits, tf.int64))
+        # By the place, so that the same numbers in another order make another digest.
+        total = 31 * total + int(tf.reduce_sum(bits * (2 * places * _ODD + 1)))
     return (total ^ (total >> 32)) & 0xFFFFFFFF
 
 

@@ -31,7 +31,7 @@ def fold_shapes(graph_def: Any) -> None:
         if node.op == "Shape":
             value = _shape_of(data_inputs(node)[0], nodes)
         elif node.op in _OF_CONSTANTS and node.attr[_OF_CONSTANTS[node.op][0]].type in _INTEGERS:
-            sources = [nodes.get(node_of(tensor)) for tensor in data_inputs(node)]
+            sources: list[Any] = [nodes.get(node_of(tensor)) for tensor in data_inputs(node)]
             if all(source is not None and source.op == "Const" for source in sources):
                 values = [tf.make_ndarray(source.attr["value"].tensor) for source in sources]
                 value = _OF_CONSTANTS[node.op][1](node, *values)

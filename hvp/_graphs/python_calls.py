@@ -37,7 +37,8 @@ def call_python(
         try:
             return function(*tensors)
         except HvpError as error:
-            _raised[:] = [error]
+            # Without the traceback, whose frames hold tensors: it may surface elsewhere.
+            _raised[:] = [type(error)(*error.args)]
             raise
 
     results = tf.py_function(noting, tensors, [spec.dtype for spec in specs])

@@ -17,7 +17,7 @@ from hvp._graphs.compiled import Compiled
 from hvp._graphs.parts import digest_of_graph
 from hvp._graphs.vectorized import NotVectorizedError, vectorized
 from hvp._influence.example_data import ExampleData
-from hvp._influence.layer_gradients import LayerGradients
+from hvp._influence.layer_gradients import MOST_SHAPES, LayerGradients
 from hvp._keras.losses import preserved_losses
 from hvp._keras.unrolled import unrolled
 from hvp._runtime.digest import digest
@@ -291,4 +291,6 @@ class ExampleGradients:
                 if self._unrolls:
                     stack.enter_context(unrolled(self._nest.source))
                 self._functions[key] = Compiled(of_examples, specs, False)
+            if len(self._functions) > MOST_SHAPES:
+                del self._functions[next(iter(self._functions))]
         return self._functions[key]

@@ -102,8 +102,12 @@ class GradientStore:
             if path.exists():
                 self._refuse_another(json.loads(path.read_text()), description)
                 return
-            if any(self._folder.iterdir()):
+            # What a process has left that was killed while it wrote.
+            left = [file for file in self._folder.iterdir() if file.suffix == ".part"]
+            if len(left) < len([*self._folder.iterdir()]):
                 raise self._not_a_store()
+            for file in left:
+                file.unlink(missing_ok=True)
             with _replacing(path) as temporary:
                 temporary.write_text(json.dumps(description, indent=1))
         except HvpError:

@@ -26,6 +26,9 @@ from hvp._snapshots.snapshot import Snapshot
 from hvp._vectors.space import Space
 from hvp._vectors.variables import VariableNest
 
+# Functions that are kept, each for one shape of examples, such as a length of sequences.
+MOST_SHAPES = 16
+
 
 class LayerParts(abc.ABC):
     """What the gradient of one layer's weights is made of.
@@ -345,6 +348,8 @@ class LayerGradients:
         with self._preserving():
             function = Compiled(of_examples, specs, False)
         self._functions[key] = function, layers, lengths
+        if len(self._functions) > MOST_SHAPES:
+            del self._functions[next(iter(self._functions))]
         return self._functions[key]
 
     @contextlib.contextmanager

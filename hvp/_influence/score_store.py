@@ -148,6 +148,12 @@ def mapped_array(
                 f"the scores that belong to the checkpoint, of shape {shape} and type {dtype}",
                 "remove the checkpoint to start again",
             )
+        if path.exists():
+            raise HvpError(
+                f"the file {path} exists",
+                "the name of a new file for the scores",
+                "remove it, or pass another name",
+            )
         array = open_memmap(path, mode="w+", dtype=dtype, shape=shape)
         with path.open("r+b") as file:
             size = os.fstat(file.fileno()).st_size

@@ -264,7 +264,8 @@ def loss_of_outputs(
 
 
 def _check_compiled(model: Any) -> None:
-    if not getattr(model, "compiled", False):
+    # Models of tf_keras have no such attribute, but they do have a loss once they are compiled.
+    if not getattr(model, "compiled", getattr(model, "loss", None) is not None):
         raise InvalidLossError(
             f"the model is {type(model).__name__}, and has no compiled loss",
             "a Keras model that was compiled with a loss",

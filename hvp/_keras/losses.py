@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvp._keras.private import layers_of, lists_of_losses, losses_of
+from hvp._keras.private import LOCK, layers_of, lists_of_losses, losses_of
 
 
 @contextlib.contextmanager
@@ -24,6 +24,11 @@ def preserved_losses(variables: Any) -> Iterator[None]:
     variables : nest
         Keras models and layers. Other objects, such as variables, are ignored.
     """
+    with LOCK:
+        yield from _preserved(variables)
+
+
+def _preserved(variables: Any) -> Iterator[None]:
     saved = [
         (holder, holder.copy())
         for model in tf.nest.flatten(variables)

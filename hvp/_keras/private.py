@@ -7,9 +7,12 @@ noticed there first.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
+# Held while a model is changed for the time of a trace, which another thread must not see.
+LOCK = threading.RLock()
 # The lists of a layer's losses. Keras has no public way to read them without emptying them, or to
 # restore them.
 _LISTS_OF_LOSSES = ("_losses", "_loss_ids", "_eager_losses")

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvp._keras.private import layers_of
+from hvp._keras.private import LOCK, layers_of
 
 
 @contextlib.contextmanager
@@ -27,10 +27,11 @@ def unrolled(source: Any) -> Iterator[None]:
         for layer in layers_of(leaf)
         if getattr(layer, "unroll", None) is False
     ]
-    for layer in layers:
-        layer.unroll = True
-    try:
-        yield
-    finally:
+    with LOCK:
         for layer in layers:
-            layer.unroll = False
+            layer.unroll = True
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.unroll = False

@@ -290,7 +290,9 @@ class FactoredOperator(OneProcess, DtypePreserving):
             vector = as_tensor(v, space.dtype)
         else:
             parts = space.parts_of_nest(v)
-            vector = space.join([as_tensor(part, dtype) for part, dtype in zip(parts, space.dtypes)])
+            vector = space.join(
+                [as_tensor(part, dtype) for part, dtype in zip(parts, space.dtypes)]
+            )
         product = belonging_to(self._rows(vector[tf.newaxis])[0], self._nest.variables)
         return product if is_flat else space.nest_of_parts(space.split(product))
 

@@ -135,8 +135,8 @@ class KFAC(FactoredOperator):
     Notes
     -----
     The operator belongs to the values that the weights had at its last evaluation, until `refresh`
-    evaluates it again. Whatever is made from it (`inverse`, `damped`, `sqrt`, `block`, and functions
-    that were compiled with these) then follows.
+    evaluates it again. Whatever is made from it (`inverse`, `damped`, `sqrt`, `block`, and
+    functions that were compiled with these) then follows.
 
     K-FAC is an approximation, whose error `distance` estimates. It is exact for one layer and one
     example, and, in expectation, for deep linear networks. As a preconditioner of an exact solve it

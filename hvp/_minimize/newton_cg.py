@@ -88,9 +88,9 @@ class NewtonCG(OneProcess, tf.Module):
     seed : int, optional
         Seed of samples and sketches.
     on_stale : {"raise", "refresh"}, optional
-        What to do if, between two steps of a run, a variable changes that the loss reads but that is
-        not minimized over: raise `StaleOperatorError`, or evaluate the loss again. A new run begins
-        with the values of then in any case.
+        What to do if, between two steps of a run, a variable changes that the loss reads but that
+        is not minimized over: raise `StaleOperatorError`, or evaluate the loss again. A new run
+        begins with the values of then in any case.
     **options
         Options of `HessianOperator`: `batch_size`, `memory_limit`, `reduction`, `regularization`,
         `weight`, `engine`, `jit_compile`, `recompute`, `precision`, `devices`, `device_timeout`.

@@ -373,8 +373,8 @@ class Points:
                 "variables that the loss reads, and that are not minimized over, have changed: "
                 + ", ".join(map(repr, changed)),
                 "the same function throughout the minimization",
-                "leave these variables alone during a run, or start a new run after each change; or "
-                "pass on_stale='refresh'",
+                "leave these variables alone during a run, or start a new run after each change, "
+                "or pass on_stale='refresh'",
             )
         return bool(changed)
 

@@ -16,7 +16,7 @@ from hvp._engines.linear_map import LinearMap
 from hvp._engines.restricted import Restricted, Selection
 from hvp._errors import TooLargeError
 from hvp._operators.arithmetic import DtypePreserving
-from hvp._operators.core import BlockCore, Core
+from hvp._operators.core import Core
 from hvp._operators.damping import check_damping
 from hvp._operators.rectangular import RectangularOperator
 from hvp._runtime.guard import OneProcess

@@ -34,6 +34,7 @@ from hvp._errors import (
     InvalidLossError,
     NonFiniteError,
     RecomputeError,
+    SecondDerivativeError,
     reason_of,
 )
 from hvp._recompute.keras_segments import segments_of
@@ -174,6 +175,15 @@ class Problem:
             # A missing kernel is not the fault of the data.
             if isinstance(error, _OF_AN_OPERATION) and "OpKernel" not in str(error):
                 reason = reason_of(error)
+                if self._can_be_computed():
+                    raise SecondDerivativeError(
+                        "TensorFlow's derivative of the loss failed, although the loss can be "
+                        f"computed: {reason}",
+                        "operations whose derivatives TensorFlow computes on this device, in the "
+                        "type of the variables",
+                        "replace the operation, or use variables in float32, for which TensorFlow "
+                        "has more kernels",
+                    ) from error
                 labels = "label" in reason.lower()
                 raise InvalidLossError(
                     f"an operation of the loss failed: {reason}",
@@ -199,6 +209,13 @@ class Problem:
             self._refuse_other_means(snapshot)
             on_error.pop_all()
         return snapshot
+
+    def _can_be_computed(self) -> bool:
+        """Whether the loss itself can be computed, without its derivatives."""
+        try:
+            return self.rule.value(self.first_batch()) is not None
+        except Exception:  # of any kind: the error that was raised before is told
+            return False
 
     def _blame_data(self, error: NonFiniteError) -> None:
         """Raise an error that says so if numbers of the data are not finite."""
@@ -239,6 +256,8 @@ class Problem:
             return SinglePlan(rule, nest, settings, lambda: single, inputs)
         source, settings = self._spread(nest, settings)
         if settings.devices is not None:
+            for device in settings.devices:
+                device.check_version()
             batches = source if isinstance(source, Batches) else OneBatch(source)
             return DealtPlan(rule, nest, batches, settings, added=added, total=self.total)
         if isinstance(source, Batches):

@@ -240,14 +240,15 @@ class Snapshot(OneProcess):
         """
         if tf.executing_eagerly():
             return _EagerMap(self, *self._spaces)
-        with tf.init_scope(), self._guard, self._guard.lock:
-            self._probe_symmetry()
-            held = self._current()[1]
-        if self._store is None:
-            watch, looks = self._watch, self.on_stale != "ignore"
-            resources = watch.resources if looks else ()
-            copies = len(resources) - len(watch.read) if looks else 0
-            self._store = held.store(self.make_sure_in_graph, resources, watch.values, copies)
+        with self._guard, self._guard.lock:
+            with tf.init_scope():
+                self._probe_symmetry()
+                held = self._current()[1]
+            if self._store is None:
+                watch, looks = self._watch, self.on_stale != "ignore"
+                resources = watch.resources if looks else ()
+                copies = len(resources) - len(watch.read) if looks else 0
+                self._store = held.store(self.make_sure_in_graph, resources, watch.values, copies)
         if self._store is None:
             # TensorFlow keeps the function for as long as the process lives: it must not keep the
             # residuals, so it has a weak reference.
@@ -313,8 +314,8 @@ class Snapshot(OneProcess):
         if difference > _ASYMMETRY * rounding * scale:
             raise SecondDerivativeError(
                 f"products are not those of a symmetric matrix: u'Hv and v'Hu differ by "
-                f"{difference / scale:.2g} of their size, for random u and v; the loss has gradients "
-                f"of its own: {', '.join(map(str, remarks.custom[:5]))}",
+                f"{difference / scale:.2g} of their size, for random u and v; the loss has "
+                f"gradients of its own: {', '.join(map(str, remarks.custom[:5]))}",
                 "gradients that are the derivatives of their functions, and can be differentiated",
                 "replace these functions, or write their gradients with TensorFlow operations; "
                 "hvp.check shows which derivatives are wrong",

@@ -104,7 +104,9 @@ class SolveResult:
 
     def __repr__(self) -> str:
         count, total = int(np.sum(self.converged)), int(np.size(self.converged))
-        indefinite = "" if self.negative_curvature is None else "; the operator is not positive definite"
+        indefinite = (
+            "" if self.negative_curvature is None else "; the operator is not positive definite"
+        )
         return (
             f"SolveResult({count} of {total} converged by {self.method}, {self.products} products, "
             f"residual norms up to {np.max(self.residual_norms, initial=0):.3g}{indefinite})"

@@ -118,8 +118,8 @@ class Solver:
         self._H, self._rows = H, rows
         self._space = RecycledSpace(rows.size, rows.dtype.as_numpy_dtype, capacity)
         self._evaluations = self._count_evaluations()
-        # What solves with each damping, tolerance and shape of right-hand sides have cost.
-        self._costs: dict[tuple[float, float, tuple[Any, ...]], _Costs] = {}
+        # What solves with each size of damping, tolerance and shape of right-hand sides have cost.
+        self._costs: dict[tuple[int | None, float, tuple[Any, ...]], _Costs] = {}
         self._has_changed = False
         self.products = 0
 
@@ -179,7 +179,9 @@ class Solver:
             x0=x0,
             progress=progress,
         )
-        kind = damping, rtol, tuple(getattr(b, "shape", ()))
+        # Dampings that adapt from solve to solve are alike where they have the same size.
+        size = round(math.log10(damping)) if damping > 0 else None
+        kind = size, rtol, tuple(getattr(b, "shape", ()))
         costs = self._costs.setdefault(kind, _Costs())
         pays, is_used = costs.recycling_pays, len(self._space) > 0 and costs.recycling_pays
         try:

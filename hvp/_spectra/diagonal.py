@@ -138,7 +138,9 @@ def _exact(probes: Probes, size: int, absolute: bool, bar: Any) -> Estimate:
         count = min(probes.widest, size - start)
         products = probes.multiply(probes.units(start, count)).astype(np.float64)
         entries = np.arange(count)
-        of_rows = np.linalg.norm(products, axis=1) if absolute else products[entries, start + entries]
+        of_rows = (
+            np.linalg.norm(products, axis=1) if absolute else products[entries, start + entries]
+        )
         parts.append(of_rows)
         bar.update(count)
     value = np.concatenate(parts)
@@ -169,8 +171,8 @@ def _bekas(
             error = np.divide(error, 2 * value, out=np.zeros_like(error), where=value > 0)
         size = float(np.linalg.norm(error))
         allowed = stopping.allowed(value)
-        affordable = most is not None and count + most <= stopping.max_products
-        if affordable and size > allowed and count * size**2 > most * allowed**2:
+        is_dear = size > allowed and most is not None and count * size**2 > most * allowed**2
+        if is_dear and count + (most or 0) <= stopping.max_products:
             return None
         target = min(stopping.sufficient(count, size, value), stopping.max_products)
         if target <= count:

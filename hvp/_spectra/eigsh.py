@@ -21,6 +21,8 @@ from hvp._spectra.near_zero import NearZero
 from hvp._spectra.probes import check_seed, check_tolerance, multiply
 from hvp._spectra.symmetric import symmetric_rows
 from hvp._vectors.arrays import check_array
+from hvp._vectors.nests import unflattened
+from hvp._vectors.space import Space
 
 Which = Literal["LA", "SA", "LM", "BE", "near 0"]
 
@@ -59,7 +61,7 @@ class EigenResult:
     residual_norms: np.ndarray
     converged: np.ndarray
     products: int
-    _operator: Any = None
+    _space: Space | None = None
 
     @property
     def nests(self) -> list[Any]:
@@ -70,12 +72,11 @@ class EigenResult:
         HvpError
             If the operator does not come from this package.
         """
-        if self._operator is None:
+        if self._space is None:
             raise HvpError(
                 "the operator has no variables", "an operator of this package", "use eigenvectors"
             )
-        core = core_of(self._operator)
-        return [core.unflatten(vector) for vector in self.eigenvectors.T]
+        return [unflattened(self._space, vector) for vector in self.eigenvectors.T]
 
     def __iter__(self) -> Iterator[np.ndarray]:
         """Unpack as the results of scipy's and NumPy's functions: values, vectors."""
@@ -242,7 +243,7 @@ def eigsh(
         pairs.residual_norms[order],
         converged[order],
         products,
-        A if rows.native else None,
+        core_of(A).space if rows.native else None,
     )
     if not converged.all():
         warn(

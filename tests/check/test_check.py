@@ -145,7 +145,9 @@ def test_labels_that_are_sorted_or_rare_do_not_hide_it(batches):
     for y in (np.arange(400) >= 200, np.arange(400) == 333, np.arange(400) == 399):
         y = y.astype("float32")
         data = [(x, y)] if batches else (x, y)
-        with hvp.HessianOperator(lambda x, y: tf.reduce_mean((model(x) - y) ** 2), model, data) as H:
+        with hvp.HessianOperator(
+            lambda x, y: tf.reduce_mean((model(x) - y) ** 2), model, data
+        ) as H:
             report = hvp.check(H)
         assert report["examples"].outcome == "warning"
         assert "examples" in str(report).splitlines()[0]
@@ -496,7 +498,9 @@ def test_calls_inside_a_graph_are_refused():
 
 def test_operations_refused_at_some_values_are_noted():
     w = tf.Variable(np.array([0.5, 2.0, -3.0]))
-    with hvp.HessianOperator(lambda: tf.reduce_sum(tf.math.segment_prod(w, [0, 0, 1]) ** 2), w) as H:
+    with hvp.HessianOperator(
+        lambda: tf.reduce_sum(tf.math.segment_prod(w, [0, 0, 1]) ** 2), w
+    ) as H:
         report = hvp.check(H)
         assert report.ok
         assert "refused at zeros: SegmentProd" in str(report)

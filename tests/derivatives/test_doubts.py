@@ -222,7 +222,10 @@ def test_methods_with_gradients_alone_refuse_what_has_a_wrong_gradient():
         want, _ = derivatives_by_values(Problem(right, w))
         np.testing.assert_allclose(gradient, want, atol=1e-8 * np.abs(want).max())
     w.assign([0.0, 2.0, 3.0])
-    assert hvp.minimize(lambda: (tf.reduce_sum(tf.math.cumprod(w)) - 4) ** 2, w, method="BFGS").fun < 1e-8
+    assert (
+        hvp.minimize(lambda: (tf.reduce_sum(tf.math.cumprod(w)) - 4) ** 2, w, method="BFGS").fun
+        < 1e-8
+    )
 
 
 def test_integers_carry_no_derivatives():

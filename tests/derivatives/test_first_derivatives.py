@@ -1,3 +1,4 @@
+# ruff: noqa: E501 - a table reads better
 """Operations whose first derivative is wrong in TensorFlow, against differences of values.
 
 No derivative of TensorFlow's enters the expected gradients and Hessians.

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 import hvp
 from hvp._graphs import compiled
-from tests.cases import CASES, random, relative_error
+from tests.cases import CASES, Problem, dense_hessian, random, relative_error
 
 
 def problem():

@@ -1,3 +1,4 @@
+# ruff: noqa: E501 - a table reads better
 """Shapes and permutations become constants, and transposed products do not compute for them."""
 
 import numpy as np

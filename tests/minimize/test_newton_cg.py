@@ -322,7 +322,9 @@ def test_a_frozen_variable_that_changes():
 
 def test_xla_compiles_the_iterations_of_a_model_with_biases(capfd):
     keras.utils.set_random_seed(0)
-    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)])
+    model = keras.Sequential(
+        [keras.Input((3,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)]
+    )
     x = random(0, 20, 3)
 
     def loss(x, y):

@@ -275,7 +275,7 @@ def scan_in_a_branch(x: Any, kernel: Any, bias: Any) -> Any:
 def branch_in_a_loop(x: Any, kernel: Any, bias: Any) -> Any:
     state = x
     for i in tf.range(3):
-        if i % 2 == 0:
+        if i % 2 == 0:  # noqa: SIM108 - for autograph
             state = tf.tanh(state @ kernel)
         else:
             state = state * bias

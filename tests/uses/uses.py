@@ -116,7 +116,7 @@ class Subject:
         return random(5, len(self.dense), dtype=self.dtype)
 
     @property
-    def V(self) -> np.ndarray:
+    def V(self) -> np.ndarray:  # noqa: N802
         """A block of vectors."""
         return random(6, len(self.dense), 3, dtype=self.dtype)
 
@@ -276,9 +276,10 @@ def eigenvalues(s: Subject, which: str) -> None:
     }[which]
     want = every[np.argsort(order, kind="stable")][:2]
     scale = np.abs(every).max()
-    assert np.abs(np.sort(np.abs(result.eigenvalues)) - np.sort(np.abs(want))).max() < (
-        1e-3 if s.dtype == "float32" else 1e-5
-    ) * scale
+    assert (
+        np.abs(np.sort(np.abs(result.eigenvalues)) - np.sort(np.abs(want))).max()
+        < (1e-3 if s.dtype == "float32" else 1e-5) * scale
+    )
     X = result.eigenvectors
     residuals = np.linalg.norm(s.dense @ X - X * result.eigenvalues, axis=0)
     assert (residuals <= np.maximum(2 * result.residual_norms, s.tol * scale)).all()
@@ -293,7 +294,7 @@ def trace(s: Subject) -> None:
 
 @use
 def diagonal(s: Subject) -> None:
-    estimate = hvp.diagonal(s.operator, max_products=2 * len(s.dense))
+    estimate = hvp.diagonal(s.operator, rtol=0.3)
     error = np.abs(estimate.estimate - np.diag(s.dense))
     floor = 10 * s.tol * np.linalg.norm(s.dense)
     assert (error <= 6 * estimate.standard_error + floor).mean() > 0.9
