@@ -28,8 +28,8 @@ def _register(kind: str, transform: Callable[..., tf.Tensor], axes: int, inverse
             return TENSORFLOWS[kind](operation, upstream)
 
         def of_rest(x: tf.Tensor) -> tf.Tensor:
-            rest = x[(Ellipsis, *map(slice, sizes))]
-            return transform(rest, lengths)
+            cut: Any = (Ellipsis, *map(slice, sizes))
+            return transform(x[cut], lengths)
 
         return [*gradient_of_formula(of_rest, [x], upstream), None]
 

@@ -83,6 +83,8 @@ class Facts:
     foreign : str
         What else the function refers to that only this process has, such as a lookup table or
         Python code; empty if there is nothing.
+    differentiates : bool
+        Whether the values of the function contain derivatives.
     recomputes : bool or None
         Whether the function computes some of its values again; None if it could not be traced.
     traces : int
@@ -106,6 +108,7 @@ class Facts:
     draws: bool = False
     remarks: Remarks | None = None
     foreign: str = ""
+    differentiates: bool = False
     recomputes: bool | None = None
     traces: int = 0
     uses_xla: bool | None = None
@@ -127,6 +130,7 @@ class Facts:
             draws=any(facts.draws for facts in every),
             remarks=Remarks.union(remarks) if len(remarks) == len(every) else None,
             foreign=next((facts.foreign for facts in every if facts.foreign), ""),
+            differentiates=any(facts.differentiates for facts in every),
             recomputes=None if None in recomputes else any(recomputes),
             traces=sum(facts.traces for facts in every),
             uses_xla=next((facts.uses_xla for facts in every if facts.uses_xla is not None), None),

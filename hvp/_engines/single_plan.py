@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from hvp._derivatives.doubts import refuse_missing_derivatives
@@ -233,6 +234,7 @@ class SinglePlan(Plan):
                 traced.python,
             ),
             foreign=_foreign(traced),
+            differentiates=traced.differentiates,
             recomputes=any(KEPT_WHOLE in function.signature.name for function in functions),
             traces=1,
             expected_nbytes=traced.nbytes,
@@ -303,6 +305,10 @@ class SinglePlan(Plan):
                 "variables out",
             )
 
+    def add_note(self, remark: str) -> None:
+        """Add to what `facts` says about the function."""
+        self._add_note(remark)
+
     def _add_note(self, remark: str) -> None:
         if remark not in self._note:
             self._note = "; ".join(filter(None, [self._note, remark]))
@@ -357,8 +363,35 @@ class SinglePlan(Plan):
             notes.append("draws random numbers, so that each refresh is of another function")
         if traced.python:
             notes.append("runs Python code, where no variable is watched")
+        frozen = self._frozen(traced)
+        if frozen:
+            notes.append(f"holds values of {quoted(frozen)} as constants, which refresh() keeps")
         self._note = "; ".join(notes)
         return traced
+
+    def _frozen(self, traced: Trace) -> list[str]:
+        """Return the names of variables whose values a loss holds as constants."""
+        graph = traced.graph
+        constants = [
+            tensor.numpy()
+            for tensor in graph.captures.values()
+            if tensor.dtype.is_floating and tensor.shape.num_elements() > 1
+        ]
+        constants += [
+            tf.make_ndarray(node.attr["value"].tensor)
+            for node in graph.graph_def.node
+            if node.op == "Const" and len(node.attr["value"].tensor.tensor_content) > 4
+        ]
+        frozen = []
+        for variable, name in zip(self.nest.variables, self.nest.names):
+            shape, dtype = tuple(variable.shape), variable.dtype.as_numpy_dtype
+            alike = [c for c in constants if c.shape == shape and c.dtype == dtype]
+            if alike:
+                value = Resource.of(variable).read().numpy()
+                varies = bool(np.ptp(value)) if value.size else False
+                if varies and any(np.array_equal(constant, value) for constant in alike):
+                    frozen.append(name)
+        return frozen
 
 
 def _foreign(traced: Trace) -> str:

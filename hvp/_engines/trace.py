@@ -27,6 +27,7 @@ from hvp._graphs.concrete import (
 from hvp._graphs.dataflow import RECOMPUTED_GRADIENT, Dataflow, Vertex, layer_of
 from hvp._graphs.means import lengths_averaged
 from hvp._graphs.parts import ancestors, cut_out, import_part
+from hvp._graphs.private import is_of_tape
 from hvp._graphs.sizes import BORROWED, VIEWS, graph_def_with_shapes
 from hvp._vectors.resources import Resource
 from hvp._vectors.variables import VariableNest
@@ -119,6 +120,8 @@ class Trace:
     risky_pools : bool
         Whether functions, loops or branches have max pools in them that TensorFlow itself may
         differentiate wrong.
+    differentiates : bool
+        Whether the value itself contains derivatives.
     lengths_averaged : tuple of (int or None)
         Over how many rows the means are taken that the loss consists of, None where that is not
         known; empty if it is computed from anything but means.
@@ -136,6 +139,7 @@ class Trace:
     repeated: list[Doubt]
     python: bool
     risky_pools: bool
+    differentiates: bool
     lengths_averaged: tuple[int | None, ...]
 
 
@@ -208,6 +212,10 @@ def trace(
         nbytes=_bytes_between(concrete.graph, flow, sources, reaching),
         python=any("PyFunc" in flow.types.get(vertex, "") for vertex in reaching),
         risky_pools=any(has_risky_pools(f.node_def) for f in graph_def.library.function),
+        differentiates=any(
+            is_of_tape(flow.names.get(v, ""))
+            for v in flow.reachable([flow.vertex(name) for name in whole.values()], backward=True)
+        ),
         random=sorted(
             doubt_of(flow, v) for v in reaching if _RANDOM.fullmatch(flow.types.get(v, ""))
         ),

@@ -37,6 +37,7 @@ __all__ = [
     "copies_of",
     "gradient_of_type",
     "is_for_xla",
+    "is_of_tape",
     "op_def_registry",
     "record",
     "replace_gradient_of_type",
@@ -47,6 +48,11 @@ __all__ = [
 def is_for_xla() -> bool:
     """Whether the graph being traced will be compiled by XLA."""
     return bool(GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()))
+
+
+def is_of_tape(name: str) -> bool:
+    """Whether a tape made an operation for a derivative, as its name tells; nothing public does."""
+    return "gradient_tape/" in name
 
 
 def copies_of(handle: tf.Tensor) -> list[tf.Variable]:

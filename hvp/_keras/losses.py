@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvp._keras.private import LOCK, layers_of, lists_of_losses, losses_of
+from hvp._keras.private import layers_of, lists_of_losses, losses_of, one_at_a_time
 
 
 @contextlib.contextmanager
@@ -24,7 +24,7 @@ def preserved_losses(variables: Any) -> Iterator[None]:
     variables : nest
         Keras models and layers. Other objects, such as variables, are ignored.
     """
-    with LOCK:
+    with one_at_a_time():
         yield from _preserved(variables)
 
 

@@ -6,13 +6,13 @@ noticed there first.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
 
-# Held while a model is changed for the time of a trace, which another thread must not see.
-LOCK = threading.RLock()
 # The lists of a layer's losses. Keras has no public way to read them without emptying them, or to
 # restore them.
 _LISTS_OF_LOSSES = ("_losses", "_loss_ids", "_eager_losses")
@@ -21,6 +21,27 @@ _LISTS_OF_LOSSES = ("_losses", "_loss_ids", "_eager_losses")
 # them. Without them, a Dropout layer inside a model would be active in the function and inactive in
 # its derivative.
 SCOPE_ATTRIBUTES = ("current_call_ctx", "autocast_scope", "stateless_scope")
+
+
+_lock = threading.Lock()
+_is_holding = contextvars.ContextVar("hvp_holds_models", default=False)
+
+
+@contextlib.contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Let one thread at a time change models for the time of a trace.
+
+    Threads that it starts in its own context, and waits for, belong to it.
+    """
+    if _is_holding.get():
+        yield
+        return
+    with _lock:
+        token = _is_holding.set(True)
+        try:
+            yield
+        finally:
+            _is_holding.reset(token)
 
 
 def has_layers(value: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvp._keras.private import LOCK, layers_of
+from hvp._keras.private import layers_of, one_at_a_time
 
 
 @contextlib.contextmanager
@@ -27,7 +27,7 @@ def unrolled(source: Any) -> Iterator[None]:
         for layer in layers_of(leaf)
         if getattr(layer, "unroll", None) is False
     ]
-    with LOCK:
+    with one_at_a_time():
         for layer in layers:
             layer.unroll = True
         try:

@@ -38,11 +38,14 @@ from hvp._errors import (
     reason_of,
 )
 from hvp._recompute.keras_segments import segments_of
+from hvp._runtime.user_warning import warn
 from hvp._snapshots.means import EXAMPLES, refuse_coupling, refuse_sum
 from hvp._snapshots.snapshot import Snapshot
 from hvp._vectors.strategies import process_count, strategy_of
 from hvp._vectors.variables import VariableNest, collect_variables
 
+# Two values of one loss differ by less, relatively, if nothing was corrected.
+_SAME = 1e-4
 # What TensorFlow raises when an operation does not take its arguments.
 _OF_AN_OPERATION = (tf.errors.InvalidArgumentError, tf.errors.UnimplementedError)
 
@@ -207,6 +210,7 @@ class Problem:
         with contextlib.ExitStack() as on_error:
             on_error.enter_context(contextlib.closing(snapshot))
             self._refuse_other_means(snapshot)
+            self._compare_values(snapshot)
             on_error.pop_all()
         return snapshot
 
@@ -227,6 +231,33 @@ class Problem:
                     "data that are finite",
                     "remove or replace these entries",
                 ) from error
+
+    def _compare_values(self, snapshot: Snapshot) -> None:
+        """Say so if a loss has another value where TensorFlow's derivatives are corrected."""
+        plan, rule = snapshot.plan, self.rule
+        if not (isinstance(rule, HessianRule) and isinstance(plan, SinglePlan)):
+            return
+        is_whole = not self.total and self.regularization is None
+        if not (snapshot.facts.differentiates and is_whole) or snapshot.facts.draws:
+            return
+        try:
+            with snapshot.with_seeds():
+                theirs = float(rule.value(self.first_batch()))
+        except (TypeError, ValueError, LookupError, tf.errors.OpError):
+            return  # it can be computed in graphs only, or not at all without the corrections
+        ours = float(snapshot.value())
+        if abs(ours - theirs) <= _SAME * max(abs(ours), abs(theirs)):
+            return
+        plan.add_note(
+            f"contains derivatives that TensorFlow has wrong: its value is {theirs:.6g} in "
+            f"TensorFlow, and {ours:.6g} with the right ones"
+        )
+        warn(
+            f"the loss contains derivatives that TensorFlow computes wrongly: its value is "
+            f"{ours:.6g} with the right ones, which are differentiated here, and {theirs:.6g} in "
+            "TensorFlow, for example during training",
+            RuntimeWarning,
+        )
 
     def _refuse_other_means(self, snapshot: Snapshot) -> None:
         """Refuse a loss that is no mean over the examples of a batch, where that is wrong."""

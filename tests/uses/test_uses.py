@@ -28,6 +28,8 @@ DIVIDING = {name for name in USES if name.startswith(("influence", "kronecker"))
     "option: memory limit",
     "option: streamed",
 }
+
+
 def refused(use, family):
     """What is refused, the words that the error must have, and the use that it leads to."""
     if use == "option: recompute" and not is_keras(family):
