@@ -360,7 +360,8 @@ class NewtonCG(OneProcess, tf.Module):
             points at which the loss or its gradient was not finite); `seconds`, which includes
             `evaluation_seconds` and `cg_seconds`. All counts are for this call. The `status` is 0
             if the gradient is small, 1 after `maxiter` steps, 2 if rounding errors allow no further
-            step, 3 if a product with the Hessian is not finite, and 99 after `StopIteration`.
+            step, 3 if a product with the Hessian is not finite, 4 if the minimum appears to be at
+            infinity, and 99 after `StopIteration`.
 
         Raises
         ------

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import tensorflow as tf
 from scipy.optimize import OptimizeResult
 
 from hvp._errors import NonFiniteError
@@ -18,7 +19,15 @@ from hvp._minimize.subproblem import to_float64
 from hvp._runtime.interrupts import deliver_interrupt
 
 # Values of `OptimizeResult.status`.
-_CONVERGED, _MAXITER, _ROUNDING, _NOT_FINITE, _STOPPED_BY_CALLBACK = 0, 1, 2, 3, 99
+_CONVERGED, _MAXITER, _ROUNDING, _NOT_FINITE, _AT_INFINITY, _STOPPED_BY_CALLBACK = 0, 1, 2, 3, 4, 99
+_MESSAGE_AT_INFINITY = (
+    "The gradient is small, but steps do not become shorter while it vanishes: the minimum appears "
+    "to be at infinity, as that of a logistic regression whose classes are separate. Add a penalty "
+    "on the weights."
+)
+# So many steps show it, each of which gains so much more than predicted, and is so much of the
+# length of the step before.
+_ESCAPING, _GAIN, _AS_LONG = 3, 1.15, 0.8
 # The run ends after this many rejected steps in a row below the rounding error of the loss.
 _MAX_REJECTED = 3
 
@@ -40,6 +49,7 @@ class NewtonRun:
         self._iteration, self._callback = iteration, callback
         self._start = time.perf_counter()
         self._history = History()
+        self._lengths: list[float] = []
         # Counts before the run, which are subtracted from those after it.
         self._work = dataclasses.replace(iteration.model.points.work)
         self._products, self._cg_seconds = iteration.model.products, iteration.cg_seconds
@@ -60,6 +70,8 @@ class NewtonRun:
                 if target is None:
                     target = max(gtol, rtol * norm)
                 small, exceeded = norm <= target, len(self._history) >= maxiter
+                if small and self._escapes():
+                    return self._result(point, _AT_INFINITY, _MESSAGE_AT_INFINITY)
                 if small and (exceeded or not leave_saddles):
                     return self._result(point, _CONVERGED, "The gradient is small enough.")
                 if exceeded:
@@ -70,6 +82,7 @@ class NewtonRun:
                     return self._result(
                         point, _ROUNDING, "Rounding errors of the loss allow no further step."
                     )
+                start = iteration.position.read()
                 try:
                     step = iteration.saddle_step(point) if small else iteration.step(point, target)
                 except NonFiniteError as error:
@@ -84,6 +97,7 @@ class NewtonRun:
                 )
             rejected = 0 if step.accepted else rejected + step.from_gradients
             self._history.append(step)
+            self._lengths.append(float(tf.norm(iteration.position.read() - start)))
             if not bar.disable:
                 status = f"loss {step.loss:.6g}, gradient {step.gradient_norm:.3g}"
                 bar.set_postfix_str(status, False)
@@ -97,6 +111,21 @@ class NewtonRun:
                         _STOPPED_BY_CALLBACK,
                         "`callback` raised `StopIteration`.",
                     )
+
+    def _escapes(self) -> bool:
+        """Whether the steps do not become shorter while the gradient vanishes.
+
+        At a minimum the quadratic model predicts what a step gains, ever more accurately. Where the
+        loss falls like an exponential function, each step has the same length and gains 1.26 times
+        what is predicted.
+        """
+        last = [s for s in zip(self._history, self._lengths) if s[0].accepted][-_ESCAPING:]
+        inside = all(step.outcome == "converged" for step, _ in last)
+        if len(last) < _ESCAPING or not inside:
+            return False
+        lengths = [length for _, length in last]
+        gains_more = all(step.ratio > _GAIN for step, _ in last)
+        return gains_more and all(b > _AS_LONG * a for a, b in zip(lengths, lengths[1:]))
 
     def _result(self, point: Point, status: int, message: str) -> OptimizeResult:
         iteration, before = self._iteration, self._work

@@ -270,11 +270,14 @@ class Problem:
             if not plan.averages(examples):
                 refuse_sum(rule, snapshot, self.few_examples())
         # The mean over batches of the caller's own is what was asked for.
-        if divided and isinstance(self.source, Batches) and self.source.arrays is not None:
-            source = self.source
-            refuse_coupling(
-                rule, snapshot, self.few_examples(), lambda batch: source.weight_of(batch, 0)
-            )
+        source = self.source
+        if divided and (isinstance(source, Elements) or source.arrays is not None):
+
+            def weight(batch: Elements) -> float:
+                one = isinstance(source, Elements)
+                return float(batch.examples) if one else source.weight_of(batch, 0)
+
+            refuse_coupling(rule, snapshot, self.few_examples(), weight)
 
     def _plan(self, settings: Settings, inputs: Sequence[tf.Variable]) -> Plan:
         nest, rule, added = collect_variables(self.variables), self.rule, self.regularization

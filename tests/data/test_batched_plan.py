@@ -108,6 +108,46 @@ def test_other_losses_are_not_taken_for_sums(loss):
         assert relative_error(batches.to_dense(), whole) < (1e-6 if loss == "Keras" else 1e-13)
 
 
+COUPLED = {
+    "batch statistics": lambda p, y: tf.reduce_mean((p - tf.reduce_mean(p, 0) - y) ** 2),
+    "overlap": lambda p, y: 1 - 2 * tf.reduce_sum(p * y) / tf.reduce_sum(p**2 + y**2),
+    "correlation": lambda p, y: (
+        -tf.reduce_sum((p - tf.reduce_mean(p)) * (y - tf.reduce_mean(y)))
+        / tf.norm(p - tf.reduce_mean(p))
+    ),
+    "broadcast": lambda p, y: tf.reduce_mean((p[:, :1] - y[:, 0]) ** 2),
+}
+
+
+@pytest.mark.parametrize("name", COUPLED)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batch_size": 5},
+        {"batch_size": 5, "memory_limit": "1MiB"},
+        {"devices": ["CPU:0", "CPU:1"]},
+        {"batch_size": 5, "engine": "tape"},
+        {"batch_size": 5, "weight": lambda x, y: len(x)},
+    ],
+)
+@pytest.mark.few(8)
+def test_losses_that_couple_examples_are_refused_where_data_are_divided(name, options):
+    network = Network()
+
+    def loss(x, y):
+        return COUPLED[name](network(x), y)
+
+    with pytest.raises(hvp.InvalidLossError, match="several examples at once"):
+        hvp.HessianOperator(loss, network, (X, Y), **options)
+    # What the message advises.
+    whole = hvp.HessianOperator(loss, network, (X, Y))
+    assert relative_error(whole.to_dense(), dense_hessian(Problem(loss, network, (X, Y)))) < 1e-8
+    own = [(X[:10], Y[:10]), (X[10:], Y[10:])]
+    halves = [hvp.HessianOperator(loss, network, half).to_dense() for half in own]
+    want = (10 * halves[0] + (N - 10) * halves[1]) / N
+    assert relative_error(hvp.HessianOperator(loss, network, own).to_dense(), want) < 1e-12
+
+
 def test_a_sum_is_right_where_the_batch_is_the_sum():
     """For all data at once, in batches that weigh the same, and without data."""
     network = Network()

@@ -224,6 +224,36 @@ def test_keras_models(convolutional):
     np.testing.assert_allclose(scores, expected, rtol=1e-3, atol=1e-5 * np.abs(expected).max())
 
 
+@pytest.mark.parametrize("unrolls", [False, True])
+@pytest.mark.parametrize("kind", ["GRU", long("LSTM"), "Bidirectional"])
+def test_recurrent_models(kind, unrolls, monkeypatch, capfd):
+    """The loops that TensorFlow cannot vectorize run, or are written out after a while."""
+    inside.set_limit(monkeypatch, "seconds to trace a step", 0.0 if unrolls else 1e9)
+
+    def model(unroll):
+        keras.utils.set_random_seed(0)
+        layer = getattr(keras.layers, "LSTM" if kind == "LSTM" else "GRU")(3, unroll=unroll)
+        layer = keras.layers.Bidirectional(layer) if kind == "Bidirectional" else layer
+        embedding = keras.layers.Embedding(7, 2, mask_zero=not unroll)
+        layers = [keras.layers.Input((5,)), embedding, layer, keras.layers.Dense(2)]
+        made = keras.Sequential(layers)
+        made.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return made
+
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(1, 7, (20, 5)), rng.integers(0, 2, 20)
+    loops, plain = model(False), model(True)
+    plain.set_weights(loops.get_weights())
+    scores = [
+        hvp.InfluenceFunctions.from_keras(one, (x, y), damping=2.0).scores((x[:3], y[:3]))
+        for one in (loops, plain)
+    ]
+    np.testing.assert_allclose(scores[0], scores[1], atol=1e-4 * np.abs(scores[1]).max())
+    written = capfd.readouterr()
+    assert "pfor" not in written.out + written.err
+    assert all(not getattr(layer, "unroll", False) for layer in loops.layers)
+
+
 def test_scores_are_written_to_a_file(tmp_path):
     _, influence = shared()
     scores = influence.scores(TEST, out=tmp_path / "scores.npy")
@@ -231,6 +261,9 @@ def test_scores_are_written_to_a_file(tmp_path):
     np.testing.assert_array_equal(np.load(tmp_path / "scores.npy"), influence.scores(TEST))
     with pytest.raises(hvp.HvpError, match="cannot be written"):
         influence.scores(TEST, out=tmp_path / "nowhere" / "scores.npy")
+    with pytest.raises(hvp.HvpError, match=r"scores.npy exists.*remove it"):
+        influence.scores(TEST, out=tmp_path / "scores.npy")
+    np.testing.assert_array_equal(np.load(tmp_path / "scores.npy"), scores)
 
 
 def test_a_full_disk_raises_at_the_start(tmp_path):

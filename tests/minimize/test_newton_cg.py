@@ -320,6 +320,27 @@ def test_a_frozen_variable_that_changes():
         method(on_stale="ignore")
 
 
+@pytest.mark.parametrize("preconditioner", [None, "diagonal"])
+def test_a_minimum_at_infinity_is_told(preconditioner):
+    """Of classes that are separate, and not of others, nor of a degenerate minimum."""
+    x = random(0, 60, 3, dtype="float64")
+    noise = random(1, 60, dtype="float64")
+    for y, separate in ((x[:, 0] > 0, True), (x[:, 0] + noise > 0, False)):
+        w = tf.Variable(np.zeros(3))
+
+        def loss(x, y, w=w):
+            logits = tf.linalg.matvec(x, w)
+            return tf.reduce_mean(tf.nn.sigmoid_cross_entropy_with_logits(y, logits))
+
+        method = hvp.NewtonCG(loss, w, (x, y.astype(float)), preconditioner=preconditioner)
+        result = method.minimize()
+        assert result.success != separate
+        assert ("infinity" in result.message) == separate
+    v = tf.Variable(np.array([1.0, 0.5]))
+    result = hvp.NewtonCG(lambda: tf.reduce_sum(v**4), v).minimize()
+    assert result.success, result.message
+
+
 def test_xla_compiles_the_iterations_of_a_model_with_biases(capfd):
     keras.utils.set_random_seed(0)
     model = keras.Sequential(

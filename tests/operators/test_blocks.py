@@ -1,5 +1,8 @@
 """Blocks of operators, against the parts of a dense matrix assembled from the loss."""
 
+import gc
+import weakref
+
 import keras
 import numpy as np
 import pytest
@@ -7,6 +10,7 @@ import tensorflow as tf
 from scipy.sparse.linalg import cg, eigsh, svds
 
 import hvp
+from tests import inside
 from tests.cases import Problem, dense_hessian, random, relative_error
 from tests.operators.test_gauss_newton import WAYS
 
@@ -238,3 +242,24 @@ def test_what_is_none_of_the_variables_is_refused():
             H.block(3)
         with pytest.raises(hvp.InvalidVectorError):
             H.block("dense_2") @ np.ones(43)
+
+
+def test_blocks_do_not_keep_residuals(monkeypatch):
+    """They are freed with the last operator, without a garbage collection."""
+    w = {"a": tf.Variable(random(0, 30)), "b": tf.Variable(random(1, 30))}
+    H = hvp.HessianOperator(lambda: tf.reduce_sum(tf.tanh(w["a"] * w["b"])), w)
+    blocks = H.blocks()
+    result = hvp.eigsh(H, 2)
+    for block in blocks.values():
+        block @ np.ones(30)
+    held = weakref.ref(inside.snapshot(H))
+    gc.collect()
+    gc.disable()
+    try:
+        del H, block
+        assert held() is not None  # blocks keep what they need
+        blocks.clear()
+        assert held() is None
+    finally:
+        gc.enable()
+    assert set(result.nests[0]) == {"a", "b"}  # a result keeps its structure, not the operator

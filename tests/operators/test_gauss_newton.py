@@ -311,8 +311,16 @@ def test_what_cannot_be_right_is_refused():
         hvp.GaussNewtonOperator(lambda x: tf.argmax(model(x), -1), softmax_loss, model, (x, y))
     with pytest.raises(hvp.InvalidDataError, match="dict"):
         hvp.GaussNewtonOperator(model, softmax_loss, model, {"x": x, "labels": y})
-    with pytest.raises(TypeError, match="unknown"):
-        hvp.GaussNewtonOperator(model, softmax_loss, model, (x, y), unknown=3)
+    for option, said in (
+        ("unknown", "no argument unknown"),
+        ("batchsize", "did you mean batch_size"),
+        ("products", "no argument products"),  # for the package alone
+        ("wide", "no argument wide"),
+    ):
+        with pytest.raises(hvp.InvalidOptionError, match=said):
+            hvp.GaussNewtonOperator(model, softmax_loss, model, (x, y), **{option: False})
+        with pytest.raises(TypeError, match="FisherOperator"):
+            hvp.FisherOperator(model, softmax_loss, model, (x, y), **{option: False})
 
 
 def test_an_output_loss_that_was_traced_before():

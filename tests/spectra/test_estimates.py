@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import scipy.linalg
+import tensorflow as tf
 from scipy.sparse.linalg import aslinearoperator
 
 import hvp
@@ -177,8 +178,9 @@ def test_arguments_that_are_refused():
         (lambda: hvp.trace(A, max_products=3), "max_products is 3"),
         (lambda: hvp.trace(A[:3]), "shape"),
         (lambda: hvp.trace("A"), "is str"),
-        (lambda: hvp.diagonal(A, method="exact"), "'bekas' or 'xdiag'"),
-        (lambda: hvp.diagonal(A, method="xdiag", absolute=True), "the method 'bekas'"),
+        (lambda: hvp.diagonal(A, method="bekas's"), "'bekas' or 'xdiag'"),
+        (lambda: hvp.diagonal(A, method="exact", max_products=72), f"takes {SIZE} products"),
+        (lambda: hvp.diagonal(A, method="xdiag", absolute=True), "another method"),
         (lambda: hvp.norm(A, "nuc"), "ord is 'nuc'"),
         (lambda: hvp.logdet(A), "not positive definite.*damp the operator by more than"),
         (lambda: hvp.quadratic_forms(A, np.ones(SIZE), np.log), "not finite at the Ritz values"),
@@ -191,3 +193,45 @@ def test_arguments_that_are_refused():
     # The remedy of the message about the logarithm.
     low = np.linalg.eigvalsh(A)[0]
     assert np.isfinite(hvp.logdet(A + (0.5 - low) * np.eye(SIZE), rtol=0.2).estimate)
+
+
+@pytest.mark.parametrize("absolute", [False, True])
+def test_diagonals_are_exact_where_that_takes_fewer_products(absolute):
+    rng = np.random.default_rng(0)
+    B = rng.standard_normal((500, 40))
+    A = B @ B.T
+    want = np.linalg.norm(A, axis=1) if absolute else np.diag(A)
+    result = hvp.diagonal(A, absolute=absolute, rtol=0.01)
+    assert result.method == "exact"
+    assert 500 <= result.products < 1000
+    np.testing.assert_allclose(result.estimate, want, rtol=1e-10)
+    assert not result.standard_error.any()
+    # A diagonally dominant matrix needs few.
+    easy = np.diag(rng.uniform(1, 2, 500)) + 1e-3 * (A + A.T) / 100
+    assert hvp.diagonal(easy, absolute=absolute).method == "bekas"
+    assert hvp.diagonal(A[:5, :5], max_products=5, absolute=absolute).products == 5
+    assert hvp.trace(A[:5, :5], max_products=5).estimate == pytest.approx(np.trace(A[:5, :5]))
+
+
+def test_no_entry_of_a_semidefinite_diagonal_is_negative():
+    """Drawn signs alone say so of small ones beside large ones."""
+    rng = np.random.default_rng(0)
+    scale = tf.constant(np.r_[np.ones(10), np.zeros(40)] + 1e-3)
+    mixing = tf.constant(rng.standard_normal((50, 50)))
+    w = tf.Variable(np.ones(50))
+
+    def model():
+        return tf.linalg.matvec(mixing, scale * w)
+
+    G = hvp.GaussNewtonOperator(model, lambda p: tf.reduce_sum(p**2) / 2, w, convex=True)
+    estimate = hvp.diagonal(G, method="bekas", max_products=32, rtol=1e-6).estimate
+    assert (estimate >= 0).all()
+    assert (
+        hvp.diagonal(G.to_dense(), method="bekas", max_products=32, rtol=1e-6).estimate < 0
+    ).any()
+
+
+def test_eigenvalues_unpack():
+    values, vectors = hvp.eigsh(np.diag([3.0, 1.0, 2.0]), 2)
+    np.testing.assert_allclose(values, [3.0, 2.0])
+    assert vectors.shape == (3, 2)
