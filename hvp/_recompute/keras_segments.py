@@ -15,7 +15,7 @@ import tensorflow as tf
 from hvp._errors import RecomputeError
 from hvp._graphs.parts import nbytes
 from hvp._keras.losses import preserved_losses
-from hvp._keras.private import has_layers, layers_of, maker_of
+from hvp._keras.private import has_layers, layers_of, maker_of, one_at_a_time
 from hvp._recompute.partition import fewest_bytes, smallest_largest
 from hvp._recompute.recompute import recompute, refuse_losses
 from hvp._runtime.interrupts import Uninterrupted
@@ -187,7 +187,7 @@ def _by_layers(model: Any, listed: Sequence[Any]) -> Callable[..., Any]:
     def replaced(without: Any = None) -> Iterator[None]:
         # While a listed layer is recomputed, its own call is the original one. Other listed layers
         # inside it are replaced.
-        with contextlib.ExitStack() as stack:
+        with one_at_a_time(), contextlib.ExitStack() as stack:
             for layer in layers:
                 if layer is without or "call" in vars(layer):
                     continue

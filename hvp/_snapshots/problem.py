@@ -274,8 +274,9 @@ class Problem:
         if divided and (isinstance(source, Elements) or source.arrays is not None):
 
             def weight(batch: Elements) -> float:
-                one = isinstance(source, Elements)
-                return float(batch.examples) if one else source.weight_of(batch, 0)
+                if isinstance(source, Elements):
+                    return float(batch.examples)
+                return source.weight_of(batch, 0)
 
             refuse_coupling(rule, snapshot, self.few_examples(), weight)
 

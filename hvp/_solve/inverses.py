@@ -49,6 +49,8 @@ class _Inverse(LinearOperator):
 
     def __init__(self, rows: Rows, damping: float) -> None:
         self._rows = rows
+        # Of which evaluation of the operator it is the inverse.
+        self._evaluations = rows.evaluations
         self.damping = rows.damping + check_damping(damping)
         super().__init__(np.dtype(rows.dtype.as_numpy_dtype), (rows.size, rows.size))
 
@@ -61,6 +63,10 @@ class _Inverse(LinearOperator):
 
     def _apply(self, X: np.ndarray) -> np.ndarray:
         raise NotImplementedError
+
+    def _make_sure(self) -> None:
+        """Raise an error if this is the inverse at another point than the operator's."""
+        self._rows.make_sure_evaluated(self._evaluations)
 
     def _adjoint(self) -> _Inverse:
         return self
@@ -186,6 +192,7 @@ class ExactInverse(_Inverse):
         The diagonal costs `O(n**2)` operations. Of a singular matrix it is that of the
         pseudo-inverse.
         """
+        self._make_sure()
         return np.einsum("ij,j,ij->i", self.eigenvectors, self._reciprocals, self.eigenvectors)
 
     def standard_errors(self) -> np.ndarray:
@@ -297,10 +304,12 @@ class ExactInverse(_Inverse):
         -----
         This costs `O(n**3)` operations and no products.
         """
+        self._make_sure()
         inverse = (self.eigenvectors * self._reciprocals) @ self.eigenvectors.T
         return (inverse + inverse.T) / 2
 
     def _apply(self, X: np.ndarray) -> np.ndarray:
+        self._make_sure()
         coefficients = self._reciprocals[:, np.newaxis] * (self.eigenvectors.T @ X.astype(float))
         return (self.eigenvectors @ coefficients).astype(self.dtype)
 
@@ -532,6 +541,7 @@ class ArnoldiInverse(_Inverse):
             )
 
     def _apply(self, X: np.ndarray) -> np.ndarray:
+        self._make_sure()
         coefficients = (self._vectors.T @ X) / self.eigenvalues[:, np.newaxis]
         return (self._vectors @ coefficients).astype(self.dtype)
 

@@ -11,7 +11,7 @@ import scipy.sparse
 import tensorflow as tf
 from scipy.sparse.linalg import LinearOperator, aslinearoperator
 
-from hvp._errors import HvpError
+from hvp._errors import HvpError, StaleOperatorError, quoted
 from hvp._graphs.python_calls import call_python
 from hvp._operators.operator import SymmetricOperator, core_of
 from hvp._runtime.digest import digest
@@ -103,6 +103,31 @@ class Rows:
             return
         with core_of(self.operator).in_float64() as core:
             yield None if core is None else Rows(SymmetricOperator(core, self.damping))
+
+    @property
+    def evaluations(self) -> int:
+        """How often an operator of this package was evaluated; zero for others."""
+        return self.operator.stats.gradient_evaluations if self.native else 0
+
+    def make_sure_evaluated(self, evaluations: int) -> None:
+        """Raise `StaleOperatorError` if the operator is at another point than it was then.
+
+        What was computed from an operator that is closed now remains valid.
+        """
+        if not self.native:
+            return
+        snapshot = core_of(self.operator).snapshot
+        if snapshot.held is None:
+            return
+        changed = snapshot.changed() if snapshot.on_stale == "raise" else []
+        if changed or self.evaluations != evaluations:
+            names = f" ({quoted(changed)})" if changed else ""
+            raise StaleOperatorError(
+                f"the operator was evaluated again, or its variables have changed{names}, since "
+                "this was computed from it",
+                "the values of then",
+                "compute it again from the operator, after a refresh() if variables have changed",
+            )
 
     def multiply(self, rows: tf.Tensor) -> tf.Tensor:
         """Multiply each row by the undamped operator, eagerly or in the graph being traced."""

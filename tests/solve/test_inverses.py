@@ -280,3 +280,25 @@ def test_what_only_rounding_determines_has_no_plain_standard_error(seed):
     G = hvp.GaussNewtonOperator(model, output_loss, w)
     errors = hvp.ExactInverse(G).standard_errors()
     assert np.isinf(errors).tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("kind", ["exact", "arnoldi"])
+def test_an_inverse_belongs_to_the_point_of_its_operator(kind):
+    w = tf.Variable(np.arange(1.0, 6.0))
+    H = hvp.HessianOperator(lambda: tf.reduce_sum(w**4), w)
+
+    def make():
+        return hvp.ExactInverse(H) if kind == "exact" else hvp.ArnoldiInverse(H, 2)
+
+    inverse, v = make(), np.ones(5)
+    before = inverse @ v
+    w.assign(2 * w)
+    with pytest.raises(hvp.StaleOperatorError, match="have changed"):
+        inverse @ v
+    H.refresh()
+    with pytest.raises(hvp.StaleOperatorError, match="compute it again"):
+        inverse @ v
+    inverse = make()
+    np.testing.assert_allclose(inverse @ v, before / 4)
+    H.close()
+    np.testing.assert_allclose(inverse @ v, before / 4)
