@@ -39,10 +39,12 @@ def belonging_to(
         tensors = [tensor for tensor in evaluated if tensor is not None]
         if not record.could_possibly_record() or record.should_record_backprop(tensors):
             return result
-    for variable in variables:
+    # Of a variable of a strategy, the copy of this process.
+    copies = [getattr(variable, "values", (variable,))[0] for variable in variables]
+    for variable in copies:
         variable.value()  # so that a tape which watches what is read watches this
     tensors = tf.nest.flatten(result)
-    handles = [variable.handle for variable in variables]
+    handles = [variable.handle for variable in copies]
     linked = tf.raw_ops.IdentityN(input=[*tensors, *handles, tf.constant(0, _MARK)])
     return tf.nest.pack_sequence_as(result, linked[: len(tensors)])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
@@ -40,10 +41,13 @@ class Recorded:
     def __init__(self, count: int, gradient: Gradient) -> None:
         self._count = count
         self._gradient = gradient
-        self._name = f"{RECOMPUTED_GRADIENT}{next(_serials)}"
-        weak = weakref.ref(self)  # TensorFlow never removes a registered gradient
 
-        @tf.RegisterGradient(self._name)
+    @functools.cached_property
+    def _name(self) -> str:
+        """A type of gradient of its own, which only graphs need: TensorFlow never removes it."""
+        name, weak = f"{RECOMPUTED_GRADIENT}{next(_serials)}", weakref.ref(self)
+
+        @tf.RegisterGradient(name)
         def registered(operation: Any, *cotangents: Any) -> list[Any]:
             recorded = weak()
             if recorded is None or operation is None:
@@ -56,6 +60,8 @@ class Recorded:
                     "model without recomputation",
                 )
             return recorded.graph_gradient(operation, *cotangents)
+
+        return name
 
     def __call__(
         self,
@@ -78,9 +84,8 @@ class Recorded:
         if tf.executing_eagerly():
             with record.stop_recording():
                 results = [tf.identity(result) for result in run(*tensors)]
-            record.record_operation(
-                self._name, results, tensors, lambda *c: self._gradient(tensors, c, note)
-            )
+            backward = lambda *c: self._gradient(tensors, c, note)  # noqa: E731
+            record.record_operation(RECOMPUTED_GRADIENT, results, tensors, backward)
             return results
         with record.stop_recording():
             results = list(run(*tensors))

@@ -42,7 +42,7 @@ def refuse_unknown(
         return
     name = unknown[0]
     alike = difflib.get_close_matches(name, known, 1)
-    suggestion = f"did you mean {alike[0]}?" if alike else "leave it out"
+    suggestion = f"pass {alike[0]}, if that is what you mean" if alike else "leave it out"
     raise InvalidOptionError(
         f"{call} has no argument {', '.join(unknown)}",
         f"its own arguments, or {', '.join(sorted(known))}",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import tensorflow as tf
 
@@ -18,6 +16,8 @@ EXAMPLES = 4
 # A loss is a sum if it grows by the same amount when the examples are repeated, up to the part
 # _SLACK, and by more than that part of itself. It is a mean if it differs by less.
 _SLACK = 1e-3
+# The loss of a batch couples examples if it differs by more from the mean over its halves.
+_COUPLED = 1e-4
 # What a loss raises that cannot be evaluated on so few examples.
 _ON_FEW = (TypeError, ValueError, tf.errors.OpError)
 
@@ -56,37 +56,34 @@ def refuse_sum(rule: Rule, snapshot: Snapshot, few: Elements) -> None:
 
 
 @outside_strategies
-def refuse_coupling(
-    rule: Rule, snapshot: Snapshot, few: Elements, weight: Callable[[Elements], float]
-) -> None:
+def refuse_coupling(rule: Rule, snapshot: Snapshot, few: Elements) -> None:
     """Raise `InvalidLossError` if the loss of a batch depends on several examples at once.
 
     Parameters
     ----------
     rule, snapshot, few
         As for `refuse_sum`.
-    weight : callable
-        Takes some examples, and returns how much they count in the mean over batches.
     """
-    if snapshot.facts.draws or few.examples < 2:
-        return
-    half = few.examples // 2
-    batches = [few, few.part(0, half), few.part(half, few.examples)]
+    facts, count = snapshot.facts, few.examples
+    drawn = facts.remarks is not None and (facts.remarks.random or facts.remarks.repeated)
+    if facts.draws or facts.seeds or drawn or count < 2:
+        return  # other numbers are drawn for other batches
+    half = count // 2
     try:
-        losses = []
-        for batch in batches:
-            with snapshot.with_seeds():
-                losses.append(float(rule.value(batch)))
-        weights = [weight(batch) for batch in batches]
+        with snapshot.with_seeds():
+            whole, first, last, again = (
+                float(rule.value(few.part(start, end)))
+                for start, end in ((0, count), (0, half), (half, count), (0, count))
+            )
     except _ON_FEW:
         return
-    whole, mean = losses[0] * weights[0], losses[1] * weights[1] + losses[2] * weights[2]
-    size = sum(abs(loss * w) for loss, w in zip(losses, weights))
-    if not np.isfinite(whole) or abs(whole - mean) <= _SLACK * size:
+    mean = (half * first + (count - half) * last) / count
+    size = max(abs(value) for value in (whole, first, last))
+    if not np.isfinite(whole + mean) or whole != again or abs(whole - mean) <= _COUPLED * size:
         return
     raise InvalidLossError(
-        f"the loss of {few.examples} examples is {losses[0]:.6g}, and the mean of the losses of "
-        f"two halves of them {mean / weights[0]:.6g}: it depends on several examples at once",
+        f"the loss of {count} examples is {whole:.6g}, and the mean of the losses of "
+        f"two halves of them {mean:.6g}: it depends on several examples at once",
         "a mean over examples, each independent of the others, where batch_size, memory_limit or "
         "devices divide the data",
         "compare the shapes of labels and predictions first, because (n,) and (n, 1) give (n, n); "

@@ -271,14 +271,9 @@ class Problem:
                 refuse_sum(rule, snapshot, self.few_examples())
         # The mean over batches of the caller's own is what was asked for.
         source = self.source
-        if divided and (isinstance(source, Elements) or source.arrays is not None):
-
-            def weight(batch: Elements) -> float:
-                if isinstance(source, Elements):
-                    return float(batch.examples)
-                return source.weight_of(batch, 0)
-
-            refuse_coupling(rule, snapshot, self.few_examples(), weight)
+        of_arrays = isinstance(source, Elements) or source.arrays is not None
+        if divided and of_arrays and not self.weighs:
+            refuse_coupling(rule, snapshot, self.few_examples())
 
     def _plan(self, settings: Settings, inputs: Sequence[tf.Variable]) -> Plan:
         nest, rule, added = collect_variables(self.variables), self.rule, self.regularization

@@ -68,6 +68,7 @@ class Space:
         self._eager_shapes = [tf.constant(shape, tf.int32, [len(shape)]) for shape in self.shapes]
         self._eager_sizes = tf.constant(self.sizes)
         self._flat = tf.constant([-1])
+        self._is_subspace = False
 
     @classmethod
     def of_variables(cls, nest: VariableNest) -> Space:
@@ -92,7 +93,9 @@ class Space:
         structure = 0 if len(places) == 1 else [0] * len(places)
         of = [(self.names[i], self.shapes[i], self.dtypes[i]) for i in places]
         names, shapes, dtypes = zip(*of)
-        return Space(structure, names, shapes, dtypes)
+        space = Space(structure, names, shapes, dtypes)
+        space._is_subspace = True
+        return space
 
     @property
     def specs(self) -> list[tf.TensorSpec]:
@@ -187,10 +190,10 @@ class Space:
     def parts_of_nest(self, nest: Any, what: str = "v") -> list[Any]:
         """Flatten a nest, and check its structure and the shape and dtype of each part.
 
-        A single part may be in a list or not, whatever the structure.
+        The only part of a subspace may be in a list or not.
         """
-        if not tf.nest.is_nested(self.structure) and isinstance(nest, (list, tuple)):
-            nest = nest[0] if len(nest) == 1 else nest
+        if self._is_subspace and isinstance(nest, (list, tuple)) and len(nest) == len(self.sizes):
+            nest = tf.nest.pack_sequence_as(self.structure, list(nest))
         try:
             tf.nest.assert_same_structure(self.structure, nest)
         except (ValueError, TypeError) as error:

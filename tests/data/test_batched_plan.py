@@ -127,7 +127,6 @@ COUPLED = {
         {"batch_size": 5, "memory_limit": "1MiB"},
         {"devices": ["CPU:0", "CPU:1"]},
         {"batch_size": 5, "engine": "tape"},
-        {"batch_size": 5, "weight": lambda x, y: len(x)},
     ],
 )
 @pytest.mark.few(8)

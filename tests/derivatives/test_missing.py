@@ -307,6 +307,7 @@ APPROXIMATE = {
     "ImageProjectiveTransformV2",
     "ImageProjectiveTransformV3",
     "MaxPoolGradV2",
+    "QuantizeAndDequantizeV4",
     "StatelessParameterizedTruncatedNormal",
 }
 

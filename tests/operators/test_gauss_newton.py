@@ -313,7 +313,7 @@ def test_what_cannot_be_right_is_refused():
         hvp.GaussNewtonOperator(model, softmax_loss, model, {"x": x, "labels": y})
     for option, said in (
         ("unknown", "no argument unknown"),
-        ("batchsize", "did you mean batch_size"),
+        ("batchsize", "pass batch_size"),
         ("products", "no argument products"),  # for the package alone
         ("wide", "no argument wide"),
     ):

@@ -196,15 +196,18 @@ def legacy(dtype: str) -> Family:
     return Family(model, model, random(1, EXAMPLES, 3, dtype=dtype))
 
 
-def of_cells(name: str) -> Callable[[Callable[[Any, Any, Any], Any]], Any]:
+def of_cells(name: str, autograph: bool = False) -> Callable[[Callable[[Any, Any, Any], Any]], Any]:
     """Add the family of a function of the examples and two weights, `(3, 3)` and `(3,)`."""
+    # A function of its own for each member: it refers to the variables of the first call.
+    compiled = tf.function if autograph else lambda function: function
 
     def add(predict: Callable[[Any, Any, Any], Any]) -> Any:
         def build(dtype: str) -> Family:
             kernel = tf.Variable(random(3, 3, 3, dtype=dtype, scale=0.5), name="kernel")
             bias = tf.Variable(random(4, 3, dtype=dtype, scale=0.5), name="bias")
             x = random(1, EXAMPLES, 3, dtype=dtype)
-            return Family(lambda x: predict(x, kernel, bias), [kernel, bias], x)
+            function = compiled(predict)
+            return Family(lambda x: function(x, kernel, bias), [kernel, bias], x)
 
         FAMILIES[name] = build
         return predict
@@ -220,8 +223,7 @@ def while_loop(x: Any, kernel: Any, bias: Any) -> Any:
     return tf.while_loop(lambda i, _: i < 3, step, (0, x))[1]
 
 
-@of_cells("loop of autograph")
-@tf.function
+@of_cells("loop of autograph", autograph=True)
 def autograph_loop(x: Any, kernel: Any, bias: Any) -> Any:
     state = x
     for _ in tf.range(3):
@@ -229,8 +231,7 @@ def autograph_loop(x: Any, kernel: Any, bias: Any) -> Any:
     return state
 
 
-@of_cells("nested loops")
-@tf.function
+@of_cells("nested loops", autograph=True)
 def nested_loops(x: Any, kernel: Any, bias: Any) -> Any:
     state = x
     for _ in tf.range(2):
@@ -270,8 +271,7 @@ def scan_in_a_branch(x: Any, kernel: Any, bias: Any) -> Any:
     return tf.cond(kernel[0, 0] > -100, yes, lambda: x @ kernel)
 
 
-@of_cells("branch in a loop")
-@tf.function
+@of_cells("branch in a loop", autograph=True)
 def branch_in_a_loop(x: Any, kernel: Any, bias: Any) -> Any:
     state = x
     for i in tf.range(3):
@@ -282,8 +282,7 @@ def branch_in_a_loop(x: Any, kernel: Any, bias: Any) -> Any:
     return state
 
 
-@of_cells("list of tensors")
-@tf.function
+@of_cells("list of tensors", autograph=True)
 def tensor_array(x: Any, kernel: Any, bias: Any) -> Any:
     steps = tf.TensorArray(kernel.dtype, 3, element_shape=[None, 3], clear_after_read=False)
     state = x
