@@ -16,7 +16,7 @@ EXAMPLES = 4
 # A loss is a sum if it grows by the same amount when the examples are repeated, up to the part
 # _SLACK, and by more than that part of itself. It is a mean if it differs by less.
 _SLACK = 1e-3
-# The loss of a batch couples examples if it differs by more from the mean over its halves.
+# The loss of a batch couples examples if it differs by more from the mean over its parts.
 _COUPLED = 1e-4
 # What a loss raises that cannot be evaluated on so few examples.
 _ON_FEW = (TypeError, ValueError, tf.errors.OpError)
@@ -68,22 +68,32 @@ def refuse_coupling(rule: Rule, snapshot: Snapshot, few: Elements) -> None:
     drawn = facts.remarks is not None and (facts.remarks.random or facts.remarks.repeated)
     if facts.draws or facts.seeds or drawn or count < 2:
         return  # other numbers are drawn for other batches
-    half = count // 2
+
+    def loss(start: int, end: int) -> float:
+        return float(rule.value(few.part(start, end)))
+
     try:
         with snapshot.with_seeds():
-            whole, first, last, again = (
-                float(rule.value(few.part(start, end)))
-                for start, end in ((0, count), (0, half), (half, count), (0, count))
-            )
+            whole, again = loss(0, count), loss(0, count)
+            # Halves may be alike, for example if half of each is masked.
+            pairs = [(end, loss(0, end), loss(end, count)) for end in {1, count // 2, count - 1}]
     except _ON_FEW:
         return
-    mean = (half * first + (count - half) * last) / count
-    size = max(abs(value) for value in (whole, first, last))
-    if not np.isfinite(whole + mean) or whole != again or abs(whole - mean) <= _COUPLED * size:
+    pairs = [pair for pair in pairs if np.isfinite(sum(pair))]
+    if whole != again or not np.isfinite(whole) or not pairs:
+        return
+
+    def mean_of(pair: tuple[int, float, float]) -> float:
+        end, first, last = pair
+        return (end * first + (count - end) * last) / count
+
+    mean = max(map(mean_of, pairs), key=lambda mean: abs(mean - whole))
+    size = max(abs(value) for pair in [(0, whole, 0.0), *pairs] for value in pair[1:])
+    if abs(mean - whole) <= _COUPLED * size:
         return
     raise InvalidLossError(
         f"the loss of {count} examples is {whole:.6g}, and the mean of the losses of "
-        f"two halves of them {mean:.6g}: it depends on several examples at once",
+        f"two parts of them {mean:.6g}: it depends on several examples at once",
         "a mean over examples, each independent of the others, where batch_size, memory_limit or "
         "devices divide the data",
         "compare the shapes of labels and predictions first, because (n,) and (n, 1) give (n, n); "

@@ -116,7 +116,12 @@ COUPLED = {
         / tf.norm(p - tf.reduce_mean(p))
     ),
     "broadcast": lambda p, y: tf.reduce_mean((p[:, :1] - y[:, 0]) ** 2),
+    "masked": lambda p, y: tf.reduce_sum(mask(y) * (p - y) ** 2) / tf.reduce_sum(mask(y)),
 }
+
+
+def mask(y):
+    return tf.cast(y > 0, y.dtype)
 
 
 @pytest.mark.parametrize("name", COUPLED)
@@ -145,6 +150,30 @@ def test_losses_that_couple_examples_are_refused_where_data_are_divided(name, op
     halves = [hvp.HessianOperator(loss, network, half).to_dense() for half in own]
     want = (10 * halves[0] + (N - 10) * halves[1]) / N
     assert relative_error(hvp.HessianOperator(loss, network, own).to_dense(), want) < 1e-12
+
+
+@pytest.mark.parametrize("engine", ["graph", "tape"])
+def test_the_mean_of_what_is_not_masked_is_right_with_weights(engine):
+    """What the message about losses that couple examples advises."""
+    network = Network()
+
+    def loss(x, y):
+        return COUPLED["masked"](network(x), y)
+
+    options = {"batch_size": 5, "weight": lambda x, y: tf.reduce_sum(mask(y)), "engine": engine}
+    weighed = hvp.HessianOperator(loss, network, (X, Y), **options)
+    assert relative_error(weighed.to_dense(), dense_hessian(Problem(loss, network, (X, Y)))) < 1e-8
+
+
+def test_losses_of_random_draws_are_not_taken_for_coupled():
+    network, seed = Network(), keras.random.SeedGenerator(1)
+
+    def loss(x, y):
+        noise = keras.random.normal(tf.shape(y), seed=seed, dtype="float64")
+        return tf.reduce_mean((network(x) + noise - y) ** 2)
+
+    for engine in ("graph", "tape"):
+        assert hvp.HessianOperator(loss, network, (X, Y), batch_size=5, engine=engine).value > 0
 
 
 def test_a_sum_is_right_where_the_batch_is_the_sum():
