@@ -55,6 +55,7 @@ _NORMALIZE = "write the normalization with tf.nn.batch_normalization"
 _POOL = "use tf.nn.max_pool2d"
 _DECODER = "leave decoding out of the loss, and use tf.nn.ctc_loss"
 _CUDNN = "build the layer with use_cudnn=False"
+_STRINGS = "pass on the tensor, not its text"
 
 # The remedy if a function is replaced by name, but the loss has an older reference to it.
 BY_NAME = (
@@ -64,6 +65,7 @@ BY_NAME = (
 
 MISSING_DERIVATIVES = {
     # Registered as not differentiable. A tape returns None without a warning.
+    "AsString": MissingDerivative((0,), _STRINGS),
     "CTCBeamSearchDecoder": MissingDerivative((0,), _DECODER),
     "CTCGreedyDecoder": MissingDerivative((0,), _DECODER),
     "DrawBoundingBoxes": MissingDerivative((0,), "leave drawing out of the loss"),
@@ -84,6 +86,7 @@ MISSING_DERIVATIVES = {
     "RandomShuffle": MissingDerivative((0,), "shuffle indices and use tf.gather"),
     "Range": MissingDerivative((0, 1, 2), "start + delta * a tf.range of integers, cast"),
     "ReduceDataset": MissingDerivative((), "iterate in Python, or pass the data as tensors"),
+    "SerializeTensor": MissingDerivative((0,), _STRINGS),
     "SparseAddGrad": MissingDerivative((0,), _DENSE),
     "SparseConcat": MissingDerivative((), _DENSE),
     # Registered, but without the derivative by these inputs, or with an approximate one.
@@ -123,12 +126,11 @@ _BY_ITSELF = "right through {}; refused if the operation is called directly"
 WHY = {
     **dict.fromkeys(
         """
-        Betainc CTCBeamSearchDecoder CTCGreedyDecoder DrawBoundingBoxes ExtractGlimpse
+        AsString Betainc CTCBeamSearchDecoder CTCGreedyDecoder DrawBoundingBoxes ExtractGlimpse
         FusedBatchNorm FusedBatchNormV2 FusedBatchNormV3 GenerateBoundingBoxProposals HSVToRGB
         LinSpace LookupTableFindV2 OneHot PadV2 ParameterizedTruncatedNormal QuantizeAndDequantizeV2
         QuantizeAndDequantizeV3 QuantizeAndDequantizeV4 RaggedRange RandomShuffle Range
-        ReduceDataset ScaleAndTranslate
-        SparseConcat Zeta
+        ReduceDataset ScaleAndTranslate SerializeTensor SparseConcat Zeta
         """.split(),
         _FIRST,
     ),

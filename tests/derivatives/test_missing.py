@@ -127,6 +127,10 @@ def truncated(draw):
 
 
 ROWS = {
+    "AsString": Row(
+        lambda x: raw.StringToNumber(string_tensor=raw.AsString(input=x), out_type=x.dtype),
+        _0=VECTOR,
+    ),
     "Betainc": Row(lambda a, b: raw.Betainc(a=a, b=b, x=VECTOR / 2), _0=VECTOR, _1=VECTOR),
     "CTCBeamSearchDecoder": Row(
         lambda x: (
@@ -276,6 +280,10 @@ ROWS = {
         ),
         _2=tf.constant([0.7, 0.8]),
         _3=tf.constant([0.1, 0.2]),
+    ),
+    "SerializeTensor": Row(
+        lambda x: raw.ParseTensor(serialized=raw.SerializeTensor(tensor=x), out_type=x.dtype),
+        _0=VECTOR,
     ),
     "SparseAddGrad": Row(
         lambda g: raw.SparseAddGrad(
