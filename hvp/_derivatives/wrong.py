@@ -117,6 +117,14 @@ def _by_logits(
     return by_gradient if by_loss is None else by_loss + by_gradient
 
 
+def _apart_from_channels(operation: Any, x: tf.Tensor) -> tuple[list[int], list[int]]:
+    """Return the axes over which a batch is normalized, and the shape of a vector of channels."""
+    is_first = operation.get_attr("data_format") in (b"NCHW", b"NCDHW")
+    channel = 1 if is_first else x.shape.rank - 1
+    axes = [axis for axis in range(x.shape.rank) if axis != channel]
+    return axes, [-1 if axis == channel else 1 for axis in range(x.shape.rank)]
+
+
 def _fused_batch_norm(kind: str) -> None:
     """Register the gradient of a fused batch normalization, by its mean and variance, too."""
 
@@ -128,10 +136,8 @@ def _fused_batch_norm(kind: str) -> None:
         moments = [u for u in (of_mean, of_variance) if u is not None and not _is_zero(u)]
         if not (moments and operation.get_attr("is_training")):
             return gradients  # otherwise these results are inputs, which are refused
-        x, is_first = operation.inputs[0], operation.get_attr("data_format") in (b"NCHW", b"NCDHW")
-        channel = 1 if is_first else x.shape.rank - 1
-        axes = [axis for axis in range(x.shape.rank) if axis != channel]
-        shape = [-1 if axis == channel else 1 for axis in range(x.shape.rank)]
+        x = operation.inputs[0]
+        axes, shape = _apart_from_channels(operation, x)
         count = tf.cast(tf.reduce_prod(tf.gather(tf.shape(x), axes)), tf.float32)
         wide = tf.cast(x, tf.float32)
         further = tf.zeros_like(wide)
@@ -149,6 +155,29 @@ def _fused_batch_norm(kind: str) -> None:
 
 for _kind in ("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3"):
     _fused_batch_norm(_kind)
+
+
+@gradient_of("FusedBatchNormGrad", "FusedBatchNormGradV2", "FusedBatchNormGradV3")
+def _fused_batch_norm_grad(operation: Any, *upstream: Any) -> Sequence[Any]:
+    # TensorFlow's variance stops a gradient, so that further derivatives lack a term.
+    by_y, x, scale = operation.inputs[:3]
+    rest = [None] * (len(operation.inputs) - 3)
+    if not operation.get_attr("is_training"):
+        return TENSORFLOWS[operation.type](operation, *upstream)
+    axes, shape = _apart_from_channels(operation, x)
+    epsilon = operation.get_attr("epsilon")
+    with tf.GradientTape() as tape:
+        tape.watch([by_y, x, scale])
+        wide, up = tf.cast(x, scale.dtype), tf.cast(by_y, scale.dtype)
+        deviation = wide - tf.reduce_mean(wide, axes, keepdims=True)
+        inverse = tf.math.rsqrt(tf.reduce_mean(deviation**2, axes, keepdims=True) + epsilon)
+        slope = tf.reduce_mean(up * deviation, axes, keepdims=True) * inverse**2
+        centered = up - tf.reduce_mean(up, axes, keepdims=True) - slope * deviation
+        by_x = tf.cast(tf.reshape(scale, shape) * inverse * centered, x.dtype)
+        by_scale = tf.reduce_sum(up * deviation * inverse, axes)
+        results = [by_x, by_scale, tf.reduce_sum(up, axes)]
+    gradients = tape.gradient(results, [by_y, x, scale], output_gradients=list(upstream[:3]))
+    return [*gradients, *rest]
 
 
 def _diagonals(kind: str, place: int, of_part: bool, align: str | None) -> None:

@@ -204,6 +204,9 @@ ELSEWHERE = {  # tests of their own: here, in test_exact.py, test_batched_produc
     "FusedBatchNorm",
     "FusedBatchNormV2",
     "FusedBatchNormV3",
+    "FusedBatchNormGrad",
+    "FusedBatchNormGradV2",
+    "FusedBatchNormGradV3",
     "TensorListScatter",  # as the second version
     "TensorListScatterIntoExistingList",
     "BatchMatMulV2",
@@ -433,3 +436,54 @@ def test_elsewhere_tensorflow_answers_as_it_did():
     assert len(set(seen)) == 1
     assert seen[0] is None or "no entry for: ResizeBilinearGrad" in seen[0]
     assert "no entry for: SoftsignGrad" in second(tf.nn.softsign)
+
+
+def normalized(kind):
+    """Batch normalization by one operation, or written out."""
+
+    def written_out(x, scale, offset):
+        mean = tf.reduce_mean(x, [0, 1, 2], keepdims=True)
+        deviation = x - mean
+        variance = tf.reduce_mean(deviation**2, [0, 1, 2], keepdims=True)
+        return deviation * tf.math.rsqrt(variance + 0.01) * scale + offset
+
+    def fused(x, scale, offset):
+        operation = getattr(raw, kind)
+        empty = tf.zeros([0])
+        return operation(x=x, scale=scale, offset=offset, mean=empty, variance=empty, epsilon=0.01)[
+            0
+        ]
+
+    return fused if kind else written_out
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("way", ["graph", "tape", "function"])
+@pytest.mark.parametrize("kind", ["FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3"])
+def test_gradient_penalties_through_fused_batch_normalization(kind, way):
+    """The Hessian of a loss that contains a gradient in the examples: third derivatives."""
+    x = random(0, 2, 1, 2, 2)
+
+    def problem(kind, dtype):
+        numbers = (random(1, 2, 2), random(2, 2), random(3, 2))
+        variables = [tf.Variable(tf.cast(number, dtype)) for number in numbers]
+        images = tf.constant(x.astype(dtype))
+
+        def outputs(images):
+            kernel, scale, offset = variables
+            return tf.tanh(normalized(kind)(tf.tanh(images @ kernel), scale, offset))
+
+        def loss():
+            with tf.GradientTape() as tape:
+                tape.watch(images)
+                y = within(way, outputs)(images)
+            return tf.reduce_mean(tape.gradient(y, images) ** 2)
+
+        return Problem(loss, variables)
+
+    fused = problem(kind, "float32")
+    options = {"engine": "tape"} if way == "tape" else {}
+    H = hvp.HessianOperator(fused.loss, fused.variables, **options)
+    want = dense_hessian(problem("", "float64"))
+    assert relative_error(H.to_dense(), want) < 1e-5
+    assert is_wrong_in_tensorflow(fused, want)
