@@ -39,6 +39,8 @@ class Space:
         The shape of each part.
     dtypes : sequence of tf.DType
         The type of each part.
+    is_part : bool, optional
+        Whether this is the space of some of the parts of a vector.
 
     Attributes
     ----------
@@ -54,6 +56,7 @@ class Space:
         names: Sequence[str],
         shapes: Sequence[Sequence[int]],
         dtypes: Sequence[tf.DType],
+        is_part: bool = False,
     ) -> None:
         self.structure = tf.nest.map_structure(lambda _: 0, structure)
         self.names = tuple(names)
@@ -68,7 +71,7 @@ class Space:
         self._eager_shapes = [tf.constant(shape, tf.int32, [len(shape)]) for shape in self.shapes]
         self._eager_sizes = tf.constant(self.sizes)
         self._flat = tf.constant([-1])
-        self._is_subspace = False
+        self._is_part = is_part
 
     @classmethod
     def of_variables(cls, nest: VariableNest) -> Space:
@@ -93,9 +96,7 @@ class Space:
         structure = 0 if len(places) == 1 else [0] * len(places)
         of = [(self.names[i], self.shapes[i], self.dtypes[i]) for i in places]
         names, shapes, dtypes = zip(*of)
-        space = Space(structure, names, shapes, dtypes)
-        space._is_subspace = True
-        return space
+        return Space(structure, names, shapes, dtypes, is_part=True)
 
     @property
     def specs(self) -> list[tf.TensorSpec]:
@@ -192,7 +193,7 @@ class Space:
 
         The only part of a subspace may be in a list or not.
         """
-        if self._is_subspace and isinstance(nest, (list, tuple)) and len(nest) == len(self.sizes):
+        if self._is_part and isinstance(nest, (list, tuple)) and len(nest) == len(self.sizes):
             nest = tf.nest.pack_sequence_as(self.structure, list(nest))
         try:
             tf.nest.assert_same_structure(self.structure, nest)
