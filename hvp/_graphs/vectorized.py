@@ -58,8 +58,9 @@ def vectorized(function: Callable[[Any], Any], elements: Any) -> Any:
     Notes
     -----
     An operation that TensorFlow cannot apply to all elements at once runs in a loop in the graph.
-    TensorFlow logs a message about this for its own developers, which is suppressed here. Loops and
-    lists of tensors are refused: TensorFlow accepts them, and fails when the graph runs.
+    TensorFlow logs messages about this, and about what fails, for its own developers. They are
+    suppressed here, and what fails is raised. Loops and lists of tensors are refused: TensorFlow
+    accepts them, and fails when the graph runs.
     """
     results, dangerous = _vectorized(function, elements)
     if dangerous:
@@ -220,4 +221,5 @@ def _reshape(name: str, tensor: str, sizes: Sequence[int], dtype: int) -> Iterat
 
 
 def _is_relevant(record: logging.LogRecord) -> bool:
-    return "while_loop" not in record.getMessage()
+    message = record.getMessage()
+    return not any(words in message for words in ("while_loop", "pfor", "created at:"))
