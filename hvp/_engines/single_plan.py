@@ -253,14 +253,14 @@ class SinglePlan(Plan):
                 self.space,
                 self._facts.reads,
                 self._settings.jit_compile,
-                self._add_note,
+                self.add_note,
                 self._precision,
                 self._settings.wide,
             )
         except (UnsplittableError, tf.errors.OpError, ValueError) as error:
             reason = line_of(error, -1)
             remark = f"is computed operation by operation, by the tape engine ({reason})"
-            self._add_note(remark)
+            self.add_note(remark)
             self._unsaid = self._note
             return None
 
@@ -307,14 +307,11 @@ class SinglePlan(Plan):
 
     def add_note(self, remark: str) -> None:
         """Add to what `facts` says about the function."""
-        self._add_note(remark)
-
-    def _add_note(self, remark: str) -> None:
         if remark not in self._note:
             self._note = "; ".join(filter(None, [self._note, remark]))
 
     def _add_and_log(self, remark: str) -> None:
-        self._add_note(remark)
+        self.add_note(remark)
         _log.warning("the operator %s", remark)
 
     def _refuse_wrong_values(self, place: Place = HERE) -> None:

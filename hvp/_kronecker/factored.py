@@ -219,8 +219,7 @@ class FactoredOperator(OneProcess, DtypePreserving):
         HvpError
             If they share a block with variables that are left out, as a kernel does with its bias.
         """
-        names = [name.partition(":")[0] for name in self._nest.names]
-        places = select(variables, names, self._nest.variables)
+        places = select(variables, self._space.paths, self._nest.variables)
         chosen = {self._nest.names[place] for place in places}
         for block in self._blocks:
             if set(block.names) & chosen and set(block.names) - chosen:

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 import tensorflow as tf
 
-from hvp._data.elements import convert_batch
+from hvp._data.batches import Batches
 from hvp._derivatives.exact import exact_functions
 from hvp._engines.gauss_newton import GaussNewtonRule
 from hvp._engines.prediction_rule import PredictionRule
@@ -650,10 +650,12 @@ class EKFAC(KFAC):
 
 def _class_count(functions: tuple[Callable[..., Any], Callable[..., Any]], data: Any) -> int:
     """Return the largest length of the last axes of the predictions of one example."""
-    batch = data if isinstance(data, (tuple, dict)) else next(iter(data))
-    first = tf.nest.map_structure(lambda leaf: leaf[:1], batch)
-    model = GaussNewtonRule(*functions, None)
-    predictions = convert_batch(tuple(first), "data").call(model.predict)
+    batches = Batches(data, 1 if isinstance(data, (tuple, dict)) else None, None)
+    first = next(iter(batches)).elements.part(0, 1)
+    try:
+        predictions = first.call(GaussNewtonRule(*functions, None).predict)
+    except (TypeError, ValueError, tf.errors.OpError):
+        return 0  # the evaluation explains what is wrong
     return max(int(part.shape[-1] or 0) for part in tf.nest.flatten(predictions) if part.shape.rank)
 
 

@@ -310,7 +310,7 @@ class Core:
     @property
     def variable_names(self) -> list[str]:
         """Names of the variables, in the order of the vectors."""
-        return [name.partition(":")[0] for name in self.space.names]
+        return self.space.paths
 
     def unconnected(self) -> list[str]:
         """Return the names of the variables that the loss does not depend on."""

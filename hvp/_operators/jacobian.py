@@ -311,9 +311,8 @@ class JacobianOperator(RectangularOperator):
         array([[1.],
                [2.]], dtype=float32)
         """
-        space = self.snapshot.plan.space
-        names = [name.partition(":")[0] for name in space.names]
-        return ColumnBlock(self, select(variables, names, self.snapshot.plan.nest.variables))
+        plan = self.snapshot.plan
+        return ColumnBlock(self, select(variables, plan.space.paths, plan.nest.variables))
 
     def refresh(self) -> None:
         """Evaluate again, at the values the variables have now."""

@@ -76,31 +76,26 @@ def refuse_coupling(rule: Rule, snapshot: Snapshot, few: Elements) -> None:
         with snapshot.with_seeds():
             whole, again = loss(0, count), loss(0, count)
             # Halves may be alike, for example if half of each is masked.
-            pairs = [(end, loss(0, end), loss(end, count)) for end in {1, count // 2, count - 1}]
+            cuts = sorted({1, count // 2, count - 1})
+            pairs = [(cut, loss(0, cut), loss(cut, count)) for cut in cuts]
     except _ON_FEW:
         return
-    pairs = [pair for pair in pairs if np.isfinite(sum(pair))]
-    if whole != again or not np.isfinite(whole) or not pairs:
+    if whole != again:
         return
-
-    def mean_of(pair: tuple[int, float, float]) -> float:
-        end, first, last = pair
-        return (end * first + (count - end) * last) / count
-
-    mean = max(map(mean_of, pairs), key=lambda mean: abs(mean - whole))
-    size = max(abs(value) for pair in [(0, whole, 0.0), *pairs] for value in pair[1:])
-    if abs(mean - whole) <= _COUPLED * size:
-        return
-    raise InvalidLossError(
-        f"the loss of {count} examples is {whole:.6g}, and the mean of the losses of "
-        f"two parts of them {mean:.6g}: it depends on several examples at once",
-        "a mean over examples, each independent of the others, where batch_size, memory_limit or "
-        "devices divide the data",
-        "compare the shapes of labels and predictions first, because (n,) and (n, 1) give (n, n); "
-        "else evaluate all data at once, without these options; or pass batches of your own, such "
-        "as a list of (x, y), for the mean over these batches; or pass weight, if the loss divides "
-        "by something other than the number of examples",
-    )
+    for cut, first, last in pairs:
+        mean = (cut * first + (count - cut) * last) / count
+        size = max(abs(whole), abs(first), abs(last))
+        if np.isfinite(mean) and abs(mean - whole) > _COUPLED * size:
+            raise InvalidLossError(
+                f"the loss of {count} examples is {whole:.6g}, and the mean of the losses of "
+                f"two parts of them {mean:.6g}: it depends on several examples at once",
+                "a mean over examples, each independent of the others, where batch_size, "
+                "memory_limit or devices divide the data",
+                "compare the shapes of labels and predictions first, because (n,) and (n, 1) give "
+                "(n, n); else evaluate all data at once, without these options; or pass batches of "
+                "your own, such as a list of (x, y), for the mean over these batches; or pass "
+                "weight, if the loss divides by something other than the number of examples",
+            )
 
 
 @outside_strategies

@@ -264,16 +264,16 @@ class Problem:
         plan, rule = snapshot.plan, self.rule
         if self.source is NO_DATA or not isinstance(rule, (HessianRule, PredictionRule)):
             return
-        divided = plan.divides and plan.batches != 1
-        if isinstance(rule, HessianRule) and (self.total or divided) and not self.weighs:
-            examples = self.source.examples if isinstance(self.source, Elements) else None
-            if not plan.averages(examples):
-                refuse_sum(rule, snapshot, self.few_examples())
+        source, divided = self.source, plan.divides and plan.batches != 1
+        if self.weighs or not (self.total or divided):
+            return
+        few = self.few_examples()
+        examples = source.examples if isinstance(source, Elements) else None
+        if isinstance(rule, HessianRule) and not plan.averages(examples):
+            refuse_sum(rule, snapshot, few)
         # The mean over batches of the caller's own is what was asked for.
-        source = self.source
-        of_arrays = isinstance(source, Elements) or source.arrays is not None
-        if divided and of_arrays and not self.weighs:
-            refuse_coupling(rule, snapshot, self.few_examples())
+        if divided and (isinstance(source, Elements) or source.arrays is not None):
+            refuse_coupling(rule, snapshot, few)
 
     def _plan(self, settings: Settings, inputs: Sequence[tf.Variable]) -> Plan:
         nest, rule, added = collect_variables(self.variables), self.rule, self.regularization

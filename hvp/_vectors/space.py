@@ -99,6 +99,11 @@ class Space:
         return Space(structure, names, shapes, dtypes, is_part=True)
 
     @property
+    def paths(self) -> list[str]:
+        """The names of the parts, without the number that TensorFlow adds to those of variables."""
+        return [name.partition(":")[0] for name in self.names]
+
+    @property
     def specs(self) -> list[tf.TensorSpec]:
         """The shapes and types of the parts."""
         return [tf.TensorSpec(shape, dtype) for shape, dtype in zip(self.shapes, self.dtypes)]

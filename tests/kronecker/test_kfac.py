@@ -505,3 +505,19 @@ def test_blocks_of_variables():
     np.testing.assert_allclose(first.to_dense(), K.to_dense()[:size, :size], atol=1e-7)
     with pytest.raises(hvp.HvpError, match="share a block"):
         K.block(model.layers[0].kernel)
+
+
+@pytest.mark.parametrize("likelihood", [None, "categorical"])
+def test_data_that_cannot_be_used_are_refused(likelihood):
+    """Also where the classes are counted first, to choose the matrix."""
+    w = tf.Variable(np.ones((3, 3)))
+    x, y = np.ones((4, 3)), np.zeros(4, int)
+
+    def output_loss(p, y):
+        return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=p))
+
+    for data in ([], 5, [x], x, (x[:0], y[:0]), (x.tolist(), y.tolist()), ("a", y), iter([(x, y)])):
+        with pytest.raises(hvp.InvalidDataError):
+            hvp.KFAC(lambda x: x @ w, output_loss, w, data, likelihood=likelihood)
+    with pytest.raises(hvp.HvpError, match="2"):
+        hvp.KFAC(lambda x: x @ w, output_loss, w, (x[:, :2], y), likelihood=likelihood)
