@@ -33,7 +33,7 @@ def examples(count: int) -> Any:
 
 def long(*values: Any) -> Any:
     """Mark what is much like another test and takes long: it runs by `make test-all` alone."""
-    return pytest.param(*values, marks=pytest.mark.skipif(not FUZZ, reason="long: make test-all"))
+    return pytest.param(*values, marks=pytest.mark.long)
 
 
 def crossed(*axes: Any) -> list[Any]:

@@ -39,6 +39,7 @@ def pytest_collection_modifyitems(config, items):
     """Leave out cases that are much like others; of a quick run, most tests of each module."""
     if not os.environ.get("HVP_FUZZ"):
         leave_out(config, items, few_of_each(items))
+        leave_out(config, items, {item for item in items if item.get_closest_marker("long")})
     if not config.getoption("--quick"):
         return
     by_module = {}
@@ -59,6 +60,7 @@ def few_of_each(items):
     by_test = {}
     for item in items:
         skipped = any(mark.args[0] for mark in item.iter_markers("skipif"))
+        skipped = skipped or item.get_closest_marker("long")
         if item.get_closest_marker("few") and not skipped:
             by_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
     left_out = set()

@@ -576,6 +576,7 @@ def test_random_draws_are_the_same_in_float64():
     assert "in float64" in report["differences"].message
 
 
+@pytest.mark.few(0)
 def test_without_float64_the_warning_gives_a_recipe():
     model = relu_network()
 

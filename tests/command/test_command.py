@@ -56,6 +56,7 @@ def dense(model):
 
 
 @pytest.mark.parametrize("options", [[], ["--batch-size", "25"]])
+@pytest.mark.few(1)
 def test_everything_is_right(files, options, capsys):
     model, folder, arguments = files
     out, figure = folder / "out.json", folder / "out.png"
@@ -121,6 +122,7 @@ class Twice(keras.layers.Layer):
 """
 
 
+@pytest.mark.few(0)
 def test_custom_objects(files, monkeypatch, capsys):
     _, folder, arguments = files
     (folder / "mine_for_test.py").write_text(CUSTOM)

@@ -134,7 +134,7 @@ def mask(y):
         {"batch_size": 5, "engine": "tape"},
     ],
 )
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 def test_losses_that_couple_examples_are_refused_where_data_are_divided(name, options):
     network = Network()
 

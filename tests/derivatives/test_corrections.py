@@ -457,7 +457,7 @@ def normalized(kind):
     return fused if kind else written_out
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("way", ["graph", "tape", "function"])
 @pytest.mark.parametrize("kind", ["FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3"])
 def test_gradient_penalties_through_fused_batch_normalization(kind, way):

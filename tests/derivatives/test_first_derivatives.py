@@ -208,6 +208,7 @@ ENGINES = [pair + (way,) for pair in NAMES for way in ("graph", "tape")]
     ("kind", "name", "way"),
     [case if index % 4 in (0, 3) else long(*case) for index, case in enumerate(ENGINES)],
 )
+@pytest.mark.few(60)
 def test_gradients_and_hessians_are_right(kind, name, way):
     check(kind, name, way)
 
@@ -219,6 +220,7 @@ OTHERS = [pair + (way,) for pair in NAMES for way in ("function", "recompute", "
     ("kind", "name", "way"),
     [case if index % 8 == 0 else long(*case) for index, case in enumerate(OTHERS)],
 )
+@pytest.mark.few(8)
 def test_they_are_right_in_other_ways(kind, name, way):
     check(kind, name, way)
 

@@ -167,6 +167,7 @@ def test_dropout_has_the_same_masks_in_all_products_of_an_evaluation(engine):
             np.testing.assert_allclose(H @ v, one @ v, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.few(0)
 def test_recompute_and_float16():
     layers = [keras.layers.Dense(size, "tanh", dtype="float64") for size in (6, 6)]
     last = keras.layers.Dense(OUT, dtype="float64")

@@ -48,6 +48,7 @@ def trained(model, x, y, start):
     return [variable.numpy() for variable in model.trainable_variables]
 
 
+@pytest.mark.few(0)
 def test_scores_of_a_convex_model_match_retraining():
     model, x, y = classifier()
     x, x_test, y, y_test = x[:80], x[80:100], y[:80], y[80:100]
@@ -70,6 +71,7 @@ def test_scores_of_a_convex_model_match_retraining():
 
 
 @pytest.mark.parametrize("solver", ["ekfac", "kfac"])
+@pytest.mark.few(1)
 def test_the_inverse_is_that_of_the_factors(solver):
     model, x, y = classifier(hidden=5)
     functions = (model, output_loss)
@@ -137,6 +139,7 @@ def test_bad_combinations():
 
 
 @pytest.mark.parametrize("solver", ["exact", "block_cg"])
+@pytest.mark.few(1)
 def test_kept_gradients_give_the_same_scores(tmp_path, monkeypatch, solver):
     inside.set_limit(monkeypatch, "bytes of a shard", 500)
     w, loss, bare, data = ridge()
@@ -263,6 +266,7 @@ RUN = """
 """
 
 
+@pytest.mark.few(0)
 def test_a_killed_run_goes_on_from_complete_shards(tmp_path, monkeypatch):
     inside.set_limit(monkeypatch, "bytes of a shard", 500)
     process = subprocess.Popen(

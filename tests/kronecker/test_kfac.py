@@ -107,6 +107,7 @@ def test_reduce_by_hand():
         *(long(name, kind) for name in ("attention", "LSTM") for kind in (hvp.KFAC, hvp.EKFAC)),
     ],
 )
+@pytest.mark.few(1)
 def test_averages_over_batches_and_devices_are_exact(name, kind):
     model, data = problem(name)
     options = {"likelihood": "categorical"}
@@ -123,6 +124,7 @@ def test_averages_over_batches_and_devices_are_exact(name, kind):
         assert other.value == pytest.approx(whole.value, rel=1e-5)
 
 
+@pytest.mark.few(0)
 def test_batches_of_many_sizes_and_a_limit_on_memory():
     model, data = problem("strides")
     options = {"likelihood": "categorical"}
@@ -386,6 +388,7 @@ def test_bad_arguments(options, message):
         hvp.KFAC(model, half_squares, weights, data_of(4), **options)
 
 
+@pytest.mark.few(0)
 def test_many_classes_are_drawn_from():
     """One target for each prediction, where a backward pass for each class would take too long."""
     x = random(0, 12, 4)
@@ -426,6 +429,7 @@ def test_changed_weights():
 
 @pytest.mark.parametrize("jit_compile", [None, True])
 @pytest.mark.parametrize("kind", [hvp.KFAC, hvp.EKFAC])
+@pytest.mark.few(1)
 def test_what_is_made_from_a_matrix_follows_it(kind, jit_compile):
     """After a refresh, eagerly and in functions that were traced before; and stale before it."""
     model, data = problem("dense")

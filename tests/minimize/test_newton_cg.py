@@ -321,6 +321,7 @@ def test_a_frozen_variable_that_changes():
 
 
 @pytest.mark.parametrize("preconditioner", [None, "diagonal"])
+@pytest.mark.few(1)
 def test_a_minimum_at_infinity_is_told(preconditioner):
     """Of classes that are separate, and not of others, nor of a degenerate minimum."""
     x = random(0, 60, 3, dtype="float64")
@@ -341,6 +342,7 @@ def test_a_minimum_at_infinity_is_told(preconditioner):
     assert result.success, result.message
 
 
+@pytest.mark.few(0)
 def test_xla_compiles_the_iterations_of_a_model_with_biases(capfd):
     keras.utils.set_random_seed(0)
     model = keras.Sequential(

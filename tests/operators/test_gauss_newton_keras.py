@@ -150,6 +150,7 @@ def test_saturated_probabilities(way):
             assert relative_error(G.to_dense(), want) < 1e-10, operator
 
 
+@pytest.mark.few(0)
 def test_masks():
     model = keras.Sequential(
         [layers.Input((4,), dtype="int32"), layers.Embedding(5, 3, mask_zero=True), layers.Dense(2)]
@@ -259,6 +260,7 @@ def test_a_loss_that_is_no_mean_is_refused(engine):
 
 
 @ENGINES
+@pytest.mark.few(1)
 def test_convexity_is_made_sure_of(engine):
     model, x, y = make("dense")
     huber = keras.losses.Huber(delta=np.float64(1))  # a plain number is float32 in Keras 3.0

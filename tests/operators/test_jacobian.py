@@ -70,6 +70,7 @@ def test_it_is_the_dense_matrix(name, way):
         assert relative_error(found, want.T @ u[:, 0]) < 1e-12
 
 
+@pytest.mark.few(0)
 def test_the_longer_side_is_that_of_the_rows():
     model, x, _ = make("dense", examples=40)
     want = dense_jacobian(model, x)
@@ -169,6 +170,7 @@ def test_changes_of_variables(on_stale):
         J @ np.ones(2)
 
 
+@pytest.mark.few(0)
 def test_least_squares_of_a_keras_model():
     """The `jac` of scipy's solver: the same fit as with its own differences."""
     keras.utils.set_random_seed(0)

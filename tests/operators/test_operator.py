@@ -288,6 +288,7 @@ def test_blocks_of_convolutions_are_computed_without_a_word():
     assert said == []
 
 
+@pytest.mark.few(0)
 def test_blocks_where_vectorizing_forgets_shapes():
     """The diagonal of a matrix, under XLA: found by random programs."""
     w = tf.Variable(random(0, 2, 2, dtype="float64"))

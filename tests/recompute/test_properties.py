@@ -73,6 +73,7 @@ def programs(draw):
 
 @examples(3)
 @given(programs(), st.sampled_from(["eager", "graph", "xla", "outside"]))
+@pytest.mark.few(0)
 def test_three_derivatives(program, mode):
     f, unwrap, x, sources, dtype = program
     g = hvp.recompute(f)

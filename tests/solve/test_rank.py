@@ -86,6 +86,7 @@ def test_a_solver_begins_with_a_sketch_and_remembers_it():
     assert max(counts[1:]) < counts[0]
 
 
+@pytest.mark.few(0)
 def test_recycling_rests_where_it_does_not_pay():
     """Of operators with nothing in common, old directions know nothing: one solve finds out."""
     b = columns(N, 1)[:, 0]

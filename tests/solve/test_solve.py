@@ -150,6 +150,7 @@ def test_float32_residual_norms_are_true(method):
 
 
 @unconverged
+@pytest.mark.few(0)
 def test_a_tolerance_below_rounding_is_reported():
     A = matrix(np.geomspace(1e-4, 10, N))
     b = columns(N, 2).astype("float32")

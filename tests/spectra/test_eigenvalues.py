@@ -53,7 +53,7 @@ def check(A, result, eigenvalues, k, which, tol):
 
 @pytest.mark.parametrize("which", WHICH)
 @pytest.mark.parametrize("name", SPECTRA)
-@pytest.mark.few(10)
+@pytest.mark.few(7)
 def test_they_are_those_of_the_dense_matrix(name, which):
     A = matrix_of(SPECTRA[name])
     # Systems with a condition number of 1e8 would take too long.
@@ -87,6 +87,7 @@ def test_none_is_missed(name, which, iterative):
     seed=st.integers(0, 1000),
 )  # fmt: skip
 @examples(30)
+@pytest.mark.few(0)
 def test_random_spectra(values, k, which, seed):
     with pytest.MonkeyPatch.context() as patch:
         inside.set_limit(patch, "size of dense eigenvalues", 0)

@@ -87,6 +87,7 @@ def test_the_training_is_the_same_to_the_bit(options, tmp_path):
     assert "curvature_largest" in (tmp_path / "log.csv").read_text()
 
 
+@pytest.mark.few(0)
 def test_a_budget_and_a_sample(caplog):
     model = make("float32")
     monitor = hvp.keras.CurvatureMonitor(
@@ -106,6 +107,7 @@ def test_a_budget_and_a_sample(caplog):
     assert not caplog.text
 
 
+@pytest.mark.few(0)
 def test_slices_and_traces_of_each_measurement():
     model = make()
     monitor = hvp.keras.CurvatureMonitor((X, Y), budget=1e6, slice_radius=0.3)
