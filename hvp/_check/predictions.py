@@ -57,7 +57,7 @@ class PredictionInspection:
             yield Finding(name, "warning", "not checked: the loss draws random numbers")
             return
         batch = problem.first_batch()
-        alone = dataclasses.replace(problem, source=batch, regularization=None, total=False)
+        alone = dataclasses.replace(problem, source=batch)
         # Each entry moves in proportion to its own scale, because scales may differ widely.
         rng, dtype = self._inspected.rng, core.space.dtype.as_numpy_dtype
         scales = entry_scales(core.variables)

@@ -21,9 +21,9 @@ from hvp._data.weighted_mean import WeightedMean
 from hvp._engines.finite import check_finite
 from hvp._engines.graph_program import Results
 from hvp._engines.linear_map import LinearMap, Sum
+from hvp._engines.options import Options
 from hvp._engines.plan import Facts, Plan, WideGradient
 from hvp._engines.rule import Rule
-from hvp._engines.settings import Settings
 from hvp._engines.single_plan import SinglePlan
 from hvp._errors import HvpError, InvalidLossError
 from hvp._graphs.place import HERE, Place
@@ -52,7 +52,7 @@ class BatchedPlan(Plan):
         What to differentiate with respect to.
     batches : Batches
         The data.
-    settings : Settings
+    options : Options
         How to evaluate each batch, how much memory to use and whether to show a progress bar.
     added : Rule or None
         The regularization, which is added once, regardless of batching.
@@ -74,16 +74,16 @@ class BatchedPlan(Plan):
         rule: Rule,
         nest: VariableNest,
         batches: Batches,
-        settings: Settings,
+        options: Options,
         *,
         added: Rule | None,
         total: bool,
     ) -> None:
         self.nest, self.space = nest, Space.of_variables(nest)
-        self._rule, self._batches, self._settings = rule, batches, settings
-        self._budget, self._total = Budget(settings.memory_limit), total
+        self._rule, self._batches, self._options = rule, batches, options
+        self._budget, self._total = Budget(options.memory_limit), total
         self._shape_plans: dict[Any, ShapePlan] = {}
-        self._added = None if added is None else SinglePlan(added, nest, settings)
+        self._added = None if added is None else SinglePlan(added, nest, options)
         self._all_held = True
         # An estimate, and the number of examples in the batch that it comes from.
         self._bytes_per_example, self._examples = 0.0, 0
@@ -164,8 +164,8 @@ class BatchedPlan(Plan):
                     fits = undivided and self._budget.can_hold(used + nbytes)
                     # Once a batch does not fit, no later one is held: the batches to evaluate again
                     # are then all those from some index on.
-                    self._all_held = self._all_held and (fits or not self._settings.products)
-                    if self._all_held and self._settings.products:
+                    self._all_held = self._all_held and (fits or not self._options.products)
+                    if self._all_held and self._options.products:
                         held.append((weight, term))
                         used += nbytes
                     else:
@@ -277,8 +277,8 @@ class BatchedPlan(Plan):
         return self._evaluate(elements, index)[1]
 
     def _with_progress(self, batches: Iterable[Batch]) -> Iterable[Batch]:
-        """Wrap batches in a progress bar, if the settings ask for one."""
-        progress = self._settings.progress
+        """Wrap batches in a progress bar, if the options ask for one."""
+        progress = self._options.progress
         if not progress:
             return batches
         return progress_bar(progress, batches, total=self._batches.count, unit="batch")
@@ -313,7 +313,7 @@ class BatchedPlan(Plan):
             shapes = _common(shapes, self._shape_plans)
             shape_plan = self._shape_plans.get(shapes)
         if shape_plan is None:
-            shape_plan = ShapePlan(self._rule, self.nest, self._settings, elements, shapes)
+            shape_plan = ShapePlan(self._rule, self.nest, self._options, elements, shapes)
             self._shape_plans[shapes] = shape_plan
         return shape_plan
 
@@ -375,7 +375,7 @@ class ShapePlan:
         self,
         rule: Rule,
         nest: VariableNest,
-        settings: Settings,
+        options: Options,
         elements: Elements,
         shapes: Sequence[Sequence[int | None]],
     ) -> None:
@@ -388,7 +388,7 @@ class ShapePlan:
             return elements.with_tensors(tensors)
 
         self.inputs = [slot.variable for slot in self._slots]
-        self.plan = SinglePlan(rule, nest, settings, batch, self.inputs)
+        self.plan = SinglePlan(rule, nest, options, batch, self.inputs)
         self._empty()
 
     def at(self, elements: Elements, place: Place = HERE) -> tuple[Results, LinearMap]:

@@ -31,9 +31,9 @@ from hvp._devices.statistics import DeviceStatistics
 from hvp._engines.finite import check_finite
 from hvp._engines.graph_program import Results
 from hvp._engines.linear_map import LinearMap, Sum
+from hvp._engines.options import Options
 from hvp._engines.plan import Facts
 from hvp._engines.rule import Rule
-from hvp._engines.settings import Settings
 from hvp._errors import DeviceError, HvpError, InvalidLossError
 from hvp._runtime.strategies import outside_strategies
 from hvp._vectors.resources import Resource, restored
@@ -104,8 +104,8 @@ class DealtPlan(BatchedPlan):
 
     Parameters
     ----------
-    rule, nest, batches, settings, added, total
-        As for `BatchedPlan`. The settings name the devices, and `memory_limit` holds for each.
+    rule, nest, batches, options, added, total
+        As for `BatchedPlan`. The options name the devices, and `memory_limit` holds for each.
     """
 
     def __init__(
@@ -113,13 +113,13 @@ class DealtPlan(BatchedPlan):
         rule: Rule,
         nest: VariableNest,
         batches: Batches,
-        settings: Settings,
+        options: Options,
         *,
         added: Rule | None,
         total: bool,
     ) -> None:
-        self._devices: Sequence[Device] = settings.devices
-        self._processes = processes_of(strategy_of(nest.variables), settings.device_timeout)
+        self._devices: Sequence[Device] = options.devices
+        self._processes = processes_of(strategy_of(nest.variables), options.device_timeout)
         self._least_batches = len(self._devices)
         self._sites: dict[str, Site] = {}
         # Batches whose data are on a device, by their number; and the weights of all.
@@ -130,7 +130,7 @@ class DealtPlan(BatchedPlan):
         self._prepared: set[Any] = set()
         self._joint = JointProducts()
         with tf.device(None):  # what is traced serves all devices
-            super().__init__(rule, nest, batches, settings, added=added, total=total)
+            super().__init__(rule, nest, batches, options, added=added, total=total)
             if batches.examples is not None:
                 batches.cut(-(-batches.examples // len(self._devices)))
             self._adding = Adding(self.space)
@@ -170,7 +170,7 @@ class DealtPlan(BatchedPlan):
         """Evaluate all batches at the current values of the variables, on all devices at once."""
         self._batches.forget()
         self._moment = Moment(self._moment)
-        limit, seconds = self._settings.memory_limit, self._settings.device_timeout
+        limit, seconds = self._options.memory_limit, self._options.device_timeout
         deal = Deal(
             self._moment,
             self._find_sites(),
@@ -322,7 +322,7 @@ class DealtPlan(BatchedPlan):
     def _hold(self, deal: Deal, share: Share, item: Item, state: Evaluated) -> None:
         """Hold a linear map, and the data that it is of, if they fit."""
         self.evaluations += len(item.pieces) if item.index != REGULARIZATION else 0
-        if not self._settings.products:
+        if not self._options.products:
             if state.elements is not None and item.index != REGULARIZATION and item.site is None:
                 self._keep(share, item, state)
             return

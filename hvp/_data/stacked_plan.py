@@ -24,7 +24,7 @@ class StackedPlan(BatchedPlan):
 
     Parameters
     ----------
-    rule, nest, batches, settings
+    rule, nest, batches, options
         As for `BatchedPlan`. The domain of the rule's map has an axis of examples in front.
     """
 

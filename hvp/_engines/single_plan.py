@@ -18,9 +18,9 @@ from hvp._engines.float64 import gradient_in_float64
 from hvp._engines.graph_program import GraphProgram, Results
 from hvp._engines.in_graph import StorableGraphMap
 from hvp._engines.linear_map import LinearMap
+from hvp._engines.options import Options
 from hvp._engines.plan import Facts, Plan, Remarks, WideGradient
 from hvp._engines.rule import Arguments, Evaluated, NoArguments, Parts, Rule
-from hvp._engines.settings import Settings
 from hvp._engines.tape_map import TapeMap
 from hvp._engines.taped import doubtful_nones
 from hvp._engines.trace import Trace, trace
@@ -61,7 +61,7 @@ class SinglePlan(Plan):
         What to evaluate and multiply by.
     nest : VariableNest
         What to differentiate with respect to.
-    settings : Settings
+    options : Options
         Which engine, and how to compile.
     batch : callable, optional
         Returns the batch, in the graph being traced; without one the functions take no data.
@@ -80,7 +80,7 @@ class SinglePlan(Plan):
         self,
         rule: Rule,
         nest: VariableNest,
-        settings: Settings,
+        options: Options,
         batch: Callable[[], Arguments] = NoArguments,
         inputs: Sequence[tf.Variable] = (),
     ) -> None:
@@ -91,15 +91,15 @@ class SinglePlan(Plan):
                 "build the operator outside the tf.function and use its product inside",
             )
         self.nest, self.space = nest, Space.of_variables(nest)
-        self._rule, self._settings, self._batch = rule, settings, batch
+        self._rule, self._options, self._batch = rule, options, batch
         self._note = self._unsaid = ""
         self._precision = self._fast_precision()
         self._trace = self._try_to_trace()
-        wants_low = settings.precision is not None and settings.products
-        if wants_low and settings.engine == "graph" and self._precision is None:
+        wants_low = options.precision is not None and options.products
+        if wants_low and options.engine == "graph" and self._precision is None:
             self._add_and_log(
                 f"computes products in {self.space.dtype.name}: this device is not faster in "
-                f"{settings.precision}"
+                f"{options.precision}"
             )
         self._facts = self._static_facts(inputs)
         if self._trace is not None:
@@ -108,7 +108,7 @@ class SinglePlan(Plan):
                 raise self._trace.graph.error  # a recomputed function's: a tape would meet it too
         if self._facts.recomputes:
             gc.collect()  # what tracing leaves are graphs, in cycles; here memory is short
-        self._program = self._try_to_split() if settings.engine == "graph" else None
+        self._program = self._try_to_split() if options.engine == "graph" else None
         if self._program is None:
             if rule.needs_graph:
                 raise InvalidLossError(
@@ -252,10 +252,10 @@ class SinglePlan(Plan):
                 graph,
                 self.space,
                 self._facts.reads,
-                self._settings.jit_compile,
+                self._options.jit_compile,
                 self.add_note,
                 self._precision,
-                self._settings.wide,
+                self._options.wide,
             )
         except (UnsplittableError, tf.errors.OpError, ValueError) as error:
             reason = line_of(error, -1)
@@ -266,15 +266,15 @@ class SinglePlan(Plan):
 
     def _fast_precision(self) -> tf.DType | None:
         """Return the type of low precision that was asked for, if it is fast here."""
-        settings = self._settings
-        if settings.precision is None or not settings.products or settings.engine != "graph":
+        options = self._options
+        if options.precision is None or not options.products or options.engine != "graph":
             return None
-        precision = tf.as_dtype(settings.precision)
+        precision = tf.as_dtype(options.precision)
         return precision if is_fast(precision) else None
 
     def _refuse_risky_pools(self) -> None:
         """Refuse the tape engine for pools that TensorFlow itself may differentiate wrong."""
-        if not (self._settings.products and self._trace and self._trace.risky_pools):
+        if not (self._options.products and self._trace and self._trace.risky_pools):
             return
         raise SecondDerivativeError(
             "TensorFlow's second derivative of max pooling, inside a tf.function, loop or branch, "
@@ -282,7 +282,7 @@ class SinglePlan(Plan):
             "it",
             "pools with padding='VALID', or outside of functions",
             "pass engine='graph', which puts it right"
-            if self._settings.engine == "tape"
+            if self._options.engine == "tape"
             else f"call the function without tf.function; the graph engine {self._note}",
         )
 
@@ -326,7 +326,7 @@ class SinglePlan(Plan):
         rule = self._rule
         if self._precision is not None:
             rule = _LowProducts(rule, self._precision)
-        arguments = rule, self.nest, self._settings.products
+        arguments = rule, self.nest, self._options.products
         try:
             return trace(self._evaluate, *arguments)
         except ValueError as error:

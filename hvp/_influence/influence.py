@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hvp._data.budget import Share
 from hvp._data.elements import checked_loss
+from hvp._engines.options import Options, declared, without
 from hvp._engines.rule import HessianRule
 from hvp._errors import HvpError
 from hvp._influence.damped_inverse import DampedInverse, check_solver
@@ -19,7 +20,8 @@ from hvp._influence.gradient_forms import gradient_form
 from hvp._influence.gradient_store import GradientStore
 from hvp._influence.projection import Projection
 from hvp._influence.scoring import Scoring
-from hvp._keras.compiled_loss import loss_of_model
+from hvp._keras.compiled_loss import CompiledModel, loss_of_model
+from hvp._keras.from_keras import FromKeras
 from hvp._kronecker.kfac import EKFAC, KFAC
 from hvp._operators.core import evaluated
 from hvp._operators.curvature import Curvature, check_curvature, composed, rule_of
@@ -27,10 +29,9 @@ from hvp._operators.damping import check_damping
 from hvp._operators.gauss_newton import GaussNewtonOperator
 from hvp._operators.hessian import HessianOperator
 from hvp._operators.operator import SymmetricOperator, core_of
-from hvp._runtime.arguments import check_count, refuse_unknown
+from hvp._runtime.arguments import check_count
 from hvp._runtime.guard import OneProcess
 from hvp._runtime.interrupts import Uninterrupted
-from hvp._runtime.progress import check_progress
 from hvp._runtime.strategies import outside_strategies
 from hvp._vectors.selection import groups
 from hvp._vectors.strategies import process_count, strategy_of
@@ -78,14 +79,15 @@ _OF_MATRIX = frozenset(
     """.split()
 )
 
-_OPTIONS = _OF_MATRIX - {"batch_size", "regularization"}
+_OPTIONS = without("reduction", "weight", "on_stale")
 _INSTEAD = {
     **dict.fromkeys(("weight", "reduction"), "the mean is over examples that count equally"),
     "on_stale": "call refresh() after the weights changed",
 }
 
 
-class InfluenceFunctions(OneProcess):
+@declared(_OPTIONS)
+class InfluenceFunctions(FromKeras, OneProcess):
     """Predicts the effect of leaving out training examples, without training again.
 
     The weights minimize the mean loss `L` of `n` training examples; `H` is its Hessian, and `g_i`
@@ -131,8 +133,6 @@ class InfluenceFunctions(OneProcess):
         approximate the Gauss-Newton matrix by Kronecker factors, whatever `curvature` says, and
         need no linear solve: use them for models with too many weights for the other solvers. A
         function takes the damped operator, and returns its inverse as a `LinearOperator`.
-    regularization : callable, optional
-        Takes nothing, and returns a scalar that is added to the training loss once.
     test_loss : callable, optional
         Takes the elements of test data, and returns a mean. Scores are changes of this loss; the
         default is `loss`.
@@ -140,11 +140,6 @@ class InfluenceFunctions(OneProcess):
         Relative tolerance of the iterative solvers, for the residual of each system.
     maxiter : int, optional
         As for `solve`.
-    memory_limit : int or str, optional
-        Upper bound on memory for cached residuals, the batch being processed and the vectors of the
-        solver, without data and results.
-    batch_size : int, optional
-        Arrays are cut into batches of this many examples for products with the Hessian.
     gradients : str or Path, optional
         A folder that keeps the gradients of the training examples. The first call that needs them
         computes them, and goes on where a process that was killed had stopped; later calls and
@@ -159,12 +154,11 @@ class InfluenceFunctions(OneProcess):
         product of their lengths: in the metric of the inverse for ``"ekfac"`` and ``"kfac"``, which
         is the root of the product of their self-influences. Scores that are much smaller than that
         are lost in this noise.
-    progress : bool or "always", optional
-        Whether to show a tqdm progress bar over the examples on a terminal; ``"always"`` shows it
-        on any stream.
     **options
-        Options of `HessianOperator`: `engine`, `jit_compile`, `recompute`, `precision`, `devices`,
-        `device_timeout`. Gradients of single examples are computed in this process in any case.
+        As for `HessianOperator`: {option_names}. `memory_limit` is also for the vectors of the
+        solver, but not for data and results. `batch_size` is for products with the matrix. The
+        progress bar is over examples. Gradients of single examples are computed in this process in
+        any case.
 
     Attributes
     ----------
@@ -225,21 +219,16 @@ class InfluenceFunctions(OneProcess):
         curvature: Curvature | SymmetricOperator = "hessian",
         damping: float = 0.0,
         solver: str | Callable[[HessianOperator], Any] = "auto",
-        regularization: Callable[[], Any] | None = None,
         test_loss: Callable[..., Any] | None = None,
         rtol: float = 1e-5,
         maxiter: int | None = None,
-        memory_limit: int | str | None = None,
-        batch_size: int | None = None,
         gradients: Any = None,
         projection: int | None = None,
-        progress: bool | Literal["always"] = False,
         **options: Any,
     ) -> None:
         check_solver(solver)
         _check_projection(projection, gradients)
-        refuse_unknown(options, "InfluenceFunctions", _OPTIONS, _INSTEAD)
-        check_progress(progress)
+        checked = Options.of("InfluenceFunctions", options, _OPTIONS, _INSTEAD)
         processes = process_count(strategy_of(collect_variables(variables).variables))
         if processes > 1:
             raise HvpError(
@@ -252,19 +241,18 @@ class InfluenceFunctions(OneProcess):
         self.n_train = train.count
         # Half of the limit is for the batches, a quarter for gradients and a quarter for solutions.
         quarter = None
-        if memory_limit is not None:
-            options["memory_limit"] = Share(memory_limit, 1 / 2)
-            quarter = Share(memory_limit, 1 / 4).nbytes
-        own = {"batch_size": batch_size, "regularization": regularization, **options}
+        if checked.memory_limit is not None:
+            options["memory_limit"] = Share(checked.memory_limit, 1 / 2)
+            quarter = Share(checked.memory_limit, 1 / 4).nbytes
+        own = {name: value for name, value in options.items() if name != "progress"}
         inverse: Any = None
         if solver in _FACTORED or isinstance(curvature, KFAC):
             matrix = _factored(curvature, solver, loss, variables, train_data, own)
             inverse = FactoredInverse(matrix, check_damping(damping), quarter)
             self.operator = matrix.damped(damping)
             loss = composed(loss)
-            core = evaluated(
-                HessianRule(checked_loss(loss)), variables, train_data, **own, products=False
-            )
+            rule, alone = HessianRule(checked_loss(loss)), Options(**own, products=False)
+            core = evaluated(rule, variables, train_data, alone)
             point = SymmetricOperator(core, damping)
         else:
             self.operator = _operator(curvature, loss, variables, train_data, own, damping)
@@ -299,70 +287,38 @@ class InfluenceFunctions(OneProcess):
 
             store = GradientStore(gradients, train.count, point.dtype, form, fingerprint)
         self._scoring = Scoring(
-            point, train, own_gradients, test_gradients, inverse, progress, store
+            point, train, own_gradients, test_gradients, inverse, checked.progress, store
         )
 
     @classmethod
-    def from_keras(
-        cls,
-        model: Any,
-        train_data: Any,
-        *,
-        variables: Any = None,
-        training: bool | None = False,
-        curvature: Curvature | SymmetricOperator = "hessian",
-        **options: Any,
-    ) -> InfluenceFunctions:
-        """Return the influence functions of a Keras model's compiled loss.
-
-        Parameters
-        ----------
-        model : keras.Model
-            A compiled and trained model.
-        train_data : tuple of arrays, or iterable of such
-            `(x, y)` or `(x, y, sample_weight)`, or batches of them.
-        variables : nest, optional
-            The default is the model's trainable variables. The variables of its last layers alone
-            make a smaller problem.
-        training : bool, optional
-            Whether layers run in training mode.
-        curvature : {"hessian", "gauss-newton"} or operator, optional
-            As for `InfluenceFunctions`.
-        **options
-            Options of `InfluenceFunctions`.
-
-        Returns
-        -------
-        InfluenceFunctions
-            The training loss includes the model's regularizers, the test loss does not.
-
-        Raises
-        ------
-        InvalidLossError
-            If the model is not compiled, or its loss is not a mean of examples' losses.
-        """
+    def _of_compiled(cls, compiled: CompiledModel, variables: Any) -> Sequence[Any]:
+        model, training, options = compiled.keras_model, compiled.training, compiled.options
         _check_projection(options.get("projection"), options.get("gradients"))
         loss, test_loss = (
             loss_of_model(model, training=training, by_examples=True, regularized=regularized)
             for regularized in (True, False)
         )
+        # The training loss includes the model's regularizers, the test loss does not.
         options.setdefault("test_loss", test_loss)
-        variables = model if variables is None else variables
-        if options.get("solver") in _FACTORED and isinstance(curvature, str):
-            names = _OF_FACTORED & set(options)
-            of_matrix = {name: options[name] for name in names if options[name] is not None}
-            kind = _FACTORED[options["solver"]]
-            curvature = kind.from_keras(
-                model, train_data, variables=variables, training=bool(training), **of_matrix
-            )
-        elif isinstance(curvature, str) and curvature == "gauss-newton":
-            of_matrix = {name: options.pop(name) for name in _OF_MATRIX & set(options)}
+        curvature, solver = options.get("curvature", "hessian"), options.get("solver")
+        kind: Any = GaussNewtonOperator if curvature == "gauss-newton" else None
+        of_matrix = {name: options[name] for name in _OF_MATRIX & set(options)}
+        if not isinstance(curvature, str):
+            return loss, variables
+        if solver in _FACTORED:
+            kind = _FACTORED[solver]
+            given = {name: options.get(name) for name in _OF_FACTORED}
+            of_matrix = {name: value for name, value in given.items() if value is not None}
+        elif kind is not None:
+            for name in of_matrix:
+                del options[name]
             if options.get("memory_limit") is not None:
                 of_matrix["memory_limit"] = Share(options["memory_limit"], 1 / 2)
-            curvature = GaussNewtonOperator.from_keras(
-                model, train_data, variables=variables, training=bool(training), **of_matrix
+        if kind is not None:
+            options["curvature"] = kind.from_keras(
+                model, compiled.data, variables=variables, training=bool(training), **of_matrix
             )
-        return cls(loss, variables, train_data, curvature=curvature, **options)
+        return loss, variables
 
     @outside_strategies
     def scores(self, test_data: Any, *, out: Any = None, checkpoint: Any = None) -> np.ndarray:

@@ -13,115 +13,110 @@ from hvp._errors import HvpError, InvalidDataError, InvalidLossError
 from hvp._keras.private import layers_of, losses_of, mask_of
 
 
-def compiled_problem(
-    model: Any, data: Any, variables: Any, training: bool | None, options: Mapping[str, Any]
-) -> tuple[Callable[..., Any], Any]:
-    """Return the compiled loss, and the variables to differentiate it with respect to.
-
-    Parameters
-    ----------
-    model : keras.Model
-        A compiled model.
-    data : tuple of arrays, or iterable of such
-        The data that the loss is evaluated on.
-    variables : nest or None
-        The variables; if None, the trainable variables of the model.
-    training : bool or None
-        Whether layers behave as in training.
-    options : mapping
-        Other arguments of the call. Some of them divide the data into batches.
-
-    Raises
-    ------
-    HvpError
-        If an option is an argument of `model.fit`, and in the cases of `loss_of_model`.
-    """
-    check_options_of_fit(options)
-    by_examples = _counts_examples(model, data, options)
-    loss = loss_of_model(model, training=training, by_examples=by_examples)
-    if options.get("reduction") == "sum" and model.losses:
-        raise InvalidLossError(
-            "reduction='sum' would multiply the model's regularizers, too",
-            "a model without regularizers, or reduction='mean'",
-            "pass a loss without the regularizers to HessianOperator, and them as regularization=",
-        )
-    return loss, model if variables is None else variables
-
-
 @dataclass(frozen=True)
-class CompiledParts:
-    """A compiled model in two parts, with what its loss adds once.
+class CompiledModel:
+    """A compiled Keras model with its data, as the arguments of a call that takes functions.
 
     Attributes
     ----------
-    model : callable
-        Takes `x`, returns the outputs.
-    output_loss : callable
-        Takes the outputs, `y` and optionally `sample_weight`; returns their mean loss.
-    regularization : callable or None
-        Returns the sum of the regularizers of the weights.
-    """
-
-    model: Callable[..., Any]
-    output_loss: Callable[..., Any]
-    regularization: Callable[[], Any] | None
-
-
-def compiled_parts(
-    model: Any, data: Any, training: bool | None, options: Mapping[str, Any]
-) -> CompiledParts:
-    """Return the model and the compiled loss by themselves.
-
-    Parameters
-    ----------
-    model, data, training, options
-        As for `compiled_problem`.
+    keras_model : keras.Model
+        The model.
+    data : tuple of arrays, or iterable of such
+        The data that the loss is evaluated on.
+    training : bool or None
+        Whether layers behave as in training.
+    options : dict
+        The other arguments of the call, to which some may be added.
 
     Raises
     ------
     HvpError
-        As `compiled_problem`.
-    InvalidLossError
-        When the loss is evaluated, if a layer adds a loss that depends on the data.
+        If an option is an argument of `model.fit`.
     """
-    check_options_of_fit(options)
-    by_examples = _counts_examples(model, data, options)
-    of_outputs = loss_of_outputs(model, by_examples=by_examples, regularized=False)
 
-    def output_loss(outputs: Any, y: Any, sample_weight: Any = None) -> Any:
-        for layer in layers_of(model):
-            if losses_of(layer):
-                raise InvalidLossError(
-                    f"the layer {layer.name!r} adds a loss that depends on the data, which is no "
-                    "function of the model's outputs",
-                    "a loss of the outputs, and regularizers of weights",
-                    "remove its activity regularizer or add_loss, or use hvp.HessianOperator",
-                )
-        return of_outputs(outputs, y, sample_weight)
+    keras_model: Any
+    data: Any
+    training: bool | None
+    options: dict[str, Any]
 
-    regularized = [v for v in model.trainable_variables if getattr(v, "regularizer", None)]
-    added = options.get("regularization")
+    def __post_init__(self) -> None:
+        check_options_of_fit(self.options)
 
-    def regularization() -> Any:
-        terms = [variable.regularizer(variable) for variable in regularized]
-        return sum(terms) if added is None else sum(terms) + added()
+    @property
+    def loss(self) -> Callable[..., Any]:
+        """The compiled loss of a batch, with the model's regularizers."""
+        model = self.keras_model
+        loss = loss_of_model(model, training=self.training, by_examples=self._counts_examples)
+        if self.options.get("reduction") == "sum" and model.losses:
+            raise InvalidLossError(
+                "reduction='sum' would multiply the model's regularizers, too",
+                "a model without regularizers, or reduction='mean'",
+                "pass a loss without the regularizers to HessianOperator, and them as "
+                "regularization=",
+            )
+        return loss
 
-    return CompiledParts(
-        functools.partial(model, training=training),
-        output_loss,
-        regularization if regularized else added,
-    )
+    @property
+    def model(self) -> Callable[..., Any]:
+        """The predictions for some inputs."""
+        return functools.partial(self.keras_model, training=self.training)
 
+    @property
+    def output_loss(self) -> Callable[..., Any]:
+        """The compiled loss of predictions, without regularizers.
 
-def likelihoods_of(model: Any) -> list[str] | None:
-    """Return the distributions that the compiled losses are likelihoods of; None if not known."""
-    names: list[str] = []
-    for loss in tf.nest.flatten(model.loss):
-        name = loss if isinstance(loss, str) else getattr(loss, "name", None) or loss.__name__
-        if name not in _LIKELIHOODS:
-            return None
-        names.append(_LIKELIHOODS[name])
-    return names
+        It takes the outputs, `y` and optionally `sample_weight`, and raises `InvalidLossError` if a
+        layer adds a loss that depends on the data.
+        """
+        model = self.keras_model
+        of_outputs = loss_of_outputs(model, by_examples=self._counts_examples, regularized=False)
+
+        def output_loss(outputs: Any, y: Any, sample_weight: Any = None) -> Any:
+            for layer in layers_of(model):
+                if losses_of(layer):
+                    raise InvalidLossError(
+                        f"the layer {layer.name!r} adds a loss that depends on the data, which is "
+                        "no function of the model's outputs",
+                        "a loss of the outputs, and regularizers of weights",
+                        "remove its activity regularizer or add_loss, or use hvp.HessianOperator",
+                    )
+            return of_outputs(outputs, y, sample_weight)
+
+        return output_loss
+
+    @property
+    def regularization(self) -> Callable[[], Any] | None:
+        """The sum of the regularizers of weights, and of what the caller adds."""
+        weights = self.keras_model.trainable_variables
+        regularized = [v for v in weights if getattr(v, "regularizer", None)]
+        added = self.options.get("regularization")
+
+        def regularization() -> Any:
+            terms = [variable.regularizer(variable) for variable in regularized]
+            return sum(terms) if added is None else sum(terms) + added()
+
+        return regularization if regularized else added
+
+    @property
+    def likelihoods(self) -> list[str] | None:
+        """The distributions that the compiled losses are likelihoods of; None if not known."""
+        names: list[str] = []
+        for loss in tf.nest.flatten(self.keras_model.loss):
+            name = loss if isinstance(loss, str) else getattr(loss, "name", None) or loss.__name__
+            if name not in _LIKELIHOODS:
+                return None
+            names.append(_LIKELIHOODS[name])
+        return names
+
+    @property
+    def _counts_examples(self) -> bool:
+        """Whether batches of these data are weighted by their numbers of examples."""
+        split = ("batch_size", "memory_limit", "hessian_batch_size", "devices")
+        whole = isinstance(self.data, (tuple, dict))
+        whole = whole and all(self.options.get(name) is None for name in split)
+        # Other processes have other examples.
+        whole = whole and not _has_other_processes(self.keras_model)
+        return not whole and self.options.get("weight") is None
 
 
 _LIKELIHOODS = {
@@ -131,15 +126,6 @@ _LIKELIHOODS = {
     "mean_squared_error": "gaussian",
     "mse": "gaussian",
 }
-
-
-def _counts_examples(model: Any, data: Any, options: Mapping[str, Any]) -> bool:
-    """Whether batches of these data are weighted by their numbers of examples."""
-    split = ("batch_size", "memory_limit", "hessian_batch_size", "devices")
-    whole = isinstance(data, (tuple, dict)) and all(options.get(s) is None for s in split)
-    # Other processes have other examples.
-    whole = whole and not _has_other_processes(model)
-    return not whole and options.get("weight") is None
 
 
 def _has_other_processes(model: Any) -> bool:

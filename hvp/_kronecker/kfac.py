@@ -12,8 +12,8 @@ import tensorflow as tf
 from hvp._data.batches import Batches
 from hvp._derivatives.exact import exact_functions
 from hvp._engines.gauss_newton import GaussNewtonRule
+from hvp._engines.options import Options, declared
 from hvp._engines.prediction_rule import PredictionRule
-from hvp._engines.settings import OnStale
 from hvp._errors import (
     HvpError,
     InvalidDataError,
@@ -23,7 +23,8 @@ from hvp._errors import (
     quoted,
 )
 from hvp._graphs.compiled import Compiled
-from hvp._keras.compiled_loss import compiled_parts, likelihoods_of
+from hvp._keras.compiled_loss import CompiledModel
+from hvp._keras.from_keras import FromKeras
 from hvp._keras.losses import preserved_losses
 from hvp._kronecker.block import Block, eigen, exact
 from hvp._kronecker.factored import FactoredOperator
@@ -35,11 +36,11 @@ from hvp._operators.core import evaluated
 from hvp._operators.fisher import fisher_rule
 from hvp._operators.operator import SymmetricOperator
 from hvp._operators.predictions import checked_model, checked_output_loss, refuse_dict
-from hvp._runtime.arguments import check_count, refuse_unknown
+from hvp._runtime.arguments import check_count
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.strategies import outside_strategies
 from hvp._runtime.user_warning import warn
-from hvp._snapshots.problem import Problem, problem_of
+from hvp._snapshots.problem import Problem
 from hvp._snapshots.snapshot import Snapshot
 from hvp._vectors.resources import Resource, restored
 from hvp._vectors.space import Space
@@ -74,7 +75,14 @@ class BlockDescription(NamedTuple):
     shape: tuple[int, ...]
 
 
-class KFAC(FactoredOperator):
+_OPTIONS = (
+    *("batch_size", "memory_limit", "weight", "progress", "on_stale"),
+    *("devices", "device_timeout"),
+)
+
+
+@declared(_OPTIONS)
+class KFAC(FromKeras, FactoredOperator):
     """The K-FAC approximation of a Gauss-Newton or Fisher matrix, as a scipy `LinearOperator`.
 
     Each layer has a block of its own, and all entries between different layers are zero. The block
@@ -105,7 +113,7 @@ class KFAC(FactoredOperator):
         number of random signs to draw for each of them: all share one backward pass, and the signs
         make the products of different predictions vanish on average. The cost is proportional to
         this number.
-    seed, weight
+    seed
         As for `FisherOperator`.
     sharing : {"expand", "reduce"}, optional
         How to treat weights that several positions share, such as those of convolutions and those
@@ -116,12 +124,9 @@ class KFAC(FactoredOperator):
         embedding is always diagonal.
     largest_exact : int, optional
         Exact blocks with more rows are kept as diagonals.
-    on_stale : {"raise", "refresh", "ignore"}, optional
-        What to do when the matrix, or anything made from it, is used after a variable changed that
-        the loss reads: raise `StaleOperatorError`, evaluate again, or go on with the factors of the
-        old values, as optimizers do for many steps.
     **options
-        Of `HessianOperator`: `batch_size`, `memory_limit`, `devices`, `device_timeout`, `progress`.
+        As for `HessianOperator`: {option_names}. With ``on_stale="ignore"`` the factors of the old
+        values go on to be used, as optimizers do for many steps.
 
     Raises
     ------
@@ -182,13 +187,13 @@ class KFAC(FactoredOperator):
         likelihood: Any = None,
         samples: int = 1,
         seed: int = 0,
-        weight: Callable[..., Any] | None = None,
         sharing: Sharing = "expand",
         largest: int = 8192,
         largest_exact: int = 1024,
-        on_stale: OnStale = "raise",
         **options: Any,
     ) -> None:
+        checked = Options.of(type(self).__name__, options, _OPTIONS, _INSTEAD)
+        weight, on_stale = checked.weight, checked.on_stale
         refuse_dict(data)
         if data is None:
             raise InvalidDataError(
@@ -197,14 +202,12 @@ class KFAC(FactoredOperator):
         for name, value, choices in (
             ("fisher", fisher, (None, *get_args(Fisher))),
             ("sharing", sharing, get_args(Sharing)),
-            ("on_stale", on_stale, get_args(OnStale)),
         ):
             if value not in choices:
                 names = ", ".join(map(repr, choices))
                 raise HvpError(f"the argument {name} is {value!r}", f"one of {names}")
         check_count(largest, "largest", 0)
         check_count(largest_exact, "largest_exact", 0)
-        refuse_unknown(options, type(self).__name__, _OPTIONS, _INSTEAD)
         nest = collect_variables(variables)
         functions = checked_model(model), checked_output_loss(output_loss)
         if fisher is None:
@@ -219,7 +222,7 @@ class KFAC(FactoredOperator):
                 functions, weight, fisher, likelihood, samples, seed, argument="fisher"
             )
         space = Space.of_variables(nest)
-        self._options = {"weight": weight, **options}
+        self._options = dataclasses.replace(checked, on_stale="ignore")
         self._data, self._matrix = data, matrix
         arrangement = Arrangement(sharing == "reduce", largest, largest_exact, space.dtype)
         # A function has no layers of its own.
@@ -246,85 +249,21 @@ class KFAC(FactoredOperator):
         super().__init__(space, nest, factors)
 
     @classmethod
-    def from_keras(
-        cls,
-        model: Any,
-        data: Any,
-        *,
-        fisher: Fisher | None = None,
-        likelihood: Any = None,
-        variables: Any = None,
-        training: bool = False,
-        **options: Any,
-    ) -> KFAC:
-        """Return the approximation for the loss that a Keras model was compiled with.
-
-        Parameters
-        ----------
-        model : keras.Model
-            A compiled model. Its regularizers are left out.
-        data : tuple of arrays, or iterable of such
-            `(x, y)`, as for `model.fit`, or batches of these.
-        fisher : {"type-2", "monte-carlo", "empirical"}, optional
-            Which matrix to approximate.
-        likelihood : str or nest of str, optional
-            The distribution of the targets. By default it follows from the compiled loss, if its
-            name is that of a cross-entropy or of the mean square error.
-        variables : nest, optional
-            The weights; by default the model's trainable variables.
-        training : bool, optional
-            Whether layers behave as in training.
-        **options
-            Further arguments of this class.
-
-        Returns
-        -------
-        KFAC
-
-        Raises
-        ------
-        HvpError
-            As this class.
-
-        Warns
-        -----
-        UserWarning
-            If the model has regularizers.
-
-        Examples
-        --------
-        >>> import keras
-        >>> import numpy as np
-        >>> import hvp
-        >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, use_bias=False)])
-        >>> model.compile(loss="mse")
-        >>> K = hvp.KFAC.from_keras(model, (np.eye(3), np.ones((3, 1))))
-        >>> (K @ np.ones(3)).round(4)
-        array([0.6667, 0.6667, 0.6667], dtype=float32)
-        """
-        parts = compiled_parts(model, data, training, options)
-        if parts.regularization is not None:
+    def _of_compiled(cls, compiled: CompiledModel, variables: Any) -> Sequence[Any]:
+        model, data, options = compiled.keras_model, compiled.data, compiled.options
+        if compiled.regularization is not None:
             warn(
                 f"the model's regularizers are left out of {cls.__name__}, which approximates the "
                 "matrix of the loss of the predictions: a penalty of c times the squares of all "
                 "weights adds 2 c, as damping does",
                 UserWarning,
             )
+        fisher = options.get("fisher")
         # With weights of examples the loss is not a log-likelihood, but it is still convex.
         is_weighted = isinstance(data, tuple) and len(data) > 2 and fisher in (None, "type-2")
-        if likelihood is None and fisher != "empirical" and not is_weighted:
-            likelihood = likelihoods_of(model)
-        variables = model if variables is None else variables
-        operator = cls(
-            _WithLayers(parts.model, model),
-            parts.output_loss,
-            variables,
-            data,
-            fisher=fisher,
-            likelihood=likelihood,
-            **options,
-        )
-        return operator
+        if options.get("likelihood") is None and fisher != "empirical" and not is_weighted:
+            options["likelihood"] = compiled.likelihoods
+        return _WithLayers(compiled.model, model), compiled.output_loss, variables
 
     @property
     def value(self) -> float:
@@ -440,13 +379,12 @@ class KFAC(FactoredOperator):
 
     def _true_operator(self) -> SymmetricOperator:
         """Return the matrix that this one approximates."""
-        source, options = self._nest.source, self._options
-        core = evaluated(self._matrix, source, self._data, on_stale="ignore", **options)
+        core = evaluated(self._matrix, self._nest.source, self._data, self._options)
         return SymmetricOperator(core, 0.0)
 
     def _find_layers(self) -> None:
         """Trace the model once, and make variables that stand for the statistics."""
-        problem, _ = self._problem(self._rule, list(self._nest.variables))
+        problem = self._problem(self._rule, list(self._nest.variables))
         batch = problem.first_batch()
         traced, rows = self._traced(batch.part(0, min(2, batch.examples)))
         self._layers, self._uncovered = traced.graph.layers, traced.graph.uncovered
@@ -517,14 +455,11 @@ class KFAC(FactoredOperator):
                 "leave these variables out",
             )
 
-    def _problem(self, rule: StatisticsRule, variables: Any) -> tuple[Problem, Any]:
-        return problem_of(
-            rule, variables, self._data, products=False, on_stale="ignore", **self._options
-        )
+    def _problem(self, rule: StatisticsRule, variables: Any) -> Problem:
+        return Problem.of(rule, variables, self._data, self._options)
 
     def _evaluated(self, rule: StatisticsRule, variables: Any) -> Snapshot:
-        problem, settings = self._problem(rule, variables)
-        return problem.snapshot(settings)
+        return self._problem(rule, variables).snapshot(products=False)
 
     def _statistics(self) -> list[list[np.ndarray]]:
         """Return the means of each layer."""
@@ -673,7 +608,6 @@ _INSTEAD = {
     "kind": "call it fisher",
     "regularization": "add it as damping: a penalty of c times the squares adds 2 c",
 }
-_OPTIONS = {"batch_size", "memory_limit", "devices", "device_timeout", "progress"}
 
 
 class _WithLayers:

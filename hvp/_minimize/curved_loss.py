@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hvp._errors import HvpError
-from hvp._keras.compiled_loss import compiled_parts, compiled_problem
+from hvp._keras.compiled_loss import CompiledModel
 from hvp._operators.curvature import Curvature, check_curvature, rule_of
 from hvp._operators.operator import SymmetricOperator
 
@@ -37,35 +37,16 @@ def check_operator(
     return loss
 
 
-def compiled_loss(
-    model: Any,
-    data: Any,
-    variables: Any,
-    training: bool,
-    curvature: Curvature,
-    options: dict[str, Any],
-) -> tuple[Any, Any]:
-    """Return the loss that a Keras model was compiled with, and its variables.
+def compiled_loss(compiled: CompiledModel) -> Any:
+    """Return the loss that a Keras model was compiled with, as the option `curvature` requires it.
 
-    Parameters
-    ----------
-    model, data, variables, training, curvature
-        As the caller passed them.
-    options : dict
-        The other arguments. Regularizers of the model are added to them, if they are not part of
-        the loss.
-
-    Returns
-    -------
-    loss : callable or pair of callables
-        As `curvature` requires it.
-    variables : nest
-        The variables.
+    Regularizers of the model are added to the options, if they are not part of the loss.
     """
+    options = compiled.options
+    curvature = options.get("curvature", "hessian")
     check_curvature(curvature)
     if curvature == "hessian":
-        return compiled_problem(model, data, variables, training, options)
-    parts = compiled_parts(model, data, training, options)
-    if parts.regularization is not None:
-        options["regularization"] = parts.regularization
-    return (parts.model, parts.output_loss), model if variables is None else variables
+        return compiled.loss
+    if compiled.regularization is not None:
+        options["regularization"] = compiled.regularization
+    return compiled.model, compiled.output_loss

@@ -9,8 +9,9 @@ from typing import Any, Literal
 
 from scipy.optimize import OptimizeResult
 
+from hvp._engines.options import declared
 from hvp._errors import HvpError, TooLargeError
-from hvp._keras.compiled_loss import check_options_of_fit
+from hvp._keras.compiled_loss import CompiledModel, check_options_of_fit
 from hvp._minimize.curved_loss import check_operator, compiled_loss
 from hvp._minimize.objective import OPERATOR_OPTIONS
 from hvp._minimize.points import Points
@@ -31,6 +32,7 @@ _CONSTRAINED = {
 }
 
 
+@declared(OPERATOR_OPTIONS)
 @outside_strategies
 def minimize(
     loss: Any,
@@ -84,10 +86,9 @@ def minimize(
         Whether to show a tqdm progress bar with the loss and the gradient norm on a terminal;
         ``"always"`` shows it on any stream.
     **more
-        Options of `HessianOperator`: `batch_size`, `memory_limit` (which the two points share),
-        `reduction`, `regularization`, `weight`, `engine`, `jit_compile`, `recompute`,
-        `precision`. All others are options of the method, by scipy's names: `maxiter` (`maxfun` for
-        TNC), `gtol` (`xtol` for Newton-CG), and so on.
+        Options of `HessianOperator`: {option_names}.
+        The two points share `memory_limit`. All others are options of the method, by scipy's names:
+        `maxiter` (`maxfun` for TNC), `gtol` (`xtol` for Newton-CG), and so on.
 
     Returns
     -------
@@ -166,28 +167,18 @@ def _minimize_keras(
     *,
     variables: Any = None,
     training: bool = False,
-    curvature: Curvature = "hessian",
     **options: Any,
 ) -> OptimizeResult:
     """Minimize the loss that a Keras model was compiled with: `hvp.minimize.from_keras`.
 
     Parameters
     ----------
-    model : keras.Model
-        A compiled model. Loss weights, multiple outputs and regularizers are handled as in
-        `model.evaluate`.
-    data : tuple of arrays, or iterable of such
-        `(x, y)` or `(x, y, sample_weight)`, as for `model.fit`, or batches of them.
+    model, data, variables, training
+        As for `HessianOperator.from_keras`.
     method : str, optional
         As for `minimize`.
-    variables : nest, optional
-        The variables to minimize over. The default is the model's trainable variables.
-    training : bool, optional
-        Whether layers such as dropout and batch normalization run in training mode.
-    curvature : {"hessian", "gauss-newton"}, optional
-        As for `minimize`.
     **options
-        Options of `minimize`.
+        All other arguments of `minimize`.
 
     Returns
     -------
@@ -211,8 +202,9 @@ def _minimize_keras(
     >>> model.layers[0].kernel.numpy().round(3).ravel()
     array([ 1. , -2. ,  0.5], dtype=float32)
     """
-    loss, variables = compiled_loss(model, data, variables, training, curvature, options)
-    return minimize(loss, variables, data, method, curvature=curvature, **options)
+    compiled = CompiledModel(model, data, training, options)
+    variables = model if variables is None else variables
+    return minimize(compiled_loss(compiled), variables, data, method, **compiled.options)
 
 
 minimize.from_keras = _minimize_keras  # type: ignore[attr-defined]

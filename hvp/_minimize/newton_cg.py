@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import tensorflow as tf
 from scipy.optimize import OptimizeResult
 
+from hvp._engines.options import Options, declared
 from hvp._errors import HvpError
+from hvp._keras.compiled_loss import CompiledModel
+from hvp._keras.from_keras import FromKeras
 from hvp._minimize.curved_loss import check_operator, compiled_loss
 from hvp._minimize.models import SampledModel, WholeModel
 from hvp._minimize.newton_arguments import check_eager, check_method, check_stopping
@@ -21,7 +24,6 @@ from hvp._minimize.points import Points
 from hvp._minimize.subproblem import Subproblem
 from hvp._operators.curvature import Curvature
 from hvp._operators.operator import SymmetricOperator
-from hvp._runtime.arguments import refuse_unknown
 from hvp._runtime.guard import OneProcess, refuse_forks
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.progress import check_progress, progress_bar
@@ -34,7 +36,8 @@ _INSTEAD = dict.fromkeys(
 )
 
 
-class NewtonCG(OneProcess, tf.Module):
+@declared(OPERATOR_OPTIONS)
+class NewtonCG(FromKeras, OneProcess, tf.Module):
     """A truncated Newton method whose conjugate gradients run inside a graph.
 
     Each step approximately minimizes the quadratic model of the loss in a trust region,
@@ -92,9 +95,8 @@ class NewtonCG(OneProcess, tf.Module):
         is not minimized over: raise `StaleOperatorError`, or evaluate the loss again. A new run
         begins with the values of then in any case.
     **options
-        Options of `HessianOperator`: `batch_size`, `memory_limit`, `reduction`, `regularization`,
-        `weight`, `engine`, `jit_compile`, `recompute`, `precision`, `devices`, `device_timeout`.
-        With `hessian_batch_size` a sample is evaluated on the first of the devices.
+        As for `HessianOperator`: {option_names}. With `hessian_batch_size` a sample is evaluated on
+        the first of the devices.
 
     Raises
     ------
@@ -170,7 +172,7 @@ class NewtonCG(OneProcess, tf.Module):
     ) -> None:
         refuse_forks()
         super().__init__(name="newton_cg")
-        refuse_unknown(options, "NewtonCG", OPERATOR_OPTIONS, _INSTEAD)
+        Options.of("NewtonCG", options, OPERATOR_OPTIONS, _INSTEAD)
         check_method(
             radius=radius,
             damping=damping,
@@ -207,59 +209,8 @@ class NewtonCG(OneProcess, tf.Module):
         self._iteration = NewtonIteration(model, subproblem, self._state, forcing)
 
     @classmethod
-    def from_keras(
-        cls,
-        model: Any,
-        data: Any,
-        *,
-        variables: Any = None,
-        training: bool = False,
-        curvature: Curvature = "hessian",
-        **options: Any,
-    ) -> NewtonCG:
-        """Return the method for the loss that a Keras model was compiled with.
-
-        Parameters
-        ----------
-        model : keras.Model
-            A compiled model. Loss weights, multiple outputs and regularizers are handled as in
-            `model.evaluate`.
-        data : tuple of arrays, or iterable of such
-            `(x, y)` or `(x, y, sample_weight)`, as for `model.fit`, or batches of them.
-        variables : nest, optional
-            The variables to minimize over. The default is the model's trainable variables.
-        training : bool, optional
-            Whether layers such as dropout and batch normalization run in training mode.
-        curvature : {"hessian", "gauss-newton"}, optional
-            The matrix of the quadratic model, which `GaussNewtonOperator.from_keras` describes.
-        **options
-            Options of `NewtonCG`.
-
-        Returns
-        -------
-        NewtonCG
-
-        Raises
-        ------
-        HvpError
-            As `NewtonCG` and `HessianOperator.from_keras`.
-
-        Examples
-        --------
-        >>> import keras
-        >>> import numpy as np
-        >>> import hvp
-        >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-        >>> model.compile(loss="mse")
-        >>> x = np.random.default_rng(0).standard_normal((20, 3))
-        >>> newton = hvp.NewtonCG.from_keras(model, (x, x @ [1.0, -2.0, 0.5]))
-        >>> newton.minimize(gtol=1e-4).success
-        True
-        >>> model.layers[0].kernel.numpy().round(3).ravel()
-        array([ 1. , -2. ,  0.5], dtype=float32)
-        """
-        loss, variables = compiled_loss(model, data, variables, training, curvature, options)
-        return cls(loss, variables, data, curvature=curvature, **options)
+    def _of_compiled(cls, compiled: CompiledModel, variables: Any) -> Sequence[Any]:
+        return compiled_loss(compiled), variables
 
     def __repr__(self) -> str:
         return (

@@ -7,18 +7,18 @@ from typing import Any, Literal
 import numpy as np
 from scipy.sparse.linalg import LinearOperator
 
+from hvp._engines.options import Options, declared, without
 from hvp._minimize.points import Points
 from hvp._minimize.scipy_functions import ScipyFunctions
-from hvp._runtime.arguments import refuse_unknown
 from hvp._runtime.guard import OneProcess, refuse_forks
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.strategies import outside_strategies
-from hvp._snapshots.problem import OPTIONS
 
 # The options of `HessianOperator` that also apply to a loss at many points.
-OPERATOR_OPTIONS = OPTIONS - {"on_stale", "progress"}
+OPERATOR_OPTIONS = without("on_stale", "progress")
 
 
+@declared(OPERATOR_OPTIONS)
 class ScipyObjective(OneProcess):
     """A loss as the functions that `scipy.optimize.minimize` asks for.
 
@@ -31,13 +31,13 @@ class ScipyObjective(OneProcess):
     loss : callable or HessianOperator
         As for `HessianOperator`. An operator stands for its loss, variables and data, and is left
         unchanged.
-    variables, data, **options
-        As for `HessianOperator`: `batch_size`, `memory_limit` (which the two points share),
-        `reduction`, `regularization`, `weight`, `engine`, `jit_compile`, `recompute`, `precision`,
-        `devices`, `device_timeout`.
+    variables, data
+        As for `HessianOperator`.
     on_stale : {"raise", "refresh"}, optional
         What to do after a change of a variable that the loss reads but that is not minimized over:
         raise `StaleOperatorError` once, or evaluate the loss again.
+    **options
+        As for `HessianOperator`: {option_names}. The two points share `memory_limit`.
 
     Attributes
     ----------
@@ -91,7 +91,7 @@ class ScipyObjective(OneProcess):
         **options: Any,
     ) -> None:
         refuse_forks()
-        refuse_unknown(options, "ScipyObjective", OPERATOR_OPTIONS)
+        Options.of("ScipyObjective", options, OPERATOR_OPTIONS)
         self._points = Points.of(loss, variables, data, on_stale=on_stale, **options)
         self._functions = ScipyFunctions(self._points)
         self.x0 = self._functions.x0

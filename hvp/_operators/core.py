@@ -14,14 +14,14 @@ import numpy as np
 import tensorflow as tf
 
 from hvp._engines.linear_map import LinearMap, damped
+from hvp._engines.options import ROUNDING, Engine, Options
 from hvp._engines.plan import Remarks
 from hvp._engines.restricted import Restricted, Selection
 from hvp._engines.rule import Rule
-from hvp._engines.settings import ROUNDING, Engine, Settings
 from hvp._errors import HvpError, StaleOperatorError, quoted
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._snapshots.nearby import Gradients
-from hvp._snapshots.problem import Problem, problem_of
+from hvp._snapshots.problem import Problem
 from hvp._snapshots.snapshot import Snapshot
 from hvp._vectors.nests import flattened, unflattened
 
@@ -41,9 +41,7 @@ class Core:
     evaluate_gradient : callable, optional
         Returns a snapshot of the gradient alone, of a new trace: for checks.
     problem : Problem, optional
-        What the matrix is of, for checks.
-    settings : Settings, optional
-        How it was evaluated.
+        What the matrix is of, to evaluate it in another way.
 
     Attributes
     ----------
@@ -61,13 +59,11 @@ class Core:
         evaluate_gradient: Callable[[], Snapshot] | None = None,
         *,
         problem: Problem | None = None,
-        settings: Settings | None = None,
     ) -> None:
         self.snapshot = snapshot
         self.space = snapshot.plan.space
         self._evaluate_gradient = evaluate_gradient
         self.problem = problem
-        self._settings = settings
         self._in_full: Core | None = None
         self._in_float64: Core | None = None
         self._cache: dict[Any, Any] = {}
@@ -136,13 +132,11 @@ class Core:
             return
         self._refuse_another_matrix("in full precision", "leave out precision")
         assert self.problem is not None
-        assert self._settings is not None
-        settings = dataclasses.replace(self._settings, on_stale="ignore", precision=None)
         with self._lock:  # other threads wait, since the evaluation is shared and closed
             with self.snapshot.with_seeds():
                 if self._in_full is None:
-                    snapshot = self.problem.snapshot(settings)
-                    self._in_full = Core(snapshot, problem=self.problem, settings=settings)
+                    snapshot = self.problem.snapshot(on_stale="ignore", precision=None)
+                    self._in_full = Core(snapshot, problem=self.problem)
                 else:
                     self._in_full.snapshot.refresh()
             try:
@@ -158,11 +152,12 @@ class Core:
         values that the variables no longer have. Nor where memory is bounded, as float64 takes
         twice as much.
         """
-        settings, facts = self._settings, self.snapshot.facts
-        if settings is None or self.problem is None or self.space.dtype != tf.float32:
+        facts = self.snapshot.facts
+        if self.problem is None or self.space.dtype != tf.float32:
             return False
-        is_bounded = settings.memory_limit is not None or settings.recompute is not False
-        has_devices = settings.devices is not None
+        options = self.problem.options
+        is_bounded = options.memory_limit is not None or options.recompute is not False
+        has_devices = options.devices is not None
         is_repeatable = not facts.draws and not self.snapshot.changed()
         return facts.engine == "graph" and is_repeatable and not is_bounded and not has_devices
 
@@ -178,16 +173,20 @@ class Core:
             yield None
             return
         assert self.problem is not None
-        assert self._settings is not None
-        wide = dataclasses.replace(
-            self._settings, on_stale="ignore", precision=None, jit_compile=False, wide=True
-        )
+        wide: dict[str, Any] = {
+            "on_stale": "ignore",
+            "precision": None,
+            "jit_compile": False,
+            "wide": True,
+        }
         with self._lock:  # other threads wait, since the evaluation is shared and closed
             try:
                 try:
                     with self.snapshot.with_seeds():
                         if self._in_float64 is None:
-                            self._in_float64 = Core(self.problem.snapshot(wide))
+                            self._in_float64 = Core(
+                                self.problem.snapshot(on_stale="ignore", **wide)
+                            )
                         else:
                             self._in_float64.snapshot.refresh()
                     zeros = tf.zeros([1, self.space.size], self.space.dtype)
@@ -205,11 +204,11 @@ class Core:
 
     @contextlib.contextmanager
     def evaluated_alone(self, part: Problem) -> Iterator[Core]:
-        """Evaluate part of the problem, at the variables' present values, and release it after."""
+        """Evaluate a part of the data, at the present values, and release it afterwards."""
         engine: Engine = "tape" if self.snapshot.facts.engine == "tape" else "graph"
-        settings = Settings(on_stale="ignore", engine=engine)
+        part = dataclasses.replace(part, options=Options(on_stale="ignore", engine=engine))
         with self.snapshot.with_seeds():
-            core = self._of_part(part.snapshot(settings))
+            core = self._of_part(part.snapshot())
         try:
             yield core
         finally:
@@ -227,12 +226,10 @@ class Core:
             If the loss draws random numbers that cannot be repeated.
         """
         assert self.problem is not None
-        assert self._settings is not None
         self._refuse_another_matrix("with other targets", "")
         problem = dataclasses.replace(self.problem, rule=rule)
-        settings = dataclasses.replace(self._settings, on_stale="ignore")
         with self.snapshot.with_seeds():
-            core = Core(problem.snapshot(settings))
+            core = Core(problem.snapshot(on_stale="ignore"))
             try:
                 yield core
             finally:
@@ -392,21 +389,21 @@ class BlockCore(Core):
 
 
 @Uninterrupted()
-def evaluated(rule: Rule, variables: Any, data: Any, **options: Any) -> Core:
+def evaluated(rule: Rule, variables: Any, data: Any, options: Options) -> Core:
     """Evaluate a matrix at the values the variables have now.
 
     Parameters
     ----------
     rule : Rule
         The matrix.
-    variables, data, **options
+    variables, data
         As for `HessianOperator`.
+    options : Options
+        The options of the call.
     """
-    problem, settings = problem_of(rule, variables, data, **options)
-    alone = dataclasses.replace(settings, on_stale="ignore", products=False)
+    problem = Problem.of(rule, variables, data, options)
     return Core(
-        problem.snapshot(settings),
-        lambda: problem.snapshot(alone),
+        problem.snapshot(),
+        lambda: problem.snapshot(on_stale="ignore", products=False),
         problem=problem,
-        settings=settings,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -12,23 +12,24 @@ import tensorflow as tf
 
 from hvp._engines.fisher import EmpiricalFisherRule, FisherRule
 from hvp._engines.likelihoods import LIKELIHOODS
+from hvp._engines.options import Options, declared
 from hvp._engines.prediction_rule import PredictionRule
 from hvp._errors import HvpError, InvalidDataError
-from hvp._keras.compiled_loss import compiled_parts, likelihoods_of
+from hvp._keras.compiled_loss import CompiledModel
+from hvp._keras.from_keras import FromKeras
 from hvp._operators.core import evaluated
 from hvp._operators.damping import check_damping
 from hvp._operators.operator import SymmetricOperator, core_of
 from hvp._operators.predictions import checked_model, checked_output_loss, refuse_dict
-from hvp._runtime.arguments import refuse_unknown
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.strategies import outside_strategies
-from hvp._snapshots.problem import OPTIONS
 from hvp._vectors.arrays import check_array
 
 Kind = Literal["type-2", "monte-carlo", "empirical"]
 
 
-class FisherOperator(SymmetricOperator):
+@declared()
+class FisherOperator(FromKeras, SymmetricOperator):
     """The Fisher information matrix of a model and a loss, as a scipy `LinearOperator`.
 
     If the loss of an example is the negative logarithm of a probability that the model assigns to
@@ -73,12 +74,10 @@ class FisherOperator(SymmetricOperator):
     seed : int, optional
         Seed of the draws, which also depend on the data. The draws are the same in all products,
         even after `refresh`.
-    weight : callable, optional
-        Set this if the loss averages over something other than examples, as for `HessianOperator`.
     damping : float, optional
         Adds `damping * v` to every product.
     **options
-        As for `HessianOperator`. A `regularization` adds its Hessian.
+        As for `HessianOperator`: {option_names}. A `regularization` adds its Hessian.
 
     Raises
     ------
@@ -142,11 +141,10 @@ class FisherOperator(SymmetricOperator):
         likelihood: Any = None,
         samples: int = 1,
         seed: int = 0,
-        weight: Callable[..., Any] | None = None,
         damping: float = 0.0,
         **options: Any,
     ) -> None:
-        refuse_unknown(options, type(self).__name__, OPTIONS - {"weight"})
+        checked = Options.of(type(self).__name__, options)
         damping = check_damping(damping)
         refuse_dict(data)
         if data is None:
@@ -154,9 +152,9 @@ class FisherOperator(SymmetricOperator):
                 "there are no data", "examples, over which the matrix is a mean", "pass data=(x, y)"
             )
         functions = checked_model(model), checked_output_loss(output_loss)
-        rule = fisher_rule(functions, weight, kind, likelihood, samples, seed)
+        rule = fisher_rule(functions, checked.weight, kind, likelihood, samples, seed)
         self._rule = rule
-        super().__init__(evaluated(rule, variables, data, weight=weight, **options), damping)
+        super().__init__(evaluated(rule, variables, data, checked), damping)
 
     @Uninterrupted()
     def standard_error(self, X: Any, *, replicates: int = 8) -> np.ndarray:
@@ -233,75 +231,12 @@ class FisherOperator(SymmetricOperator):
         return np.std(products, axis=0, ddof=1)
 
     @classmethod
-    def from_keras(
-        cls,
-        model: Any,
-        data: Any,
-        *,
-        kind: Kind = "type-2",
-        likelihood: Any = None,
-        variables: Any = None,
-        training: bool = False,
-        **options: Any,
-    ) -> FisherOperator:
-        """Return the Fisher matrix of the loss that a Keras model was compiled with.
-
-        Parameters
-        ----------
-        model : keras.Model
-            A compiled model. Regularizers of weights add their Hessian.
-        data : tuple of arrays, or iterable of such
-            `(x, y)`, as for `model.fit`, or batches of these.
-        kind : {"type-2", "monte-carlo", "empirical"}, optional
-            The targets for which gradients are computed.
-        likelihood : str or nest of str, optional
-            The distribution of the targets. By default it follows from the name of the compiled
-            loss: a categorical or binary cross-entropy, or the mean square error.
-        variables : nest, optional
-            The variables that gradients are taken with respect to; by default the model's trainable
-            variables.
-        training : bool, optional
-            Whether layers behave as in training (dropout, batch normalization).
-        **options
-            Further arguments of `FisherOperator`.
-
-        Returns
-        -------
-        FisherOperator
-
-        Raises
-        ------
-        InvalidLossError
-            If a layer adds a loss that depends on the data, and as `FisherOperator` and
-            `HessianOperator.from_keras`.
-        HvpError
-            If the likelihood of the compiled loss is not known.
-
-        Examples
-        --------
-        >>> import keras
-        >>> import numpy as np
-        >>> import hvp
-        >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, use_bias=False)])
-        >>> model.compile(loss="mse")
-        >>> F = hvp.FisherOperator.from_keras(model, (np.eye(3), np.ones((3, 1))))
-        >>> F @ np.ones(3)
-        array([0.6666667, 0.6666667, 0.6666667], dtype=float32)
-        """
-        parts = compiled_parts(model, data, training, options)
-        if likelihood is None and kind != "empirical":
-            likelihood = likelihoods_of(model)
-        options["regularization"] = parts.regularization
-        variables = model if variables is None else variables
-        return cls(
-            parts.model,
-            parts.output_loss,
-            variables,
-            data,
-            kind=kind,
-            likelihood=likelihood,
-            **options,
-        )
+    def _of_compiled(cls, compiled: CompiledModel, variables: Any) -> Sequence[Any]:
+        options = compiled.options
+        options["regularization"] = compiled.regularization
+        if options.get("kind") != "empirical":
+            options["likelihood"] = options.get("likelihood") or compiled.likelihoods
+        return compiled.model, compiled.output_loss, variables
 
 
 def fisher_rule(

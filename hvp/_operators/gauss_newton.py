@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from hvp._engines.options import Options, declared
 from hvp._errors import HvpError
-from hvp._keras.compiled_loss import compiled_parts
+from hvp._keras.compiled_loss import CompiledModel
+from hvp._keras.from_keras import FromKeras
 from hvp._operators.core import evaluated
 from hvp._operators.curvature import gauss_newton_rule
 from hvp._operators.damping import check_damping
 from hvp._operators.operator import SymmetricOperator
 from hvp._operators.predictions import refuse_dict
-from hvp._runtime.arguments import refuse_unknown
 from hvp._runtime.strategies import outside_strategies
-from hvp._snapshots.problem import OPTIONS
 
 
-class GaussNewtonOperator(SymmetricOperator):
+@declared()
+class GaussNewtonOperator(FromKeras, SymmetricOperator):
     """The generalized Gauss-Newton matrix of a model and a loss, as a scipy `LinearOperator`.
 
     It is the matrix `J^T B J`, where `J` is the Jacobian of the model's predictions with respect to
@@ -48,7 +49,7 @@ class GaussNewtonOperator(SymmetricOperator):
         `B`, which find all of its eigenvalues for up to 12 predictions of an example; for more they
         find the outermost ones.
     **options
-        As for `HessianOperator`. A `regularization` adds its Hessian.
+        As for `HessianOperator`: {option_names}. A `regularization` adds its Hessian.
 
     Raises
     ------
@@ -99,72 +100,17 @@ class GaussNewtonOperator(SymmetricOperator):
         convex: bool = False,
         **options: Any,
     ) -> None:
-        refuse_unknown(options, type(self).__name__, OPTIONS)
+        checked = Options.of(type(self).__name__, options)
         damping = check_damping(damping)
         refuse_dict(data)
         convex = _checked_flag("convex", convex)
         rule = gauss_newton_rule(model, output_loss, data, options, convex=convex)
-        super().__init__(evaluated(rule, variables, data, **options), damping)
+        super().__init__(evaluated(rule, variables, data, checked), damping)
 
     @classmethod
-    def from_keras(
-        cls,
-        model: Any,
-        data: Any,
-        *,
-        variables: Any = None,
-        training: bool = False,
-        **options: Any,
-    ) -> GaussNewtonOperator:
-        """Return the Gauss-Newton matrix of the loss that a Keras model was compiled with.
-
-        Parameters
-        ----------
-        model : keras.Model
-            A compiled model. Loss weights and multiple outputs are handled as in `model.evaluate`.
-            Regularizers of weights add their Hessian.
-        data : tuple of arrays, or iterable of such
-            `(x, y)` or `(x, y, sample_weight)`, as for `model.fit`, or batches of these.
-        variables : nest, optional
-            The variables that `J` is taken with respect to; by default the model's trainable
-            variables.
-        training : bool, optional
-            Whether layers behave as in training (dropout, batch normalization).
-        **options
-            Further arguments of `GaussNewtonOperator`.
-
-        Returns
-        -------
-        GaussNewtonOperator
-
-        Raises
-        ------
-        InvalidLossError
-            If a layer adds a loss that depends on the data, and as `HessianOperator.from_keras`.
-
-        Notes
-        -----
-        If the model ends with a softmax or sigmoid, Keras computes cross-entropies from its inputs,
-        the logits. The predictions are then the logits, in which these losses are
-        convex.
-
-        Examples
-        --------
-        A linear model has the same Gauss-Newton matrix and Hessian:
-
-        >>> import keras
-        >>> import numpy as np
-        >>> import hvp
-        >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, use_bias=False)])
-        >>> model.compile(loss="mse")
-        >>> G = hvp.GaussNewtonOperator.from_keras(model, (np.eye(3), np.ones(3)))
-        >>> G @ np.ones(3)
-        array([0.6666667, 0.6666667, 0.6666667], dtype=float32)
-        """
-        parts = compiled_parts(model, data, training, options)
-        options["regularization"] = parts.regularization
-        variables = model if variables is None else variables
-        return cls(parts.model, parts.output_loss, variables, data, **options)
+    def _of_compiled(cls, compiled: CompiledModel, variables: Any) -> Sequence[Any]:
+        compiled.options["regularization"] = compiled.regularization
+        return compiled.model, compiled.output_loss, variables
 
 
 def _checked_flag(name: str, value: Any) -> bool:

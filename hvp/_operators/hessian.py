@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from hvp._data.elements import checked_loss
+from hvp._engines.options import Options, declared
 from hvp._engines.rule import HessianRule
-from hvp._engines.settings import Engine, OnStale, Precision
-from hvp._graphs.compiled import JitCompile
-from hvp._keras.compiled_loss import compiled_problem
+from hvp._keras.from_keras import FromKeras
 from hvp._operators.core import evaluated
 from hvp._operators.damping import check_damping
 from hvp._operators.operator import SymmetricOperator
@@ -22,7 +21,8 @@ from hvp._vectors.space import Space
 from hvp._vectors.variables import collect_variables
 
 
-class HessianOperator(SymmetricOperator):
+@declared()
+class HessianOperator(FromKeras, SymmetricOperator):
     """The Hessian of a loss, as a scipy `LinearOperator`.
 
     The gradient of the loss is evaluated once, at the values the variables have now, and the
@@ -45,73 +45,9 @@ class HessianOperator(SymmetricOperator):
         `PyDataset`, a list, or any object that yields the same batches each time it is iterated
         over. The operator is the Hessian of the mean over all examples, regardless of batching,
         for which the loss must return the mean over the batch that it is given.
-    batch_size : int, optional
-        Divide a tuple or dict of arrays into batches of this many examples. The last batch may be
-        smaller.
     damping : float, optional
         Add `damping * v` to every product.
-    memory_limit : int or str, optional
-        Upper bound on memory for cached residuals plus the batch being processed, in bytes or as a
-        string such as ``"2GiB"``. The operator keeps the residuals of as many batches as fit, and
-        evaluates the others again for each product. A batch that does not fit is divided. By
-        default all residuals are kept, and a `RuntimeWarning` is issued if memory runs short.
-    reduction : {"mean", "sum"}, optional
-        With ``"sum"``, multiply the loss, which must be a mean, by the number of examples, or by
-        the sum of the weights. This gives the Hessian of the sum over all examples.
-    regularization : callable, optional
-        A function of no arguments that returns a scalar. It is added once, regardless of batches
-        and `reduction`.
-    weight : callable, optional
-        Set this if the loss averages over something other than examples, such as unmasked tokens.
-        The function takes the elements of a batch, as the loss does, and returns how much the batch
-        counts.
-    progress : bool or "always", optional
-        Show a progress bar over the batches in a terminal, or anywhere if ``"always"``. This
-        requires tqdm.
-    on_stale : {"raise", "refresh", "ignore"}, optional
-        What to do when the operator is used after a variable changed that the loss reads, trained
-        or frozen: raise `StaleOperatorError`, evaluate again, or return products for the old
-        values. Integers that the loss itself updates (dropout seeds, counters) do not matter, nor
-        do variables that the loss writes without reading (moving averages in training mode).
-    engine : {"graph", "tape"}, optional
-        How to compute products. The graph engine traces the loss once and compiles two functions,
-        one for the evaluation and one for the product. The tape engine runs operation by operation
-        from a persistent tape. If a loss cannot be traced, or not be divided in two because effects
-        depend on `v`, the tape engine is used instead; ``stats`` and the log say why.
-    jit_compile : bool or "auto", optional
-        Whether XLA compiles the products of the graph engine. Compilation happens at the first
-        product, which then takes seconds. ``"auto"`` times one product both ways and keeps the
-        faster one. Products that XLA cannot compile (loops and branches, max pooling) are computed
-        without it; ``stats`` and the log say why.
-    recompute : bool, int or sequence of layers, optional
-        Whether to save memory by recomputing a Keras model, which must be passed as `variables`.
-        Only the tensors between segments of the model are kept, and each segment is computed again
-        for each product. With ``True`` the segments are chosen automatically, an integer is their
-        number, and a sequence lists sublayers: see `recompute_model`. Functions made by `recompute`
-        are recomputed in any case, by either engine.
-    precision : {"bfloat16", "float16"}, optional
-        Compute the matrix products and convolutions of each product in this type, and store large
-        residuals in it, which then take half the memory. Vectors, sums and everything else stay in
-        the type of the variables, as do the loss and the gradient. The relative error of a product
-        is then a few tenths of a percent, and at most about one percent; `hvp.check` measures it.
-        `hvp.solve` refines its solutions to the tolerance that you ask for, and optimizers use the
-        true gradient. Where the device is not faster in this type, ``stats`` and the log say so,
-        and nothing changes. Loops and branches, and products of the tape engine, stay in full
-        precision. On GPUs that have it, TensorFlow itself computes float32 products in TF32: see
-        `tf.config.experimental.enable_tensor_float_32_execution`.
-    devices : sequence of str or tf.config.LogicalDevice, or tf.distribute.Strategy, optional
-        The devices to compute on, of this process or, after
-        `tf.config.experimental_connect_to_cluster`, of others: ``["GPU:0", "GPU:1"]``,
-        ``["/job:worker/task:0/device:CPU:0", ...]``. A strategy stands for the devices of its
-        replicas. Data are divided among them, so that the loss must be a mean over examples; each
-        device holds the residuals of its own part, and `memory_limit` holds for each. If a remote
-        device fails, the others take over what it held. By default, variables that a strategy keeps
-        on several devices let all of these take part if the data are divided; if the strategy
-        connects several processes, each of them passes its share of the data, and makes the same
-        calls.
-    device_timeout : float, optional
-        Seconds after which a remote device that does not answer counts as lost, and to wait for
-        other processes of a strategy.
+    {options}
 
     Attributes
     ----------
@@ -189,101 +125,13 @@ class HessianOperator(SymmetricOperator):
         variables: Any,
         data: Any = None,
         *,
-        batch_size: int | None = None,
         damping: float = 0.0,
-        memory_limit: int | str | None = None,
-        reduction: Literal["mean", "sum"] = "mean",
-        regularization: Callable[[], Any] | None = None,
-        weight: Callable[..., Any] | None = None,
-        progress: bool | Literal["always"] = False,
-        on_stale: OnStale = "raise",
-        engine: Engine = "graph",
-        jit_compile: JitCompile = False,
-        recompute: bool | int | Sequence[Any] = False,
-        precision: Precision | None = None,
-        devices: Any = None,
-        device_timeout: float = 600.0,
+        **options: Any,
     ) -> None:
         damping = check_damping(damping)
-        core = evaluated(
-            HessianRule(checked_loss(loss)),
-            variables,
-            data,
-            batch_size=batch_size,
-            memory_limit=memory_limit,
-            reduction=reduction,
-            regularization=regularization,
-            weight=weight,
-            progress=progress,
-            on_stale=on_stale,
-            engine=engine,
-            jit_compile=jit_compile,
-            recompute=recompute,
-            precision=precision,
-            devices=devices,
-            device_timeout=device_timeout,
-        )
-        super().__init__(core, damping)
-
-    @classmethod
-    def from_keras(
-        cls,
-        model: Any,
-        data: Any,
-        *,
-        variables: Any = None,
-        training: bool = False,
-        **options: Any,
-    ) -> HessianOperator:
-        """Return the Hessian of the loss that a Keras model was compiled with.
-
-        Parameters
-        ----------
-        model : keras.Model
-            A compiled model. Loss weights, multiple outputs and regularizers are handled as in
-            `model.evaluate`.
-        data : tuple of arrays, or iterable of such
-            `(x, y)` or `(x, y, sample_weight)`, as for `model.fit`, or batches of these.
-        variables : nest, optional
-            The variables that the second derivatives are taken with respect to; by default the
-            model's trainable variables.
-        training : bool, optional
-            Whether layers behave as in training (dropout, batch normalization).
-        **options
-            Further arguments of `HessianOperator`.
-
-        Returns
-        -------
-        HessianOperator
-
-        Raises
-        ------
-        InvalidLossError
-            If the model is not compiled, or its loss is a sum over the batch instead of a mean; if
-            an output has a mask and the data are divided without `weight`; if `reduction` is
-            ``"sum"`` and the model has regularizers.
-
-        Notes
-        -----
-        Keras divides by the number of examples, also with sample weights. If it averages over
-        something else (outputs with a mask), pass `weight` to say how much a batch counts.
-
-        Examples
-        --------
-        >>> import keras
-        >>> import numpy as np
-        >>> import hvp
-        >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, use_bias=False)])
-        >>> model.compile(loss="mse")
-        >>> x, y = np.eye(3), np.ones(3)
-        >>> H = hvp.HessianOperator.from_keras(model, (x, y), batch_size=2)
-        >>> H.to_dense().round(3)
-        array([[0.667, 0.   , 0.   ],
-               [0.   , 0.667, 0.   ],
-               [0.   , 0.   , 0.667]], dtype=float32)
-        """
-        loss, variables = compiled_problem(model, data, variables, training, options)
-        return cls(loss, variables, data, **options)
+        checked = Options.of(type(self).__name__, options)
+        rule = HessianRule(checked_loss(loss))
+        super().__init__(evaluated(rule, variables, data, checked), damping)
 
 
 @outside_strategies

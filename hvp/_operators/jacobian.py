@@ -5,28 +5,31 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from hvp._data.elements import retraced
 from hvp._engines.linear_map import LinearMap
+from hvp._engines.options import Options, declared, without
 from hvp._engines.restricted import Restricted, Selection
 from hvp._engines.rule import PullbackRule
-from hvp._engines.settings import Engine, OnStale, Precision
 from hvp._errors import InvalidLossError, InvalidVectorError
-from hvp._graphs.compiled import JitCompile
 from hvp._operators.rectangular import RectangularOperator
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.strategies import outside_strategies
-from hvp._snapshots.problem import problem_of
+from hvp._snapshots.problem import Problem
 from hvp._snapshots.statistics import Statistics
 from hvp._vectors.nests import flattened, unflattened
 from hvp._vectors.selection import select
 from hvp._vectors.space import Space, as_tensor, check_numeric, outline
 
+# Values are stacked, not averaged, and not divided among devices.
+OPTIONS = without("reduction", "regularization", "weight", "devices", "device_timeout")
 
+
+@declared(OPTIONS)
 class JacobianOperator(RectangularOperator):
     """The Jacobian of a function of the variables, as a rectangular scipy `LinearOperator`.
 
@@ -43,23 +46,7 @@ class JacobianOperator(RectangularOperator):
         The variables that derivatives are taken with respect to, as for `HessianOperator`.
     data : tuple or dict of arrays, or iterable of such, optional
         The examples, as for `HessianOperator`. The values of batches are stacked in their order.
-    batch_size : int, optional
-        Divide a tuple or dict of arrays into batches of this many examples.
-    memory_limit : int or str, optional
-        Upper bound on memory for residuals plus the batch being processed, as for
-        `HessianOperator`.
-    progress : bool or "always", optional
-        Show a progress bar over the batches.
-    on_stale : {"raise", "refresh", "ignore"}, optional
-        What to do when the operator is used after a variable changed that the function reads.
-    engine : {"graph", "tape"}, optional
-        How to compute products, as for `HessianOperator`.
-    jit_compile : bool or "auto", optional
-        Whether XLA compiles products, as for `HessianOperator`.
-    recompute : bool, int or sequence of layers, optional
-        Whether to recompute a Keras model in segments, as for `HessianOperator`.
-    precision : {"bfloat16", "float16"}, optional
-        A lower precision for matrix products, convolutions and residuals, as for `HessianOperator`.
+    {options}
 
     Attributes
     ----------
@@ -127,30 +114,11 @@ class JacobianOperator(RectangularOperator):
         function: Callable[..., Any],
         variables: Any,
         data: Any = None,
-        *,
-        batch_size: int | None = None,
-        memory_limit: int | str | None = None,
-        progress: bool | Literal["always"] = False,
-        on_stale: OnStale = "raise",
-        engine: Engine = "graph",
-        jit_compile: JitCompile = False,
-        recompute: bool | int | Sequence[Any] = False,
-        precision: Precision | None = None,
+        **options: Any,
     ) -> None:
-        problem, settings = problem_of(
-            PullbackRule(_checked(function)),
-            variables,
-            data,
-            batch_size=batch_size,
-            memory_limit=memory_limit,
-            progress=progress,
-            on_stale=on_stale,
-            engine=engine,
-            jit_compile=jit_compile,
-            recompute=recompute,
-            precision=precision,
-        )
-        self.snapshot = problem.snapshot(settings)
+        checked = Options.of(type(self).__name__, options, OPTIONS)
+        rule = PullbackRule(_checked(function))
+        self.snapshot = Problem.of(rule, variables, data, checked).snapshot()
         self._value = self.snapshot.value()
         pullback = self.snapshot.map()
         rows, columns = pullback.domain, pullback.codomain

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hvp._engines.settings import Engine, OnStale, Precision
-from hvp._graphs.compiled import JitCompile
-from hvp._operators.jacobian import JacobianOperator
+from hvp._engines.options import OnStale, declared
+from hvp._operators.jacobian import OPTIONS, JacobianOperator
 
 
 class Linearization(JacobianOperator):
@@ -18,15 +17,13 @@ class Linearization(JacobianOperator):
     """
 
 
+@declared(OPTIONS)
 def linearize(
     f: Callable[..., Any],
     variables: Any,
     data: Any = None,
     *,
     on_stale: OnStale = "ignore",
-    engine: Engine = "graph",
-    jit_compile: JitCompile = False,
-    precision: Precision | None = None,
     **options: Any,
 ) -> Linearization:
     """Evaluate a function, and keep its derivative as a linear map.
@@ -47,14 +44,6 @@ def linearize(
     on_stale : {"ignore", "raise", "refresh"}, optional
         What to do when the result is used after a variable changed that the function reads. By
         default it stays the derivative at the old values.
-    engine : {"graph", "tape"}, optional
-        How to compute products: by compiled functions, or operation by operation from a persistent
-        tape. If a function cannot be traced, or not be divided because effects depend on the
-        cotangent, the tape engine is used instead, and the log says why.
-    jit_compile : bool or "auto", optional
-        Whether XLA compiles the graph engine's functions; as for `HessianOperator`.
-    precision : {"bfloat16", "float16"}, optional
-        A lower precision for matrix products, convolutions and residuals; as for `HessianOperator`.
     **options
         Further arguments of `JacobianOperator`.
 
@@ -83,13 +72,4 @@ def linearize(
     ...     derivative.value.numpy(), derivative.jvp(tf.constant([1.0, 1.0])).numpy()
     (array([1., 8.], dtype=float32), array([ 3., 12.], dtype=float32))
     """
-    return Linearization(
-        f,
-        variables,
-        data,
-        on_stale=on_stale,
-        engine=engine,
-        jit_compile=jit_compile,
-        precision=precision,
-        **options,
-    )
+    return Linearization(f, variables, data, on_stale=on_stale, **options)

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import tensorflow as tf
 
@@ -23,13 +23,12 @@ from hvp._data.elements import (
 )
 from hvp._data.stacked_plan import StackedPlan
 from hvp._data.varied import varied_examples
+from hvp._engines.options import Options
 from hvp._engines.plan import Plan
 from hvp._engines.prediction_rule import PredictionRule
 from hvp._engines.rule import Arguments, Evaluated, HessianRule, Parts, Rule, WeightedSum
-from hvp._engines.settings import Settings
 from hvp._engines.single_plan import SinglePlan
 from hvp._errors import (
-    HvpError,
     InvalidDataError,
     InvalidLossError,
     NonFiniteError,
@@ -52,7 +51,7 @@ _OF_AN_OPERATION = (tf.errors.InvalidArgumentError, tf.errors.UnimplementedError
 
 @dataclass(frozen=True)
 class Problem:
-    """What a matrix is of: a rule, variables and data.
+    """What a matrix is of: a rule, variables and data, with the options of the call.
 
     Attributes
     ----------
@@ -64,66 +63,38 @@ class Problem:
         The examples: converted if they are one batch, else as the caller passed them.
     source : Elements or Batches
         The examples, opened once: one batch, which is empty without data, or many.
-    regularization : Rule or None
-        What is added once.
-    total : bool
-        Whether to sum over examples, not to average.
-    weighs : bool
-        Whether the caller says what batches weigh.
+    options : Options
+        How the data are divided, and how to work.
     """
 
     rule: Rule
     variables: Any
     data: Any
     source: Elements | Batches
-    regularization: Rule | None
-    total: bool
-    weighs: bool
+    options: Options
 
     @classmethod
-    def of(
-        cls,
-        rule: Rule,
-        variables: Any,
-        data: Any,
-        settings: Settings,
-        *,
-        batch_size: int | None = None,
-        reduction: Literal["mean", "sum"] = "mean",
-        regularization: Callable[[], Any] | None = None,
-        weight: Callable[..., Any] | None = None,
-    ) -> Problem:
-        """Check what the caller passed, and decide whether the data are one batch or many.
+    def of(cls, rule: Rule, variables: Any, data: Any, options: Options) -> Problem:
+        """Decide whether the data are one batch or many.
 
         Parameters
         ----------
-        rule, variables, data
+        rule, variables, data, options
             As above.
-        settings : Settings
-            A limit on memory divides the data.
-        batch_size, reduction, regularization, weight
-            As for `HessianOperator`.
 
         Raises
         ------
-        HvpError
-            If an argument is invalid.
+        InvalidDataError
+            If the data do not fit the options.
         """
-        if reduction not in ("mean", "sum"):
-            raise HvpError(f"the argument reduction is {reduction!r}", "'mean' or 'sum'")
-        for name, function in (("regularization", regularization), ("weight", weight)):
-            if not (function is None or callable(function)):
-                raise HvpError(
-                    f"the argument {name} is {type(function).__name__}", "a function, or None"
-                )
-        whole = batch_size is None and settings.memory_limit is None and weight is None
-        if data is None and not whole:
+        divides = (options.batch_size, options.memory_limit, options.weight) != (None,) * 3
+        if data is None and divides:
             raise InvalidDataError(
                 "batch_size, memory_limit or weight is passed without data",
                 "data that can be divided",
                 "pass data=(x, y), and a loss that takes x and y",
             )
-        if data is None and reduction == "sum":
+        if data is None and options.reduction == "sum":
             raise InvalidDataError(
                 "reduction='sum' is passed without data",
                 "data, by the number of whose examples the loss is multiplied",
@@ -132,14 +103,24 @@ class Problem:
         source: Elements | Batches
         if data is None:
             source = NO_DATA
-        elif isinstance(data, Elements) or (whole and isinstance(data, (tuple, dict))):
+        elif isinstance(data, Elements) or (not divides and isinstance(data, (tuple, dict))):
             source = convert_batch(data, "data")
         else:
-            source = Batches(data, batch_size, weight)
-        added = None if regularization is None else HessianRule(_as_tensor(regularization))
+            source = Batches(data, options.batch_size, options.weight)
         # The tensors replace the arrays that they were converted from.
         data = source if isinstance(source, Elements) else data
-        return cls(rule, variables, data, source, added, reduction == "sum", weight is not None)
+        return cls(rule, variables, data, source, options)
+
+    @property
+    def regularization(self) -> Rule | None:
+        """What is added once."""
+        added = self.options.regularization
+        return None if added is None else HessianRule(_as_tensor(added))
+
+    @property
+    def total(self) -> bool:
+        """Whether to sum over examples, not to average."""
+        return self.options.reduction == "sum"
 
     @property
     def is_positive_semidefinite(self) -> bool:
@@ -157,22 +138,23 @@ class Problem:
         arrays = self.source.arrays if isinstance(self.source, Batches) else None
         return varied_examples(self.first_batch() if arrays is None else arrays, EXAMPLES)
 
-    def snapshot(self, settings: Settings, inputs: Sequence[tf.Variable] = ()) -> Snapshot:
+    def snapshot(self, inputs: Sequence[tf.Variable] = (), **changes: Any) -> Snapshot:
         """Evaluate at the values the variables have now.
 
         Parameters
         ----------
-        settings : Settings
-            How to work.
         inputs : sequence of tf.Variable, optional
             Variables that hold data: a snapshot is not stale when they change.
+        **changes
+            Other options than those of the caller.
         """
+        options = dataclasses.replace(self.options, **changes)
 
         def make_plan() -> Plan:
-            return self._plan(settings, inputs)
+            return self._plan(options, inputs)
 
         try:
-            snapshot = Snapshot(make_plan, settings.on_stale, rule=self.rule)
+            snapshot = Snapshot(make_plan, options.on_stale, rule=self.rule)
         except (*_OF_AN_OPERATION, TypeError, ValueError) as error:
             explain_dtypes(error, self.data, lambda: collect_variables(self.variables).dtypes)
             # A missing kernel is not the fault of the data.
@@ -200,7 +182,7 @@ class Problem:
         except NonFiniteError as error:
             self._blame_data(error)
             raise
-        if settings.recompute is not False and snapshot.facts.recomputes is False:
+        if options.recompute is not False and snapshot.facts.recomputes is False:
             snapshot.close()
             raise RecomputeError(
                 "the argument recompute has no effect: the loss does not call the model",
@@ -265,7 +247,7 @@ class Problem:
         if self.source is NO_DATA or not isinstance(rule, (HessianRule, PredictionRule)):
             return
         source, divided = self.source, plan.divides and plan.batches != 1
-        if self.weighs or not (self.total or divided):
+        if self.options.weight is not None or not (self.total or divided):
             return
         few = self.few_examples()
         examples = source.examples if isinstance(source, Elements) else None
@@ -275,67 +257,41 @@ class Problem:
         if divided and (isinstance(source, Elements) or source.arrays is not None):
             refuse_coupling(rule, snapshot, few)
 
-    def _plan(self, settings: Settings, inputs: Sequence[tf.Variable]) -> Plan:
+    def _plan(self, options: Options, inputs: Sequence[tf.Variable]) -> Plan:
         nest, rule, added = collect_variables(self.variables), self.rule, self.regularization
-        if settings.recompute is not False:
-            rule = _InSegments(rule, segments_of(self.variables, settings.recompute))
+        if options.recompute is not False:
+            rule = _InSegments(rule, segments_of(self.variables, options.recompute))
         if self.rule.stacks:
             single = self.source
             if isinstance(single, Batches):
-                return StackedPlan(rule, nest, single, settings, added=None, total=False)
-            return SinglePlan(rule, nest, settings, lambda: single, inputs)
-        source, settings = self._spread(nest, settings)
-        if settings.devices is not None:
-            for device in settings.devices:
+                return StackedPlan(rule, nest, single, options, added=None, total=False)
+            return SinglePlan(rule, nest, options, lambda: single, inputs)
+        source, options = self._spread(nest, options)
+        if options.devices is not None:
+            for device in options.devices:
                 device.check_version()
             batches = source if isinstance(source, Batches) else OneBatch(source)
-            return DealtPlan(rule, nest, batches, settings, added=added, total=self.total)
+            return DealtPlan(rule, nest, batches, options, added=added, total=self.total)
         if isinstance(source, Batches):
-            return BatchedPlan(rule, nest, source, settings, added=added, total=self.total)
+            return BatchedPlan(rule, nest, source, options, added=added, total=self.total)
         factor = float(source.examples) if self.total and source is not NO_DATA else 1.0
         if added is not None:
             rule = WeightedSum([(factor, rule, None), (1.0, added, NO_DATA)])
         elif factor != 1:
             rule = WeightedSum([(factor, rule, None)])
-        return SinglePlan(rule, nest, settings, lambda: source, inputs)
+        return SinglePlan(rule, nest, options, lambda: source, inputs)
 
-    def _spread(
-        self, nest: VariableNest, settings: Settings
-    ) -> tuple[Elements | Batches, Settings]:
+    def _spread(self, nest: VariableNest, options: Options) -> tuple[Elements | Batches, Options]:
         """Decide which devices to use, and let each of them have a part of the data."""
         source, strategy = self.source, strategy_of(nest.variables)
         # What is divided may be divided among replicas; other processes have to be asked.
         spreads = process_count(strategy) > 1 or isinstance(source, Batches)
-        if settings.devices is None and strategy is not None and spreads:
-            settings = dataclasses.replace(settings, devices=strategy)
-        several = settings.devices is not None and len(settings.devices) > 1
+        if options.devices is None and strategy is not None and spreads:
+            options = dataclasses.replace(options, devices=strategy)
+        several = options.devices is not None and len(options.devices) > 1
         if several and isinstance(source, Elements) and source is not NO_DATA:
             source = Batches(source.as_data(), None, None)
-        return source, settings
-
-
-_OF_SETTINGS = frozenset(field.name for field in dataclasses.fields(Settings))
-_OF_PROBLEM = frozenset({"batch_size", "reduction", "regularization", "weight"})
-# What every operator takes as further keyword arguments; the others are for this package alone.
-OPTIONS = (_OF_SETTINGS | _OF_PROBLEM) - {"products", "wide"}
-
-
-def problem_of(rule: Rule, variables: Any, data: Any, **options: Any) -> tuple[Problem, Settings]:
-    """Tell the options that say what a matrix is of from those that say how to work.
-
-    Parameters
-    ----------
-    rule : Rule
-        The matrix.
-    variables, data
-        As for `HessianOperator`.
-    **options
-        As for `HessianOperator`: those of `Settings`, and those of `Problem.of`. Callers have
-        checked that those which a user passed are among `OPTIONS`.
-    """
-    settings = Settings(**{k: v for k, v in options.items() if k in _OF_SETTINGS})
-    others = {name: value for name, value in options.items() if name not in _OF_SETTINGS}
-    return Problem.of(rule, variables, data, settings, **others), settings
+        return source, options
 
 
 def evaluate_loss(
@@ -344,6 +300,7 @@ def evaluate_loss(
     data: Any = None,
     *,
     inputs: Sequence[tf.Variable] = (),
+    products: bool = True,
     **options: Any,
 ) -> Snapshot:
     """Evaluate a loss, its gradient and its Hessian, at the values the variables have now.
@@ -356,6 +313,8 @@ def evaluate_loss(
         As for `HessianOperator`.
     inputs : sequence of tf.Variable, optional
         Variables that hold data: a snapshot is not stale when they change.
+    products : bool, optional
+        Whether to prepare products.
 
     Raises
     ------
@@ -363,8 +322,7 @@ def evaluate_loss(
         As `HessianOperator`.
     """
     rule = loss if isinstance(loss, Rule) else HessianRule(checked_loss(loss))
-    problem, settings = problem_of(rule, variables, data, **options)
-    return problem.snapshot(settings, inputs)
+    return Problem.of(rule, variables, data, Options(products=products, **options)).snapshot(inputs)
 
 
 @dataclass(frozen=True)

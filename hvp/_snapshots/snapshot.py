@@ -24,9 +24,9 @@ from hvp._derivatives.belonging import belonging_to
 from hvp._engines.finite import check_finite
 from hvp._engines.graph_program import Results
 from hvp._engines.linear_map import LinearMap, Store
+from hvp._engines.options import ROUNDING, OnStale
 from hvp._engines.plan import Facts, Plan
 from hvp._engines.rule import Rule
-from hvp._engines.settings import ROUNDING, OnStale
 from hvp._errors import (
     ClosedOperatorError,
     GraphModeError,

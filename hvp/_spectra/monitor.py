@@ -10,10 +10,10 @@ from typing import Any, Literal
 import keras
 import numpy as np
 
+from hvp._engines.options import NAMES
 from hvp._errors import ConvergenceWarning, HvpError, InvalidDataError, NonFiniteError
 from hvp._operators.hessian import HessianOperator
 from hvp._runtime.arguments import check_count, refuse_unknown
-from hvp._snapshots.problem import OPTIONS
 from hvp._spectra.eigsh import eigsh
 from hvp._spectra.landscape import loss_slice
 from hvp._spectra.probes import check_seed, check_tolerance
@@ -117,7 +117,7 @@ class CurvatureMonitor(keras.callbacks.Callback):
         **options: Any,
     ) -> None:
         super().__init__()
-        refuse_unknown(options, "CurvatureMonitor", {*OPTIONS, "variables", "training", "damping"})
+        refuse_unknown(options, "CurvatureMonitor", {*NAMES, "variables", "training", "damping"})
         self._quantities = list(quantities)
         unknown = [name for name in self._quantities if name not in _QUANTITIES]
         if unknown or not self._quantities:

@@ -7,8 +7,8 @@ import pytest
 import tensorflow as tf
 
 from hvp._engines.linear_map import Identity, Sum, damped
+from hvp._engines.options import Options
 from hvp._engines.rule import HessianRule, PullbackRule
-from hvp._engines.settings import Settings
 from hvp._engines.single_plan import SinglePlan
 from hvp._snapshots.snapshot import Snapshot
 from hvp._vectors.variables import collect_variables
@@ -25,8 +25,8 @@ def problem():
     return (lambda: {"y": tf.sin(tf.linalg.matvec(A, w)) * b}), [w, b], jacobian
 
 
-def snapshot(rule, variables, **settings):
-    how = Settings(on_stale="ignore", **settings)
+def snapshot(rule, variables, **options):
+    how = Options(on_stale="ignore", **options)
     return Snapshot(lambda: SinglePlan(rule, collect_variables(variables), how), "ignore")
 
 
