@@ -34,7 +34,7 @@ def inline_calls(graph_def: Any) -> tuple[Any, Callable[[str], str]]:
     """
     functions = {f.signature.name: f for f in graph_def.library.function}
     flat = tf.compat.v1.GraphDef(versions=graph_def.versions)
-    outermost = _Inliner(functions, flat).add("", graph_def.node, {}, [])
+    outermost = _Inliner(functions, flat.node).add("", graph_def.node, {}, [])
     _rename_functions(flat, functions, kept_whole(graph_def))
     _add_in_pairs(flat.node, ":0")
     for function in flat.library.function:
@@ -52,19 +52,38 @@ def _rename_functions(flat: Any, functions: dict[str, Any], kept: set[str]) -> N
     """
     serial = next(_serials)
     names: dict[str, str] = {}
+    bodies: dict[str, Any] = {}
     queue = list(flat.node)
     while queue:
         for function in functions_of(queue.pop()):
             name = function.name
             if name in functions and name not in names:
                 names[name] = name if name in kept else f"{name}_hvp_{serial}"
-                queue += functions[name].node_def
+                body = functions[name]
+                bodies[name] = body if name in kept else _without_calls(body, functions)
+                queue += bodies[name].node_def
     for name, new_name in names.items():
         function = flat.library.function.add()
-        function.CopyFrom(functions[name])
+        function.CopyFrom(bodies[name])
         function.signature.name = new_name
         _refer(function.node_def, names)
     _refer(flat.node, names)
+
+
+def _without_calls(function: Any, functions: dict[str, Any]) -> Any:
+    """Return a function with the bodies of those that it calls in place of the calls.
+
+    TensorFlow cannot differentiate an imported loop whose body calls functions: it would leave
+    that to its runtime, which has derivatives of few operations.
+    """
+    body = type(function)()
+    body.CopyFrom(function)
+    del body.node_def[:]
+    own = {argument.name: argument.name for argument in function.signature.input_arg}
+    scope = _Inliner(functions, body.node_def, in_function=True).add("", function.node_def, own, [])
+    for name, tensor in function.ret.items():
+        body.ret[name] = scope.tensor(tensor)
+    return body
 
 
 def register_functions(graph_def: Any) -> None:
@@ -117,18 +136,28 @@ def _refer(nodes: Any, names: dict[str, str]) -> None:
 
 
 class _Inliner:
-    """Copies nodes to a flat graph, and the bodies of functions in place of their calls."""
+    """Copies nodes, and the bodies of functions in place of their calls.
 
-    def __init__(self, functions: dict[str, Any], flat: Any) -> None:
+    Parameters
+    ----------
+    functions : dict
+        All functions by their names.
+    nodes : repeated NodeDef
+        Where to add nodes: those of a graph, or of a function, where tensors have other names.
+    in_function : bool, optional
+        Which of these.
+    """
+
+    def __init__(self, functions: dict[str, Any], nodes: Any, *, in_function: bool = False) -> None:
         self._functions = functions
-        self._flat = flat
+        self._nodes, self._in_function = nodes, in_function
         self._added: dict[str, Any] = {}
 
     def add(
         self, prefix: str, nodes: Any, arguments: dict[str, str], controls: list[str]
     ) -> _Scope:
         """Add the nodes of a graph or function in topological order."""
-        scope = _Scope(prefix, {node.name: node for node in nodes}, arguments)
+        scope = _Scope(prefix, {node.name: node for node in nodes}, arguments, self._in_function)
         for node in in_topological_order(scope.nodes):
             inputs = [scope.tensor(name) for name in node.input if not name.startswith("^")]
             waits = [c for name in node.input if name.startswith("^") for c in scope.control(name)]
@@ -136,7 +165,7 @@ class _Inliner:
             if self._is_inlined(node):
                 self._add_call(scope, node, inputs, waits)
                 continue
-            copy = self._flat.node.add()
+            copy = self._nodes.add()
             copy.CopyFrom(node)
             copy.name = prefix + node.name
             del copy.input[:]
@@ -158,10 +187,14 @@ class _Inliner:
         )
         outputs = [function.ret[out.name] for out in function.signature.output_arg]
         scope.results[node.name] = [inner.tensor(name) for name in outputs]
-        self._pass_on_shapes(node, scope.results[node.name])
+        if not self._in_function:
+            self._pass_on_shapes(node, scope.results[node.name])
         effects = [c for name in function.control_ret.values() for c in inner.control("^" + name)]
         results = [f"^{tensor.partition(':')[0]}" for tensor in scope.results[node.name]]
         scope.effects[node.name] = effects + results + waits
+        if self._in_function:  # whose own results may name the call
+            done = self._nodes.add(name=scope.prefix + node.name, op="NoOp")
+            done.input.extend(dict.fromkeys(scope.effects[node.name]))
 
     def _pass_on_shapes(self, call: Any, results: list[str]) -> None:
         """Note the shapes of a call's results, which a function may know less well."""
@@ -176,8 +209,10 @@ class _Inliner:
 class _Scope:
     """Maps names inside one graph or function body to names in the flat graph."""
 
-    def __init__(self, prefix: str, nodes: dict[str, Any], arguments: dict[str, str]) -> None:
-        self.prefix = prefix
+    def __init__(
+        self, prefix: str, nodes: dict[str, Any], arguments: dict[str, str], in_function: bool
+    ) -> None:
+        self.prefix, self._in_function = prefix, in_function
         self.nodes = nodes
         self.results: dict[str, list[str]] = {}
         self.effects: dict[str, list[str]] = {}
@@ -192,7 +227,7 @@ class _Scope:
         number = output_offset(self.nodes[node], output) + int(index or 0)
         if node in self.results:
             return self.results[node][number]
-        return f"{self.prefix}{node}:{number}"
+        return f"{self.prefix}{node}:{rest if self._in_function else number}"
 
     def control(self, name: str) -> list[str]:
         """Return the control inputs of the flat graph that replace a control input."""

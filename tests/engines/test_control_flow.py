@@ -276,3 +276,32 @@ def test_blocks_through_convolutions_with_explicit_padding():
 
     H = hvp.HessianOperator(loss, w)
     assert relative_error(H.to_dense(), dense_hessian(Problem(loss, w))) < 1e-8
+
+
+@pytest.mark.parametrize("options", [{}, {"engine": "tape"}, {"batch_size": 2}])
+def test_jacobians_of_loops_whose_bodies_call_functions(options):
+    """TensorFlow's runtime has no derivative of a sum of several terms inside such a call."""
+    w = tf.Variable([0.3, 0.5], dtype=tf.float64)
+
+    @tf.function
+    def step(s):
+        return tf.add_n([s, s * s, tf.sin(s)]) / 2
+
+    def values(x):
+        start = [0, x * w]
+        return tf.while_loop(lambda i, s: i < 3, lambda i, s: (i + 1, step(s)), start)[1]
+
+    def of_numpy(weights, x):
+        y = x * weights
+        for _ in range(3):
+            y = (y + y * y + np.sin(y)) / 2
+        return y
+
+    x = random(0, 4, 2, dtype="float64")
+    rise = [of_numpy(w.numpy() + sign * 1e-6, x) for sign in (1, -1)]
+    slopes = (rise[0] - rise[1]) / 2e-6
+    J = hvp.JacobianOperator(values, w, (x,), **options)
+    v, u = np.array([1.0, -2.0]), random(1, 8, dtype="float64")
+    np.testing.assert_allclose(J @ v, (slopes * v).ravel(), atol=1e-8)
+    np.testing.assert_allclose(J.T @ u, (slopes * u.reshape(4, 2)).sum(0), atol=1e-8)
+    np.testing.assert_allclose(J @ np.eye(2), J.to_dense(), atol=1e-12)

@@ -46,7 +46,7 @@ def is_keras(family):
 
 FAMILY_COUPLES = {name: name == "batch normalization in training" for name in FAMILIES}
 # The output loss of these is a mean, whatever the model does.
-RIGHT_WHEN_COUPLED = {"gauss newton", "fisher: type-2", "fisher: monte-carlo"}
+RIGHT_WHEN_COUPLED = {name for name in DIVIDING if name.startswith(("fisher", "gauss newton"))}
 
 
 def table():
