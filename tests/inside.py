@@ -19,11 +19,12 @@ from hvp._data import budget, joint
 from hvp._devices import device, site, work
 from hvp._devices.device import LostDeviceError
 from hvp._engines import graph_map, graph_program, single_plan, trace
+from hvp._engines.linear_map import damped
 from hvp._graphs import low_precision, rematerialize, sizes
 from hvp._influence import damped_inverse, example_gradients, gradient_forms, gradient_store
 from hvp._operators import operator
 from hvp._operators.core import Core
-from hvp._operators.operator import core_of
+from hvp._operators.symmetric import core_of
 from hvp._runtime import checkpoint, guard
 from hvp._snapshots.nearby import Gradients
 from hvp._snapshots.snapshot import Snapshot
@@ -69,7 +70,7 @@ STEPS: dict[str, tuple[Any, str]] = {
 def snapshot(operator: Any) -> Any:
     """What an operator evaluated last."""
     if isinstance(operator, hvp.JacobianOperator):
-        return operator.snapshot
+        return operator._snapshot
     return core_of(operator).snapshot
 
 
@@ -95,14 +96,14 @@ def solver_count(operator: Any) -> int:
 
 def multiply_rows(operator: Any, rows: Any) -> Any:
     """Products with the rows of a block."""
-    return core_of(operator).map(operator.damping).apply_rows(rows)
+    return damped(core_of(operator).linear_map, operator.damping).apply(rows)
 
 
 def multiply_in_float64(operator: Any, rows: Any) -> Any:
     """Float32 products with the rows of a block, computed in float64."""
     with core_of(operator).in_float64() as core:
         assert core is not None, "there is no evaluation in float64"
-        return core.map(operator.damping).apply_rows(rows)
+        return damped(core.linear_map, operator.damping).apply(rows)
 
 
 def has_wide_evaluation(operator: Any) -> bool:

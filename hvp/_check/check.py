@@ -23,7 +23,7 @@ from hvp._check.products import ProductInspection
 from hvp._check.report import CheckReport, Finding
 from hvp._data.budget import amount, peak_nbytes
 from hvp._errors import GraphModeError, HvpError
-from hvp._operators.operator import SymmetricOperator, core_of
+from hvp._operators.symmetric import SymmetricOperator, core_of
 from hvp._runtime.arguments import check_count
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.progress import check_progress, progress_bar

@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 
-from hvp._operators.operator import SymmetricOperator, core_of
+from hvp._operators.symmetric import SymmetricOperator, core_of
 from hvp._runtime.interrupts import deliver_interrupt
 
 # Products in low precision count as equal if they differ by at most this many rounding units of the

@@ -76,8 +76,8 @@ class PredictionInspection:
         """Return `u' G v` for the first batch, and what it is at most."""
         core = self._inspected.core
         with core.evaluated_alone(alone) as part:
-            held, vector = part.map(), tf.constant(np.stack([u, v]))
-            Gu, Gv = held.apply_rows(tf.cast(vector, held.domain.dtype)).numpy().astype(np.float64)
+            rows = tf.cast(np.stack([u, v]), part.linear_map.domain.dtype)
+            Gu, Gv = part.linear_map.apply(rows).numpy().astype(np.float64)
         u, v = u.astype(np.float64), v.astype(np.float64)
         return float(u @ Gv), float(np.sqrt(abs(u @ Gu) * abs(v @ Gv)))
 

@@ -81,7 +81,7 @@ class ProductInspection:
         vectors = [inspected.random_unit_vector() for _ in range(_COMPARED)]
         products = [inspected.multiply(v) for v in vectors]
         with inspected.core.in_full_precision() as core:
-            exact = [core.map().apply_flat(tf.constant(v)).numpy() for v in vectors]
+            exact = [core.linear_map.apply(tf.constant(v)).numpy() for v in vectors]
         pairs = [
             (float(np.linalg.norm(product - want)), float(np.linalg.norm(want)))
             for product, want in zip(products, exact)

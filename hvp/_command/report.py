@@ -14,7 +14,7 @@ import numpy as np
 from hvp._check.check import check
 from hvp._check.report import CheckReport
 from hvp._errors import ConvergenceWarning
-from hvp._operators.operator import SymmetricOperator
+from hvp._operators.symmetric import SymmetricOperator
 from hvp._spectra.density import SpectralDensity, spectral_density
 from hvp._spectra.eigsh import EigenResult, eigsh
 from hvp._spectra.estimate import Estimate

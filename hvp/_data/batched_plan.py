@@ -138,7 +138,7 @@ class BatchedPlan(Plan):
             def stream() -> Iterator[tuple[float, LinearMap]]:
                 return self._stream(first, scale)
 
-        total = BatchSum(terms, self.space, stream, used, len(held))
+        total = Sum(terms, self.space, self.space, stream, used, len(held))
         return mean.results, total
 
     @contextlib.contextmanager
@@ -339,33 +339,6 @@ def _common(shapes: Any, others: Iterable[Any]) -> Any:
 def _close(terms: Iterable[tuple[float, LinearMap]]) -> None:
     for _, term in terms:
         term.close()
-
-
-class BatchSum(Sum):
-    """The linear map over all batches.
-
-    Parameters
-    ----------
-    terms : sequence of (float, LinearMap)
-        The maps of the batches that are held, and of the regularization.
-    space : Space
-        The vectors' space.
-    streamed : callable or None
-        Returns an iterator over the maps of the other batches.
-    nbytes : int
-        Size of the maps that are held, with the data of their batches, in bytes.
-    batches : int
-        The number of batches whose maps are held.
-    """
-
-    def __init__(self, terms: Any, space: Space, streamed: Any, nbytes: int, batches: int) -> None:
-        super().__init__(terms, space, space, streamed)
-        self._nbytes, self.batches_held = nbytes, batches
-
-    @property
-    def nbytes(self) -> int:  # type: ignore[override]
-        """Size of the maps that are held, with the data of their batches, in bytes."""
-        return self._nbytes
 
 
 class ShapePlan:

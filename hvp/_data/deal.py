@@ -245,13 +245,11 @@ class Deal:
             share.terms.pop(index, None)
             self.streamed.discard(index)
 
-    def multiply(self, method: str, v: tf.Tensor, space: Space) -> tuple[list[tf.Tensor], set[int]]:
+    def multiply(self, v: tf.Tensor, space: Space) -> tuple[list[tf.Tensor], set[int]]:
         """Multiply what is held by a vector, or a block of rows.
 
         Parameters
         ----------
-        method : {"apply_flat", "apply_rows"}
-            How to multiply.
         v : tf.Tensor
             The vector, of shape `(n,)`, or rows of shape `(k, n)`.
         space : Space
@@ -272,10 +270,10 @@ class Deal:
         joint = True
         while todo:
             todo = {share: indices for share, indices in todo.items() if indices}
-            work = self._start_joint(todo, method, v, space) if joint else None
+            work = self._start_joint(todo, v, space) if joint else None
             sites = [] if work is None else work.sites
             alone = {share: i for share, i in todo.items() if share.site not in sites}
-            self._multiply_alone(alone, method, v, space, products, counted)
+            self._multiply_alone(alone, v, space, products, counted)
             todo = {share: i for share, i in todo.items() if share.site in sites}
             product = None if work is None else work.result()
             for share in todo:
@@ -290,17 +288,16 @@ class Deal:
         return products, counted
 
     def _start_joint(
-        self, todo: dict[Share, list[int]], method: str, v: tf.Tensor, space: Space
+        self, todo: dict[Share, list[int]], v: tf.Tensor, space: Space
     ) -> JointWork | None:
         """Start to multiply on all workers that can do it together, if any."""
         parts = [Part(share.site, self._weighted(share, i)) for share, i in todo.items()]
-        joint = [part for part in parts if part.is_joint and self._is_prepared(method, part.terms)]
+        joint = [part for part in parts if part.is_joint and self._is_prepared(v, part.terms)]
         return self._joint.start(joint, v, space, self._seconds)
 
     def _multiply_alone(
         self,
         todo: dict[Share, list[int]],
-        method: str,
         v: tf.Tensor,
         space: Space,
         products: list[tf.Tensor],
@@ -319,15 +316,15 @@ class Deal:
         for share, indices in todo.items():
             terms = self._weighted(share, indices)
             there = sent.get(share, v)
-            works.append((share, self._product(share, terms, method, there, v.device, space)))
-            if not self._is_prepared(method, terms):  # functions are made, and serve all devices
+            works.append((share, self._product(share, terms, there, v.device, space)))
+            if not self._is_prepared(v, terms):  # functions are made, and serve all devices
                 finish(*works.pop())
-                self._prepared |= _kinds(method, terms)
+                self._prepared |= _kinds(v, terms)
         for share, work in works:
             finish(share, work)
 
-    def _is_prepared(self, method: str, terms: Terms) -> bool:
-        return _kinds(method, terms) <= self._prepared
+    def _is_prepared(self, v: tf.Tensor, terms: Terms) -> bool:
+        return _kinds(v, terms) <= self._prepared
 
     def _weighted(self, share: Share, indices: Iterable[int]) -> Terms:
         held = [(index, share.terms[index]) for index in indices]
@@ -346,9 +343,7 @@ class Deal:
         results = [(share, self._result(share, work)) for share, work in works]
         return {share: result[0] for share, result in results if result is not None}
 
-    def _product(
-        self, share: Share, terms: Terms, method: str, v: tf.Tensor, home: str, space: Space
-    ) -> Work:
+    def _product(self, share: Share, terms: Terms, v: tf.Tensor, home: str, space: Space) -> Work:
         weights, maps = [weight for weight, _ in terms], [term for _, term in terms]
         # A remote operation takes as long as a hundred here: what all terms share comes last.
         common = weights[0] if len(set(weights)) == 1 else 1.0
@@ -356,8 +351,8 @@ class Deal:
         weighted, site = Sum(list(zip(weights, maps)), space, space), share.site
 
         def product() -> tf.Tensor:
-            there = getattr(weighted, method)(site.take(v, uses=len(terms)))
-            return site.give(there, home, times=common)
+            product = weighted.apply(site.take(v, uses=len(terms)))
+            return site.give(product, home, times=common)
 
         return Work(site, product)
 
@@ -473,9 +468,9 @@ def _warn_of(device: Device, reason: str) -> None:
     )
 
 
-def _kinds(method: str, terms: Terms) -> set[Any]:
+def _kinds(v: tf.Tensor, terms: Terms) -> set[Any]:
     """Return which functions a product calls."""
-    return {(method, id(getattr(term, "program", None))) for _, term in terms}
+    return {(len(v.shape), id(getattr(term, "program", None))) for _, term in terms}
 
 
 def _union(sets: Iterable[set[int]]) -> set[int]:

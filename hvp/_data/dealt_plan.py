@@ -418,9 +418,7 @@ class DealtPlan(BatchedPlan):
             gradient = [a if b is None else b if a is None else a + b for a, b in pairs]
         return Results(value, gradient)
 
-    def _multiply_streamed(
-        self, deal: Deal, wanted: set[int], method: str, v: tf.Tensor
-    ) -> list[tf.Tensor]:
+    def _multiply_streamed(self, deal: Deal, wanted: set[int], v: tf.Tensor) -> list[tf.Tensor]:
         """Evaluate batches that no device holds, multiply, and return the products to add."""
         home = v.device
 
@@ -444,7 +442,7 @@ class DealtPlan(BatchedPlan):
                         weighted = Sum(
                             [(deal.weight_of(item.index, weight), term)], self.space, self.space
                         )
-                        part = getattr(weighted, method)(there)
+                        part = weighted.apply(there)
                     total = part if total is None else total + part
                 return total
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any
 
 import tensorflow as tf
 
@@ -26,8 +27,8 @@ class DealtSum(LinearMap):
     space : Space
         The space of vectors and products; the map is symmetric.
     stream : callable
-        Takes the deal, numbers of batches that no device holds, a method of linear maps and its
-        argument; returns products with these batches.
+        Takes the deal, numbers of batches that no device holds, and a vector or rows; returns
+        products with these batches.
     processes : Processes or None
         The processes that hold the other shares of the data.
     """
@@ -57,39 +58,26 @@ class DealtSum(LinearMap):
         """Size of what devices hold, with the data of their batches, in bytes."""
         return self._deal.nbytes
 
-    def apply(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Multiply by a vector given as the parts of the domain."""
-        return self.codomain.split(self.apply_flat(self.domain.join(parts)))
-
-    def apply_flat(self, flat: tf.Tensor) -> tf.Tensor:
-        """Multiply by a flat vector."""
-        return self._apply("apply_flat", flat)
-
-    def apply_rows(self, rows: tf.Tensor) -> tf.Tensor:
-        """Multiply by each row of a block, which goes to each device as a block."""
-        return self._apply("apply_rows", rows)
-
-    def transpose(self) -> LinearMap:
-        """Return the map itself, which is symmetric."""
-        return self
+    def apply(self, vector: Any, *, adjoint: bool = False) -> Any:
+        """Multiply by a vector in any layout; the map is symmetric."""
+        if isinstance(vector, (list, tuple)):
+            return self.codomain.split(self.apply(self.domain.join(vector)))
+        if self._processes is None:
+            return self._apply_here(vector)
+        specs = [tf.TensorSpec(vector.shape, vector.dtype)]
+        digest = digest_of(f"product {len(vector.shape)}", vector)
+        return self._processes.sum(lambda: [self._apply_here(vector)], specs, digest)[0]
 
     def close(self) -> None:
         """Release what devices hold."""
         self._deal.close()
 
-    def _apply(self, method: str, v: tf.Tensor) -> tf.Tensor:
-        if self._processes is None:
-            return self._apply_here(method, v)
-        specs = [tf.TensorSpec(v.shape, v.dtype)]
-        digest = digest_of(method, v)
-        return self._processes.sum(lambda: [self._apply_here(method, v)], specs, digest)[0]
-
-    def _apply_here(self, method: str, v: tf.Tensor) -> tf.Tensor:
+    def _apply_here(self, v: tf.Tensor) -> tf.Tensor:
         try:
-            products, counted = self._deal.multiply(method, v, self.domain)
+            products, counted = self._deal.multiply(v, self.domain)
             streamed = self._deal.streamed - counted
             if streamed:
-                products += self._stream(self._deal, streamed, method, v)
+                products += self._stream(self._deal, streamed, v)
         finally:
             leave_lost()
         if not products:

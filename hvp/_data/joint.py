@@ -53,7 +53,7 @@ class Part:
         if not _pays_at(self.site):
             return False
         maps = _graph_maps(self.terms)
-        known = all(one.product is one.program.product and one.product.has_flat for _, one in maps)
+        known = all(one.program.product.has_flat for _, one in maps)
         return known and 0 < len(maps) == len(self.terms)
 
     @property
@@ -188,7 +188,6 @@ def _traced(kinds: Sequence[Any], space: Space, home: str, *, in_rows: bool) -> 
     pairs = [pair for _, *weighted in kinds for pair in weighted]
     specs = [spec for _, program in pairs for spec in program.residual_specs]
     v_spec = tf.TensorSpec([None, space.size], space.dtype) if in_rows else space.flat_spec
-    form = _RowsAtOnce if in_rows else GraphMap
 
     def multiply(v: tf.Tensor, *residuals: tf.Tensor) -> tf.Tensor:
         rest, products = iter(residuals), []
@@ -196,23 +195,17 @@ def _traced(kinds: Sequence[Any], space: Space, home: str, *, in_rows: bool) -> 
             terms: list[tuple[float, LinearMap]] = []
             for weight, program in weighted:
                 own = [next(rest) for _ in program.residual_specs]
-                terms.append((weight, form(program, own, space, space, site)))
+                one = GraphMap(program, own, space, space, site, whole_blocks=in_rows)
+                terms.append((weight, one))
             total = Sum(terms, space, space)
             with site.scope():
-                products.append(total.apply_rows(v) if in_rows else total.apply_flat(v))
+                products.append(total.apply(v))
         with tf.device(home):
             return tf.add_n(products) if len(products) > 1 else tf.identity(products[0])
 
     function = tf.function(multiply, autograph=False)
     with no_collections(), tf.device(None):
         return function.get_concrete_function(v_spec, *specs)
-
-
-class _RowsAtOnce(GraphMap):
-    """A map that multiplies all rows of a block in one call, however many there are."""
-
-    def apply_rows(self, rows: tf.Tensor) -> tf.Tensor:
-        return self.run_rows(self.block_function(), rows)
 
 
 def _pays_at(site: Site) -> bool:

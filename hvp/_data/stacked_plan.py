@@ -51,14 +51,16 @@ class StackedPlan(BatchedPlan):
 
         domain = Space.of_tensors(tf.nest.flatten(value))
         assert domain is not None
-        return Results(value, None), StackedPullback(terms, domain, self.space, stream, used)
+        return Results(value, None), Stacked(terms, domain, self.space, stream, used)
 
     def _check(self, results: Results, index: int) -> None:
         """Let a function have any values."""
 
 
-class StackedPullback(LinearMap):
+class Stacked(LinearMap):
     """The pullback of a function of batches: the sum of theirs, each of its own rows.
+
+    Its transpose stacks the products of batches, one after the other.
 
     Parameters
     ----------
@@ -87,27 +89,13 @@ class StackedPullback(LinearMap):
         self.nbytes, self.batches_held = nbytes, len(self._held)
         self.streams = streamed is not None
 
-    def terms(self) -> Iterator[LinearMap]:
-        """Iterate over the maps of all batches, in their order."""
-        yield from self._held
-        if self._streamed is not None:
-            yield from self._streamed()
-
-    def apply(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Multiply by a vector given as the parts of the domain."""
-        return self.codomain.split(self.apply_flat(self.domain.join(parts)))
-
-    def apply_flat(self, flat: tf.Tensor) -> tf.Tensor:
-        """Multiply by a flat vector."""
-        return self._sum(self.domain.split(flat), 0, lambda term, own: term.apply_flat(own))
-
-    def apply_rows(self, rows: tf.Tensor) -> tf.Tensor:
-        """Multiply by each row of a block."""
-        return self._sum(self.domain.split(rows), 1, lambda term, own: term.apply_rows(own))
-
-    def transpose(self) -> LinearMap:
-        """Return the pushforward, whose products are stacked."""
-        return _StackedPushforward(self)
+    def apply(self, vector: Any, *, adjoint: bool = False) -> Any:
+        """Multiply by a vector in any layout."""
+        if isinstance(vector, (list, tuple)):
+            domain, codomain = self.domain, self.codomain
+            domain, codomain = (codomain, domain) if adjoint else (domain, codomain)
+            return codomain.split(self.apply(domain.join(vector), adjoint=adjoint))
+        return self._stack(vector) if adjoint else self._sum(vector)
 
     def close(self) -> None:
         """Release the maps that are held."""
@@ -115,52 +103,28 @@ class StackedPullback(LinearMap):
             term.close()
         self._held = []
 
-    def _sum(
-        self,
-        parts: Sequence[tf.Tensor],
-        axis: int,
-        multiply: Callable[[LinearMap, tf.Tensor], tf.Tensor],
-    ) -> tf.Tensor:
-        """Give each batch its rows of the parts, along an axis, and add the products up."""
-        total: Any = None
+    def _terms(self) -> Iterator[LinearMap]:
+        """Iterate over the maps of all batches, in their order."""
+        yield from self._held
+        if self._streamed is not None:
+            yield from self._streamed()
+
+    def _sum(self, vector: tf.Tensor) -> tf.Tensor:
+        """Give each batch its rows of the parts, and add the products up."""
+        parts, total = self.domain.split(vector), None
+        axis = len(vector.shape) - 1
         starts = [0] * len(parts)
-        for term in self.terms():
+        for term in self._terms():
             own = []
             for i, (part, shape) in enumerate(zip(parts, term.domain.shapes)):
                 end = starts[i] + shape[0]
                 own.append(part[starts[i] : end] if axis == 0 else part[:, starts[i] : end])
                 starts[i] = end
-            product = multiply(term, term.domain.join(own))
+            product = term.apply(term.domain.join(own))
             total = product if total is None else total + product
         return total
 
-
-class _StackedPushforward(LinearMap):
-    """The Jacobian of a function of batches: the products of theirs, one after the other."""
-
-    def __init__(self, pullback: StackedPullback) -> None:
-        self._pullback = pullback
-        self.domain, self.codomain = pullback.codomain, pullback.domain
-        self.streams = pullback.streams
-
-    @property
-    def nbytes(self) -> int | None:  # type: ignore[override]
-        return self._pullback.nbytes
-
-    def apply(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        return self.codomain.split(self.apply_flat(self.domain.join(parts)))
-
-    def apply_flat(self, flat: tf.Tensor) -> tf.Tensor:
-        return self._stack(0, lambda pushforward: pushforward.apply_flat(flat))
-
-    def apply_rows(self, rows: tf.Tensor) -> tf.Tensor:
-        return self._stack(1, lambda pushforward: pushforward.apply_rows(rows))
-
-    def transpose(self) -> LinearMap:
-        return self._pullback
-
-    def _stack(self, axis: int, multiply: Callable[[LinearMap], tf.Tensor]) -> tf.Tensor:
-        products = [
-            term.domain.split(multiply(term.transpose())) for term in self._pullback.terms()
-        ]
-        return self.codomain.join([tf.concat(parts, axis) for parts in zip(*products)])
+    def _stack(self, vector: tf.Tensor) -> tf.Tensor:
+        products = [term.domain.split(term.apply(vector, adjoint=True)) for term in self._terms()]
+        axis = len(vector.shape) - 1
+        return self.domain.join([tf.concat(parts, axis) for parts in zip(*products)])

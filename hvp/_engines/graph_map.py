@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from hvp._engines.graph_product import GraphProduct
 from hvp._engines.graph_program import GraphProgram
-from hvp._engines.linear_map import LinearMap
+from hvp._engines.linear_map import LinearMap, by_parts
 from hvp._graphs.compiled import Compiled
 from hvp._graphs.parts import nbytes
 from hvp._graphs.place import HERE, Place
@@ -37,6 +37,8 @@ class GraphMap(LinearMap):
         The spaces of vectors and of products at this point.
     place : Place, optional
         Where the residuals are, and products are computed.
+    whole_blocks : bool, optional
+        Whether all rows of a block are multiplied in one call, however many there are.
 
     Attributes
     ----------
@@ -51,15 +53,12 @@ class GraphMap(LinearMap):
         domain: Space,
         codomain: Space,
         place: Place = HERE,
+        *,
+        whole_blocks: bool = False,
     ) -> None:
-        self.program, self.place = program, place
+        self.program, self.place, self._whole_blocks = program, place, whole_blocks
         self.residuals = list(residuals)
         self.domain, self.codomain = domain, codomain
-
-    @property
-    def product(self) -> GraphProduct:
-        """The compiled products."""
-        return self.program.product
 
     @property
     def nbytes(self) -> int | None:  # type: ignore[override]
@@ -80,92 +79,63 @@ class GraphMap(LinearMap):
         """How many rows one call of a block product should have."""
         return max(1, min(_WIDEST, _BLOCK_BYTES // max(1, self.nbytes or 0)))
 
-    def apply(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Multiply by a vector given as the parts of the domain."""
-        return list(self.run(self.product.parts, *parts))
-
-    def apply_flat(self, flat: tf.Tensor) -> tf.Tensor:
-        """Multiply by a flat vector, in one call."""
-        if not self.product.has_flat:
-            return super().apply_flat(flat)
-        return self.run(self.product.flat, flat)
+    def apply(self, vector: Any, *, adjoint: bool = False) -> Any:
+        """Multiply by a vector in any layout: by parts or a flat one in one call."""
+        product = self.program.transposed if adjoint else self.program.product
+        zeros = self._zeros() if adjoint else []
+        if isinstance(vector, (list, tuple)):
+            return list(self.run(product.parts, *vector, *zeros))
+        if not product.has_flat:
+            spaces = (self.codomain, self.domain) if adjoint else (self.domain, self.codomain)
+            return by_parts(lambda parts: self.apply(parts, adjoint=adjoint), vector, *spaces)
+        if len(vector.shape) == 1:
+            return self.run(product.flat, vector, *zeros)
+        return self._apply_to_rows(product, vector, zeros)
 
     def apply_if_current(self, flat: tf.Tensor) -> tf.Tensor | None:
-        """Multiply by a flat vector, and compare variables in the same call if they are small."""
-        if not self.product.tells_changes:
+        """Multiply by a flat vector, and compare variables in the same call if they are small.
+
+        None if they have changed since the map was evaluated, or if this map cannot tell.
+        """
+        form = self.program.product
+        if not form.tells_changes:
             return None
-        product, changed = self.run(self.product.watched, flat)
+        product, changed = form.watched(flat, *self.residuals, place=self.place)
         return None if changed else product
 
-    def apply_rows(self, rows: tf.Tensor) -> tf.Tensor:
-        """Multiply by each row of a block, many rows in one call."""
-        if not self.product.has_flat:
-            return super().apply_rows(rows)
-        width = self.rows_at_once
-        if width == 1:
-            single = lambda part: self.apply_flat(part[0])[tf.newaxis]  # noqa: E731
-            return _in_parts(single, rows, width, self.codomain)
-        function = self.block_function()
-        return _in_parts(lambda part: self.run_rows(function, part), rows, width, self.codomain)
-
-    def block_function(self) -> Compiled:
-        """Return the compiled product with the rows of a block."""
-        with tf.init_scope():
-            return self.product.rows(self.residuals, self.place)
-
-    def run(self, function: Compiled, *tensors: tf.Tensor) -> Any:
-        """Call one of the compiled functions on a vector and the residuals."""
+    def run(self, function: Compiled, *tensors: tf.Tensor, in_rows: bool = False) -> Any:
+        """Call one of the compiled functions on a vector, or on rows, and the residuals."""
+        del in_rows
         return function(*tensors, *self.residuals, place=self.place)
 
-    def run_rows(self, function: Compiled, *tensors: tf.Tensor) -> Any:
-        """Call one of the compiled functions on a block, given by its rows."""
-        return self.run(function, *tensors)
+    def _apply_to_rows(
+        self, product: GraphProduct, rows: tf.Tensor, zeros: Sequence[tf.Tensor]
+    ) -> tf.Tensor:
+        """Multiply by each row of a block, many rows in one call."""
+        width, space = self.rows_at_once, product.codomain
+        assert space is not None
+        if width == 1 and not self._whole_blocks:
+            single = lambda part: self.run(product.flat, part[0], *zeros)[tf.newaxis]  # noqa: E731
+            return _in_parts(single, rows, 1, space)
+        with tf.init_scope():
+            function = product.rows([*zeros, *self.residuals], self.place)
 
-    def transpose(self) -> LinearMap:
-        """Return the transposed map, over the same residuals."""
-        return _TransposedGraphMap(self)
+        def several(part: tf.Tensor) -> tf.Tensor:
+            return self.run(function, part, *zeros, in_rows=True)
+
+        return several(rows) if self._whole_blocks else _in_parts(several, rows, width, space)
+
+    def _zeros(self) -> list[tf.Tensor]:
+        """Return the vectors of zeros that the transposed product takes, if any."""
+        count = self.program.zero_vector_count
+        if not count:
+            return []
+        parts = zip(self.domain.shapes, self.domain.dtypes)
+        return [tf.zeros(shape, dtype) for shape, dtype in itertools.islice(parts, count)]
 
     def close(self) -> None:
         """Release the residuals."""
         self.residuals = []
-
-
-class _TransposedGraphMap(GraphMap):
-    """The transpose of a `GraphMap`, which runs it."""
-
-    def __init__(self, plain: GraphMap) -> None:
-        super().__init__(plain.program, [], plain.codomain, plain.domain)
-        self._plain = plain
-        parts = zip(plain.domain.shapes, plain.domain.dtypes)
-        zeros = itertools.islice(parts, self.program.zero_vector_count)
-        self._zeros = [tf.zeros(shape, dtype) for shape, dtype in zeros]
-
-    @property
-    def product(self) -> GraphProduct:
-        """The compiled products."""
-        return self.program.transposed
-
-    @property
-    def nbytes(self) -> int | None:  # type: ignore[override]
-        """Bytes of the residuals of the map itself."""
-        return self._plain.nbytes
-
-    def block_function(self) -> Compiled:
-        """Return the compiled product with the rows of a block."""
-        with tf.init_scope():
-            return self.product.rows([*self._zeros, *self._plain.residuals], self._plain.place)
-
-    def run(self, function: Compiled, *tensors: tf.Tensor) -> Any:
-        """Call one of the compiled functions on a vector and the residuals."""
-        return self._plain.run(function, *tensors, *self._zeros)
-
-    def run_rows(self, function: Compiled, *tensors: tf.Tensor) -> Any:
-        """Call one of the compiled functions on a block, given by its rows."""
-        return self._plain.run_rows(function, *tensors, *self._zeros)
-
-    def transpose(self) -> LinearMap:
-        """Return the map itself."""
-        return self._plain
 
 
 def _in_parts(

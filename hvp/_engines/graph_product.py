@@ -73,6 +73,15 @@ class GraphProduct:
         How to compile.
     multiply_each : callable, optional
         Like `multiply`, written so that TensorFlow applies it well to all rows of a block at once.
+
+    Attributes
+    ----------
+    domain, codomain
+        The same.
+    has_flat : bool
+        Whether there are products with flat vectors.
+    tells_changes : bool
+        Whether `watched` exists.
     """
 
     def __init__(
@@ -87,18 +96,10 @@ class GraphProduct:
         self._multiply, self._specs, self._compilation = multiply, list(specs), compilation
         self._multiply_each = multiply_each or multiply
         self.domain, self.codomain = domain, codomain
+        self.has_flat = domain is not None and codomain is not None
+        self.tells_changes = self.has_flat and compilation.changed is not None
         self._by_columns = compilation.by_columns
         self._rows_are_right: bool | None = None
-
-    @property
-    def has_flat(self) -> bool:
-        """Whether there are products with flat vectors."""
-        return self.domain is not None and self.codomain is not None
-
-    @property
-    def tells_changes(self) -> bool:
-        """Whether `watched` exists."""
-        return self.has_flat and self._compilation.changed is not None
 
     @functools.cached_property
     def parts(self) -> Compiled:

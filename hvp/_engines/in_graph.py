@@ -16,7 +16,6 @@ import tensorflow as tf
 
 from hvp._engines.graph_map import GraphMap
 from hvp._engines.graph_program import GraphProgram
-from hvp._engines.linear_map import LinearMap, Store
 from hvp._errors import ClosedOperatorError, GraphModeError
 from hvp._graphs.compiled import Compiled
 from hvp._graphs.private import is_for_xla
@@ -25,21 +24,7 @@ from hvp._vectors.slot import Slot
 from hvp._vectors.space import Space
 
 
-class StorableGraphMap(GraphMap):
-    """A `GraphMap` whose products can be added to other graphs."""
-
-    def store(
-        self,
-        current: Callable[[], Any],
-        resources: Sequence[Resource],
-        values: Sequence[tf.Tensor],
-        copies: int = 0,
-    ) -> Store:
-        """Return what products inside graphs can read."""
-        return InGraph(self, current, resources, values, copies)
-
-
-class InGraph(Store):
+class InGraph:
     """What products inside graphs read: the residuals of a map, as they are now.
 
     Parameters
@@ -102,13 +87,13 @@ class InGraph(Store):
         """How many there were so far."""
         return int(self._count)
 
-    def map(self) -> LinearMap:
+    def map(self) -> GraphMap:
         """Return the map that reads these in the graph being traced."""
         with tf.init_scope():  # those of now, for what has to be tried out while tracing
             residuals = _read(self._residuals)
         return _InGraphMap(self._program, residuals, *self._spaces, self)
 
-    def fill(self, held: LinearMap, values: Sequence[tf.Tensor]) -> None:
+    def fill(self, held: GraphMap, values: Sequence[tf.Tensor]) -> None:
         """Take the residuals of a new point, and the values of variables to compare with."""
         slots = [*self._residuals, *self._watched]
         tensors = [*held.residuals, *self._apart(values)]
@@ -213,30 +198,13 @@ class _InGraphMap(GraphMap):
         codomain: Space,
         in_graph: InGraph,
     ) -> None:
-        super().__init__(program, residuals, domain, codomain)
+        # XLA would compile blocks of each size by themselves.
+        super().__init__(program, residuals, domain, codomain, whole_blocks=is_for_xla())
         self._in_graph = in_graph
 
-    def apply(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Multiply by a vector, whose shape may be known only when the graph runs."""
-        return super().apply([tf.ensure_shape(p, s) for p, s in zip(parts, self.domain.shapes)])
-
-    def apply_flat(self, flat: tf.Tensor) -> tf.Tensor:
-        """Multiply by a flat vector, whose length may be known only when the graph runs."""
-        return super().apply_flat(tf.ensure_shape(flat, [self.domain.size]))
-
-    def apply_rows(self, rows: tf.Tensor) -> tf.Tensor:
-        """Multiply by each row of a block."""
-        if is_for_xla():  # where blocks of several sizes would be compiled each
-            return self.run_rows(self.block_function(), rows)
-        return super().apply_rows(rows)
-
-    def run(self, function: Compiled, *tensors: tf.Tensor) -> Any:
-        """Call one of the compiled functions on a vector and the residuals."""
-        return self._in_graph.run(1, function, *tensors)
-
-    def run_rows(self, function: Compiled, *tensors: tf.Tensor) -> Any:
-        """Call one of the compiled functions on a block, given by its rows."""
-        return self._in_graph.run(tf.shape(tensors[0])[0], function, *tensors)
+    def run(self, function: Compiled, *tensors: tf.Tensor, in_rows: bool = False) -> Any:
+        """Add a product to the graph, with the residuals of when it runs."""
+        return self._in_graph.run(tf.shape(tensors[0])[0] if in_rows else 1, function, *tensors)
 
 
 def _read(slots: Sequence[Slot]) -> list[tf.Tensor]:

@@ -1,24 +1,50 @@
-"""The interface of linear maps: what the engines provide and everything above them uses."""
+"""Linear maps: what the engines provide and everything above them uses.
+
+A vector has one of three layouts, and a product has the layout of its vector:
+
+parts
+    A list of tensors, one for each variable or output.
+flat
+    One tensor of shape `(n,)`.
+rows
+    A tensor of shape `(k, n)`, for `k` vectors at once.
+"""
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from hvp._vectors.resources import Resource
 from hvp._vectors.space import Space
 
 # Terms of a sum: numbers and maps.
 Terms = Sequence[tuple[float, "LinearMap"]]
 
 
-class LinearMap(abc.ABC):
-    """A linear map between two spaces, held at one point.
+class TensorFunction(NamedTuple):
+    """A linear map of rows as a function of tensors, for the graphs of others.
 
-    Only `apply` and `transpose` must be written; the other products have slow defaults.
+    Attributes
+    ----------
+    key : hashable
+        Identifies the function and the shapes of the tensors: what is compiled serves others with
+        the same key.
+    tensors : list of tf.Tensor
+        What it uses, as arguments of the graph.
+    apply : callable
+        Takes rows and the tensors; returns the products with the rows.
+    """
+
+    key: Hashable
+    tensors: list[tf.Tensor]
+    apply: Callable[[tf.Tensor, Sequence[tf.Tensor]], tf.Tensor]
+
+
+class LinearMap(abc.ABC):
+    """A linear map between two spaces.
 
     Attributes
     ----------
@@ -30,8 +56,8 @@ class LinearMap(abc.ABC):
         Whether products evaluate something again, at the values that variables then have.
     batches_held : int
         How many batches the map holds terms of, if it is a sum over batches.
-    residuals : sequence of tf.Tensor
-        What products read, if it is held as tensors.
+    calls_python : bool
+        Whether Python runs for each product, even inside a graph.
     """
 
     domain: Space
@@ -39,78 +65,67 @@ class LinearMap(abc.ABC):
     nbytes: int | None = 0
     streams: bool = False
     batches_held: int = 0
-    residuals: Sequence[tf.Tensor] = ()
+    calls_python: bool = False
 
     @abc.abstractmethod
-    def apply(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Multiply by a vector given as the parts of the domain."""
-
-    @abc.abstractmethod
-    def transpose(self) -> LinearMap:
-        """Return the transposed map, over the same residuals."""
-
-    def apply_flat(self, flat: tf.Tensor) -> tf.Tensor:
-        """Multiply by a flat vector, of shape `(n,)`."""
-        return self.codomain.join(self.apply(self.domain.split(flat)))
-
-    def apply_rows(self, rows: tf.Tensor) -> tf.Tensor:
-        """Multiply by each row of a block, of shape `(k, n)`."""
-        return tf.stack([self.apply_flat(row) for row in tf.unstack(rows)])
-
-    def apply_if_current(self, flat: tf.Tensor) -> tf.Tensor | None:
-        """Multiply by a flat vector, if variables can be compared in the same call.
-
-        None if they have changed since the map was evaluated, or if this map cannot tell.
-        """
-        del flat
-        return None
-
-    def store(
-        self,
-        current: Callable[[], Any],
-        resources: Sequence[Resource],
-        values: Sequence[tf.Tensor],
-        copies: int = 0,
-    ) -> Store | None:
-        """Return what products inside graphs can read; None if they have to run Python.
+    def apply(self, vector: Any, *, adjoint: bool = False) -> Any:
+        """Multiply by a vector, now or in the graph being traced.
 
         Parameters
         ----------
-        current : bound method
-            Makes sure, in Python, that there is a map and that it is current.
-        resources : sequence of Resource
-            The variables that the map depends on; none if changes do not matter.
-        values : sequence of tf.Tensor
-            Their values at its point.
-        copies : int, optional
-            How many of them, at the end, are further copies of variables, which it does not read.
+        vector : sequence of tf.Tensor, or tf.Tensor
+            In any layout.
+        adjoint : bool, optional
+            Whether to multiply by the transpose.
         """
-        del current, resources, values, copies
+
+    @property
+    def T(self) -> LinearMap:  # noqa: N802 - as NumPy and scipy call it
+        """The transpose, over the same residuals."""
+        return Adjoint(self)
+
+    def as_function(self) -> TensorFunction | None:
+        """Return the map as a function of what it holds; None if it cannot be one."""
         return None
 
     def close(self) -> None:  # noqa: B027 - most combinations hold nothing themselves
         """Release what is held for products."""
 
 
-class Store(abc.ABC):
-    """What products inside graphs read: the residuals of a map, replaced at each new point."""
+class Adjoint(LinearMap):
+    """The transpose of a linear map, which runs it."""
+
+    def __init__(self, plain: LinearMap) -> None:
+        self._plain = plain
 
     @property
-    @abc.abstractmethod
-    def products(self) -> int:
-        """How many products there were so far."""
+    def domain(self) -> Space:  # type: ignore[override]
+        """The space of the products of the map."""
+        return self._plain.codomain
 
-    @abc.abstractmethod
-    def map(self) -> LinearMap:
-        """Return the map that reads these in the graph being traced."""
+    @property
+    def codomain(self) -> Space:  # type: ignore[override]
+        """The space of the vectors of the map."""
+        return self._plain.domain
 
-    @abc.abstractmethod
-    def fill(self, held: LinearMap, values: Sequence[tf.Tensor]) -> None:
-        """Take the residuals of a new point, and the values of variables to compare with."""
+    @property
+    def nbytes(self) -> int | None:  # type: ignore[override]
+        """What the map holds."""
+        return self._plain.nbytes
 
-    @abc.abstractmethod
-    def empty(self) -> None:
-        """Let go of the residuals; products raise until there are others."""
+    @property
+    def streams(self) -> bool:  # type: ignore[override]
+        """Whether products of the map evaluate something again."""
+        return self._plain.streams
+
+    def apply(self, vector: Any, *, adjoint: bool = False) -> Any:
+        """Multiply by a vector in any layout."""
+        return self._plain.apply(vector, adjoint=not adjoint)
+
+    @property
+    def T(self) -> LinearMap:  # noqa: N802
+        """The map itself."""
+        return self._plain
 
 
 class Sum(LinearMap):
@@ -124,6 +139,10 @@ class Sum(LinearMap):
         Those of all terms.
     streamed : callable, optional
         Returns an iterator over further terms, which exist during one product only.
+    nbytes : int, optional
+        What is held, where that is more than the terms.
+    batches_held : int, optional
+        As for every map.
     """
 
     def __init__(
@@ -132,41 +151,37 @@ class Sum(LinearMap):
         domain: Space,
         codomain: Space,
         streamed: Callable[[], Iterator[tuple[float, LinearMap]]] | None = None,
+        nbytes: int | None = None,
+        batches_held: int = 0,
     ) -> None:
         self._held = list(terms)
         self.domain, self.codomain = domain, codomain
-        self._streamed = streamed
-        self.streams = streamed is not None or any(term.streams for _, term in self._held)
+        self._streamed, self._nbytes = streamed, nbytes
+        self.batches_held = batches_held
+
+    @property
+    def streams(self) -> bool:  # type: ignore[override]
+        """Whether there are terms that are not held."""
+        return self._streamed is not None or any(term.streams for _, term in self._held)
 
     @property
     def nbytes(self) -> int | None:  # type: ignore[override]
-        """Upper bound on the memory of the terms that are held."""
+        """Upper bound on the memory of what is held."""
+        if self._nbytes is not None:
+            return self._nbytes
         sizes = [term.nbytes for _, term in self._held]
         return None if None in sizes else sum(size or 0 for size in sizes)
 
-    def apply(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Multiply by a vector; added up in the wider type, float16 would lose small terms."""
-        wide = self.codomain.dtype
-        sums: list[Any] = [None] * len(self.codomain.shapes)
+    def apply(self, vector: Any, *, adjoint: bool = False) -> Any:
+        """Multiply by a vector in any layout, in one pass over the terms."""
+        space = self.domain if adjoint else self.codomain
+        if isinstance(vector, (list, tuple)):
+            return self._apply_to_parts(vector, space, adjoint)
+        total = None
         for weight, term in self.terms():
-            products = [_times(tf.cast(part, wide), weight) for part in term.apply(parts)]
-            sums = [p if s is None else _plus(s, p) for s, p in zip(sums, products)]
-        dtypes = self.codomain.dtypes
-        narrow = [s if s is None else tf.cast(s, dtype) for s, dtype in zip(sums, dtypes)]
-        return self.codomain.with_zeros(narrow)
-
-    def apply_flat(self, flat: tf.Tensor) -> tf.Tensor:
-        """Multiply by a flat vector."""
-        return self._sum(lambda term: term.apply_flat(flat), [self.codomain.size])
-
-    def apply_rows(self, rows: tf.Tensor) -> tf.Tensor:
-        """Multiply by each row of a block, all of them in one pass over the terms."""
-        shape = [rows.shape[0], self.codomain.size]
-        return self._sum(lambda term: term.apply_rows(rows), shape)
-
-    def transpose(self) -> LinearMap:
-        """Return the sum of the transposed terms."""
-        return _TransposedSum(self)
+            product = _times(term.apply(vector, adjoint=adjoint), weight)
+            total = product if total is None else _plus(total, product)
+        return tf.zeros([*vector.shape[:-1], space.size], space.dtype) if total is None else total
 
     def close(self) -> None:
         """Release the terms that are held."""
@@ -180,31 +195,19 @@ class Sum(LinearMap):
         if self._streamed is not None:
             yield from self._streamed()
 
-    def _sum(self, multiply: Callable[[LinearMap], tf.Tensor], shape: Sequence[Any]) -> tf.Tensor:
-        total = None
+    def _apply_to_parts(
+        self, parts: Sequence[tf.Tensor], space: Space, adjoint: bool
+    ) -> list[tf.Tensor]:
+        """Add up in the wider type: float16 would lose small terms."""
+        sums: list[Any] = [None] * len(space.shapes)
         for weight, term in self.terms():
-            product = _times(multiply(term), weight)
-            total = product if total is None else _plus(total, product)
-        return tf.zeros(shape, self.codomain.dtype) if total is None else total
-
-
-class _TransposedSum(Sum):
-    """The transpose of a sum, which goes through the same terms."""
-
-    def __init__(self, plain: Sum) -> None:
-        self._plain = plain
-        super().__init__([], plain.codomain, plain.domain)
-        self.streams = plain.streams
-
-    @property
-    def nbytes(self) -> int | None:  # type: ignore[override]
-        return self._plain.nbytes
-
-    def transpose(self) -> LinearMap:
-        return self._plain
-
-    def terms(self) -> Iterator[tuple[float, LinearMap]]:
-        return ((weight, term.transpose()) for weight, term in self._plain.terms())
+            products = [
+                _times(tf.cast(part, space.dtype), weight)
+                for part in term.apply(parts, adjoint=adjoint)
+            ]
+            sums = [p if s is None else _plus(s, p) for s, p in zip(sums, products)]
+        pairs = zip(sums, space.dtypes)
+        return space.with_zeros([s if s is None else tf.cast(s, dtype) for s, dtype in pairs])
 
 
 class Identity(LinearMap):
@@ -213,17 +216,10 @@ class Identity(LinearMap):
     def __init__(self, space: Space) -> None:
         self.domain = self.codomain = space
 
-    def apply(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        return list(parts)
-
-    def apply_flat(self, flat: tf.Tensor) -> tf.Tensor:
-        return flat
-
-    def apply_rows(self, rows: tf.Tensor) -> tf.Tensor:
-        return rows
-
-    def transpose(self) -> LinearMap:
-        return self
+    def apply(self, vector: Any, *, adjoint: bool = False) -> Any:
+        """Return the vector."""
+        del adjoint
+        return vector
 
 
 def damped(plain: LinearMap, damping: float) -> LinearMap:
@@ -232,6 +228,30 @@ def damped(plain: LinearMap, damping: float) -> LinearMap:
         return plain
     terms = [(1.0, plain), (damping, Identity(plain.domain))]
     return Sum(terms, plain.domain, plain.codomain)
+
+
+def by_parts(
+    multiply: Callable[[Sequence[tf.Tensor]], list[tf.Tensor]],
+    vector: Any,
+    domain: Space,
+    codomain: Space,
+) -> Any:
+    """Multiply by a vector in any layout, with a function that takes parts.
+
+    Parameters
+    ----------
+    multiply : callable
+        Takes and returns parts.
+    vector : sequence of tf.Tensor, or tf.Tensor
+        In any layout.
+    domain, codomain : Space
+        The spaces of vectors and products.
+    """
+    if isinstance(vector, (list, tuple)):
+        return multiply(vector)
+    if len(vector.shape) == 1:
+        return codomain.join(multiply(domain.split(vector)))
+    return tf.stack([codomain.join(multiply(domain.split(row))) for row in tf.unstack(vector)])
 
 
 def _times(tensor: tf.Tensor, weight: float) -> tf.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -36,14 +37,12 @@ class Selection:
         self.space = whole.subspace(places)
         self.runs = self._find_runs()
 
-    def widened(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Return a vector of the whole space, which is zero elsewhere, as its parts."""
-        given = dict(zip(self.places, parts))
-        return self._whole.with_zeros([given.get(i) for i in range(len(self._whole.shapes))])
-
-    def widened_flat(self, flat: tf.Tensor) -> tf.Tensor:
-        """Return a flat vector of the whole space, or rows, zero elsewhere."""
-        flat = tf.cast(flat, self._whole.dtype)
+    def widened(self, vector: Any) -> Any:
+        """Return a vector of the whole space, in any layout, which is zero elsewhere."""
+        if isinstance(vector, (list, tuple)):
+            given = dict(zip(self.places, vector))
+            return self._whole.with_zeros([given.get(i) for i in range(len(self._whole.shapes))])
+        flat = tf.cast(vector, self._whole.dtype)
         pieces = tf.split(flat, [end - start for start, end in self.runs], axis=-1)
         padded, at = [], 0
         for (start, end), piece in zip(self.runs, pieces):
@@ -52,13 +51,11 @@ class Selection:
         padded.append(self._zeros(flat, self._whole.size - at))
         return tf.concat(padded, axis=-1)
 
-    def taken(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Return the chosen parts of a vector of the whole space."""
-        return [parts[place] for place in self.places]
-
-    def taken_flat(self, flat: tf.Tensor) -> tf.Tensor:
-        """Return the chosen entries of a flat vector of the whole space, or of rows."""
-        pieces = [flat[..., start:end] for start, end in self.runs]
+    def taken(self, vector: Any) -> Any:
+        """Return the chosen parts of a vector of the whole space, in any layout."""
+        if isinstance(vector, (list, tuple)):
+            return [vector[place] for place in self.places]
+        pieces = [vector[..., start:end] for start, end in self.runs]
         joined = pieces[0] if len(pieces) == 1 else tf.concat(pieces, axis=-1)
         return tf.cast(joined, self.space.dtype)
 
@@ -91,21 +88,18 @@ class Restricted(LinearMap):
     def __init__(self, whole: LinearMap, rows: Selection, columns: Selection) -> None:
         self._whole, self._rows, self._columns = whole, rows, columns
         self.domain, self.codomain = columns.space, rows.space
-        self.streams, self.batches_held = whole.streams, whole.batches_held
-        self.nbytes = whole.nbytes
 
-    def apply(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Multiply by a vector given as the parts of the domain."""
-        return self._rows.taken(self._whole.apply(self._columns.widened(parts)))
+    @property
+    def nbytes(self) -> int | None:  # type: ignore[override]
+        """What the whole map holds."""
+        return self._whole.nbytes
 
-    def apply_flat(self, flat: tf.Tensor) -> tf.Tensor:
-        """Multiply by a flat vector."""
-        return self._rows.taken_flat(self._whole.apply_flat(self._columns.widened_flat(flat)))
+    @property
+    def streams(self) -> bool:  # type: ignore[override]
+        """Whether products of the whole map evaluate something again."""
+        return self._whole.streams
 
-    def apply_rows(self, rows: tf.Tensor) -> tf.Tensor:
-        """Multiply by each row of a block."""
-        return self._rows.taken_flat(self._whole.apply_rows(self._columns.widened_flat(rows)))
-
-    def transpose(self) -> LinearMap:
-        """Return the transposed part."""
-        return Restricted(self._whole.transpose(), self._columns, self._rows)
+    def apply(self, vector: Any, *, adjoint: bool = False) -> Any:
+        """Multiply by a vector in any layout."""
+        into, out = (self._rows, self._columns) if adjoint else (self._columns, self._rows)
+        return out.taken(self._whole.apply(into.widened(vector), adjoint=adjoint))

@@ -15,8 +15,8 @@ import tensorflow as tf
 from hvp._derivatives.doubts import refuse_missing_derivatives
 from hvp._derivatives.exact import exact_functions
 from hvp._engines.float64 import gradient_in_float64
+from hvp._engines.graph_map import GraphMap
 from hvp._engines.graph_program import GraphProgram, Results
-from hvp._engines.in_graph import StorableGraphMap
 from hvp._engines.linear_map import LinearMap
 from hvp._engines.options import Options
 from hvp._engines.plan import Facts, Plan, Remarks, WideGradient
@@ -160,7 +160,7 @@ class SinglePlan(Plan):
             results, residuals = self._program.evaluate(place)  # which runs no Python of the loss
         vectors = self._program.product.domain or Space.of_tensors(tf.nest.flatten(results.value))
         assert vectors is not None
-        return results, StorableGraphMap(self._program, residuals, vectors, self.space, place)
+        return results, GraphMap(self._program, residuals, vectors, self.space, place)
 
     def _on_tapes(self, place: Place) -> tuple[Results, LinearMap]:
         with contextlib.ExitStack() as stack:

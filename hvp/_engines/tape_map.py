@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvp._derivatives.corrections import corrected_derivatives
-from hvp._engines.linear_map import LinearMap
+from hvp._engines.linear_map import LinearMap, by_parts
 from hvp._engines.rule import Rule
 from hvp._engines.taped import TapedFunction, refuse_missing_in
 from hvp._graphs.place import Place
@@ -56,47 +56,30 @@ class TapeMap(LinearMap):
         self.domain, self.codomain, self.nbytes = domain, codomain, nbytes
         self._recorded: TapedFunction | None = None
 
-    def apply(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Multiply by a vector given as the parts of the domain."""
-        with self._place.scope():
-            return self.codomain.with_zeros(self._rule.multiply(self._state, parts))
-
-    def transpose(self) -> LinearMap:
-        """Return the transposed map; the first product with it records this one on a tape."""
-        return _TransposedTapeMap(self)
-
-    def recorded(self) -> TapedFunction:
-        """Return the map as a function on a tape, recorded at the first call."""
-        if self._recorded is None:
-            with Uninterrupted():
-                self._recorded = self._record()
-        return self._recorded
+    def apply(self, vector: Any, *, adjoint: bool = False) -> Any:
+        """Multiply by a vector in any layout; the first transposed product records the map."""
+        if adjoint:
+            return by_parts(self._apply_adjoint, vector, self.codomain, self.domain)
+        return by_parts(self._apply, vector, self.domain, self.codomain)
 
     def close(self) -> None:
         """Release the tapes and everything on them."""
         self._state = self._recorded = None
 
+    def _apply(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        with self._place.scope():
+            return self.codomain.with_zeros(self._rule.multiply(self._state, parts))
+
+    def _apply_adjoint(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        if self._recorded is None:
+            with Uninterrupted():
+                self._recorded = self._record()
+        return self.domain.with_zeros(self._recorded.vjp(parts))
+
     def _record(self) -> TapedFunction:
         # A linear map is its own derivative at every point, zero for one.
         zeros = self.domain.with_zeros([None] * len(self.domain.shapes))
         if self._certain:
-            refuse_missing_in(lambda *parts: self.apply(parts), zeros)
+            refuse_missing_in(lambda *parts: self._apply(parts), zeros)
         with corrected_derivatives():
-            return TapedFunction(lambda: self.apply(zeros), zeros)
-
-
-class _TransposedTapeMap(LinearMap):
-    """The transpose of a map on tapes, recorded as a function of the vector."""
-
-    def __init__(self, plain: TapeMap) -> None:
-        self._plain = plain
-        self.domain, self.codomain = plain.codomain, plain.domain
-        self.nbytes = plain.nbytes
-
-    def apply(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Multiply by a vector given as the parts of the domain."""
-        return self.codomain.with_zeros(self._plain.recorded().vjp(parts))
-
-    def transpose(self) -> LinearMap:
-        """Return the map itself."""
-        return self._plain
+            return TapedFunction(lambda: self._apply(zeros), zeros)

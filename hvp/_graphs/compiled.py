@@ -110,6 +110,9 @@ class Compiled:
 
     def _run(self, concrete: Any, tensors: Sequence[tf.Tensor], place: Place) -> Any:
         try:
+            if place is HERE:
+                captured = concrete.captured_inputs
+                return call_flat(concrete, tensors, captured, briefly=self._briefly)
             return self._run_there(concrete, tensors, place)
         except tf.errors.OpError as error:
             original = error_of_python(error) or refusal_of(error)
@@ -118,9 +121,6 @@ class Compiled:
             raise original from error
 
     def _run_there(self, concrete: Any, tensors: Sequence[tf.Tensor], place: Place) -> Any:
-        if place is HERE:
-            captured = concrete.captured_inputs
-            return call_flat(concrete, tensors, captured, briefly=self._briefly)
         if not place.runs_xla:
             concrete = self._within(concrete)
         with place.scope():

@@ -48,7 +48,7 @@ class FactoredInverse:
     def apply(self, rows: np.ndarray, checkpoint: Any = None) -> np.ndarray:
         """Multiply the inverse by each row, of shape `(k, n)`."""
         del checkpoint
-        return self._inverse.product_of_rows(tf.constant(rows)).numpy()
+        return self._inverse.linear_map.apply(tf.constant(rows)).numpy()
 
     def fingerprint(self) -> dict[str, str]:
         """Return a fingerprint of the matrix and its damping."""
@@ -62,13 +62,13 @@ class FactoredInverse:
         """
         if self._root is None:
             self._root = self._inverse.sqrt()
-        return self._root.product_of_rows(tf.constant(rows)).numpy()
+        return self._root.linear_map.apply(tf.constant(rows)).numpy()
 
     def whitened_solutions(self, solutions: np.ndarray) -> np.ndarray:
         """Return `whitened` of vectors, from what `apply` returned for them."""
         if self._root_of_matrix is None:
             self._root_of_matrix = self._matrix.sqrt(self._damping)
-        return self._root_of_matrix.product_of_rows(tf.constant(solutions)).numpy()
+        return self._root_of_matrix.linear_map.apply(tf.constant(solutions)).numpy()
 
     @property
     def operator(self) -> FactoredOperator:

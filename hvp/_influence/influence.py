@@ -28,7 +28,7 @@ from hvp._operators.curvature import Curvature, check_curvature, composed, rule_
 from hvp._operators.damping import check_damping
 from hvp._operators.gauss_newton import GaussNewtonOperator
 from hvp._operators.hessian import HessianOperator
-from hvp._operators.operator import SymmetricOperator, core_of
+from hvp._operators.symmetric import SymmetricOperator, core_of
 from hvp._runtime.arguments import check_count
 from hvp._runtime.guard import OneProcess
 from hvp._runtime.interrupts import Uninterrupted

@@ -19,7 +19,7 @@ from hvp._influence.gradient_store import GradientStore
 from hvp._influence.layer_gradients import LayerGradients
 from hvp._influence.score_store import ScoreStore
 from hvp._operators.hessian import HessianOperator
-from hvp._operators.operator import core_of
+from hvp._operators.symmetric import core_of
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.progress import progress_bar
 

@@ -97,6 +97,16 @@ class Block:
         """Return the block with other eigenvalues."""
         return replace(self, scales=scales, tensor=_tensor(scales, dtype))
 
+    def diagonal(self) -> np.ndarray:
+        """Return the diagonal entries, of shape `(K, I, O)`, in float64."""
+        diagonal = self.scales
+        if self.left is not None:
+            diagonal = self.left.numpy().astype(np.float64) ** 2 @ diagonal
+        if self.right is not None:
+            squares = self.right.numpy().astype(np.float64) ** 2
+            diagonal = diagonal @ squares.transpose(0, 2, 1)
+        return diagonal
+
     def multiply(self, rows: tf.Tensor) -> tf.Tensor:
         """Multiply by each row, of shape `(k, K I O)`."""
         groups, size, width = self.entries.shape

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,29 +10,23 @@ import numpy as np
 import tensorflow as tf
 
 from hvp._derivatives.belonging import belonging_to
-from hvp._errors import HvpError, TooLargeError
+from hvp._errors import HvpError
 from hvp._graphs.compiled import Compiled
-from hvp._graphs.private import is_for_xla
 from hvp._kronecker.block import Block
-from hvp._kronecker.factors import Factors, with_tensors
-from hvp._operators.arithmetic import DtypePreserving
+from hvp._kronecker.factored_map import FactoredMap
+from hvp._kronecker.factors import Factors
 from hvp._operators.damping import check_damping
+from hvp._operators.operator import Operator
 from hvp._runtime.arguments import check_count
-from hvp._runtime.guard import OneProcess
-from hvp._runtime.interrupts import Uninterrupted
-from hvp._vectors.arrays import check_array
-from hvp._vectors.nests import flattened, unflattened
 from hvp._vectors.selection import select
-from hvp._vectors.space import Space, as_tensor
+from hvp._vectors.space import Space
 from hvp._vectors.variables import VariableNest
 
-# Columns in one block when a dense matrix is assembled.
-_DENSE_BLOCK = 64
 # An eigenvalue counts as zero up to this many rounding errors of the largest.
 _ROUNDING_ERRORS = 8.0
 
 
-class FactoredOperator(OneProcess, DtypePreserving):
+class FactoredOperator(Operator):
     """A symmetric block-diagonal matrix that is held as eigenvalues and eigenvectors.
 
     Parameters
@@ -50,6 +43,8 @@ class FactoredOperator(OneProcess, DtypePreserving):
         The matrix that this one is made from, which it keeps alive.
     """
 
+    _is_symmetric = True
+
     def __init__(
         self,
         space: Space,
@@ -60,29 +55,13 @@ class FactoredOperator(OneProcess, DtypePreserving):
     ) -> None:
         self._space, self._nest, self._factors = space, nest, factors
         self._origin = origin
-        # Functions of the same matrix share them: they differ in eigenvalues only.
-        self._compiled: dict[str, Compiled] = {} if compiled is None else compiled
-        super().__init__(np.dtype(space.dtype.as_numpy_dtype), (space.size, space.size))
+        # Functions of the same matrix share what is compiled: they differ in eigenvalues only.
+        self._factored = FactoredMap(space, factors, {} if compiled is None else compiled)
+        super().__init__(self._factored)
 
     @property
     def _blocks(self) -> list[Block]:
         return self._factors.current()
-
-    __signature__: inspect.Signature
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        """Show the signature of `__init__`; scipy's `__new__` would show `(*args, **kwargs)`."""
-        super().__init_subclass__(**options)
-        signature = inspect.signature(cls.__init__)
-        cls.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])
-
-    def flatten(self, nest: Any) -> Any:
-        """Concatenate a nest shaped like the variables, as `HessianOperator.flatten` does."""
-        return flattened(self._space, nest)
-
-    def unflatten(self, vector: Any) -> Any:
-        """Split a vector, or a block of columns, as `HessianOperator.unflatten` does."""
-        return unflattened(self._space, vector)
 
     def __repr__(self) -> str:
         kinds = [block.kind for block in self._factors.held()]
@@ -246,129 +225,35 @@ class FactoredOperator(OneProcess, DtypePreserving):
         factors = Factors(own, self._factors)
         return FactoredOperator(self._space.subspace(places), nest, factors, origin=self)
 
-    def to_dense(self, *, max_size: int = 4096) -> np.ndarray:
-        """Return the whole matrix.
+    def diagonal(self, *, max_size: int | None = None) -> np.ndarray:
+        """Return the diagonal, from the eigenvectors: it takes no products.
 
         Parameters
         ----------
         max_size : int, optional
-            The largest `n` to accept.
-
-        Raises
-        ------
-        TooLargeError
-            If `n` is larger than `max_size`.
-        """
-        size = self.shape[0]
-        if size > max_size:
-            raise TooLargeError(
-                f"a dense matrix of {size} x {size} numbers was asked for",
-                f"at most {max_size} x {max_size}",
-                f"pass max_size={size} if {size**2 * self.dtype.itemsize / 2**30:.2g} GiB are what "
-                "you want",
-            )
-        columns = [np.eye(size, _DENSE_BLOCK, -i, self.dtype) for i in range(0, size, _DENSE_BLOCK)]
-        return np.concatenate([self.matmat(block) for block in columns], axis=1)[:, :size]
-
-    def product(self, v: Any) -> Any:
-        """Multiply by a vector of tensors: a nest like the variables, or a flat tensor.
-
-        Parameters
-        ----------
-        v : nest of tensors, or tf.Tensor
-            As for `HessianOperator.product`.
+            Not used, as there is no limit.
 
         Returns
         -------
-        nest of tf.Tensor, or tf.Tensor
-            The product in the form of `v`.
+        ndarray
+            The diagonal, of shape `(n,)`, in the operator's dtype.
         """
-        space = self._space
-        is_flat = space.is_flat(v)
-        if is_flat:
-            vector = as_tensor(v, space.dtype)
-        else:
-            parts = space.parts_of_nest(v)
-            vector = space.join(
-                [as_tensor(part, dtype) for part, dtype in zip(parts, space.dtypes)]
-            )
-        product = belonging_to(self._rows(vector[tf.newaxis])[0], self._nest.variables)
-        return product if is_flat else space.nest_of_parts(space.split(product))
-
-    def product_of_rows(self, rows: tf.Tensor) -> tf.Tensor:
-        """Multiply by each row of a tensor of shape `(k, n)`."""
-        return self._rows(rows)
+        del max_size
+        diagonal = np.empty(self.shape[0], self.dtype)
+        for block in self._blocks:
+            diagonal[block.entries] = block.diagonal()
+        return diagonal
 
     def rotate(self, rows: tf.Tensor) -> tf.Tensor:
         """Write each row, of shape `(k, n)`, in terms of the eigenvectors, block by block."""
-        return self._run("rotate", lambda block, piece: block.rotate(piece), rows)
+        return self._factored.run("rotate", Block.rotate, rows)
 
     def scales(self) -> np.ndarray:
         """Return the eigenvalues in the order of what `rotate` returns; shape `(n,)`."""
         return np.concatenate([block.scales.reshape(-1) for block in self._blocks])
 
-    def _matvec(self, x: np.ndarray) -> np.ndarray:
-        return self._matmat(x.reshape(-1, 1)).reshape(x.shape)
-
-    def _matmat(self, X: np.ndarray) -> np.ndarray:
-        X = check_array(X, self.shape[0], self.dtype, ndims=(2,))
-        return self._rows(tf.constant(np.ascontiguousarray(X.T))).numpy().T
-
-    def _adjoint(self) -> FactoredOperator:
-        return self
-
-    def _transpose(self) -> FactoredOperator:
-        return self
-
-    def _rows(self, rows: tf.Tensor) -> tf.Tensor:
-        return self._run("multiply", lambda block, piece: block.multiply(piece), rows, back=True)
-
-    @Uninterrupted()
-    def _run(
-        self,
-        name: str,
-        function: Callable[[Block, tf.Tensor], tf.Tensor],
-        rows: tf.Tensor,
-        *,
-        back: bool = False,
-    ) -> tf.Tensor:
-        if tf.executing_eagerly():
-            blocks = self._blocks
-            tensors = [tensor for block in blocks for tensor in block.tensors]
-            return self._compiled_for(name, function, blocks, back)(rows, *tensors)
-        tensors, is_stale = self._factors.in_graph()
-        with tf.init_scope():
-            compiled = self._compiled_for(name, function, self._factors.held(), back)
-        result = (compiled.inline if is_for_xla() else compiled)(rows, *tensors)
-        return tf.where(is_stale, tf.cast(float("nan"), result.dtype), result)
-
-    def _compiled_for(
-        self,
-        name: str,
-        function: Callable[[Block, tf.Tensor], tf.Tensor],
-        blocks: Sequence[Block],
-        back: bool,
-    ) -> Compiled:
-        if name in self._compiled:
-            return self._compiled[name]
-        forms = [block.without_numbers() for block in blocks]
-        order = np.concatenate([block.entries.reshape(-1) for block in forms])
-        is_sorted = bool(np.all(order[1:] > order[:-1]))
-        places = np.argsort(order)
-
-        def run(rows: tf.Tensor, *tensors: tf.Tensor) -> tf.Tensor:
-            own = with_tensors(forms, iter(tensors))
-            rows = rows if is_sorted else tf.gather(rows, order, axis=1)
-            sizes = [block.size for block in own]
-            pieces = tf.split(rows, sizes, axis=1) if len(sizes) > 1 else [rows]
-            done = [function(block, piece) for block, piece in zip(own, pieces)]
-            whole = tf.concat(done, axis=1) if len(done) > 1 else done[0]
-            return whole if is_sorted or not back else tf.gather(whole, places, axis=1)
-
-        rows = tf.TensorSpec([None, self._space.size], self._space.dtype)
-        tensors = [tf.TensorSpec(t.shape, t.dtype) for block in blocks for t in block.tensors]
-        self._compiled[name] = Compiled(run, [rows, *tensors], False)
-        return self._compiled[name]
+    def _belonging(self, product: Any) -> Any:
+        return belonging_to(product, self._nest.variables)
 
     def _of_scales(self, function: Callable[[np.ndarray], np.ndarray]) -> FactoredOperator:
         return self._function(lambda block: block.scaled(function, self._space.dtype))
@@ -376,7 +261,7 @@ class FactoredOperator(OneProcess, DtypePreserving):
     def _function(self, function: Callable[[Block], Block]) -> FactoredOperator:
         factors = Factors(lambda blocks: [*map(function, blocks)], self._factors)
         factors.current()  # so that what cannot be computed is refused now
-        return FactoredOperator(self._space, self._nest, factors, self._compiled, self)
+        return FactoredOperator(self._space, self._nest, factors, self._factored.compiled, self)
 
     def _refuse_singular(self, block: Block, damping: float) -> None:
         scales = block.scales + damping

@@ -34,8 +34,8 @@ from hvp._kronecker.rule import Arrangement, ScalesRule, StatisticsRule
 from hvp._kronecker.traced_model import TracedModel
 from hvp._operators.core import evaluated
 from hvp._operators.fisher import fisher_rule
-from hvp._operators.operator import SymmetricOperator
 from hvp._operators.predictions import checked_model, checked_output_loss, refuse_dict
+from hvp._operators.symmetric import SymmetricOperator
 from hvp._runtime.arguments import check_count
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.strategies import outside_strategies

@@ -7,7 +7,7 @@ from typing import Any
 from hvp._errors import HvpError
 from hvp._keras.compiled_loss import CompiledModel
 from hvp._operators.curvature import Curvature, check_curvature, rule_of
-from hvp._operators.operator import SymmetricOperator
+from hvp._operators.symmetric import SymmetricOperator
 
 
 def check_operator(

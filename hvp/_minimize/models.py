@@ -11,7 +11,7 @@ from hvp._errors import HvpError
 from hvp._minimize.points import Point, Points
 from hvp._minimize.samples import Samples
 from hvp._operators.core import Core
-from hvp._operators.operator import SymmetricOperator
+from hvp._operators.symmetric import SymmetricOperator
 from hvp._snapshots.problem import evaluate_loss
 
 

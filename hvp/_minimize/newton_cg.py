@@ -23,7 +23,7 @@ from hvp._minimize.objective import OPERATOR_OPTIONS
 from hvp._minimize.points import Points
 from hvp._minimize.subproblem import Subproblem
 from hvp._operators.curvature import Curvature
-from hvp._operators.operator import SymmetricOperator
+from hvp._operators.symmetric import SymmetricOperator
 from hvp._runtime.guard import OneProcess, refuse_forks
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.progress import check_progress, progress_bar

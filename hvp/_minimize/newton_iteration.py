@@ -19,7 +19,7 @@ from hvp._minimize.points import Point
 from hvp._minimize.steihaug import Ending, SteihaugResult
 from hvp._minimize.subproblem import Subproblem, euclidean_norm, to_float64
 from hvp._minimize.trust_region import is_accepted, next_damping, next_radius
-from hvp._operators.operator import SymmetricOperator, core_of
+from hvp._operators.symmetric import SymmetricOperator, core_of
 from hvp._vectors.resources import Resource
 from hvp._vectors.watch import Watch
 

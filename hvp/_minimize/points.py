@@ -18,7 +18,7 @@ from hvp._data.budget import Share
 from hvp._errors import HvpError, NonFiniteError, StaleOperatorError
 from hvp._minimize.position import Position
 from hvp._operators.core import Core
-from hvp._operators.operator import SymmetricOperator, core_of
+from hvp._operators.symmetric import SymmetricOperator, core_of
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._snapshots.problem import evaluate_loss
 from hvp._snapshots.snapshot import Snapshot

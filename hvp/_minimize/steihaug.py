@@ -26,7 +26,7 @@ import tensorflow as tf
 
 from hvp._graphs.compiled import Compiled
 from hvp._graphs.python_calls import can_wait_for_python
-from hvp._operators.operator import SymmetricOperator
+from hvp._operators.symmetric import SymmetricOperator
 from hvp._runtime.interrupts import deliver_interrupt
 
 # Python can handle an interrupt only between calls of the graph. A call is therefore limited to

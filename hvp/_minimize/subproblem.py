@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvp._minimize.steihaug import Ending, Steihaug, SteihaugResult
-from hvp._operators.operator import SymmetricOperator
+from hvp._operators.symmetric import SymmetricOperator
 from hvp._solve.nystrom import nystrom_eigen, nystrom_factors
 from hvp._solve.preconditioners import PRECONDITIONERS
 from hvp._solve.recycled import merged

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvp._engines.linear_map import LinearMap, damped
+from hvp._engines.linear_map import LinearMap
 from hvp._engines.options import ROUNDING, Engine, Options
 from hvp._engines.plan import Remarks
 from hvp._engines.restricted import Restricted, Selection
@@ -49,6 +49,8 @@ class Core:
         The same.
     space : Space
         The space of its vectors.
+    linear_map : LinearMap
+        What multiplies.
     problem : Problem or None
         The same.
     """
@@ -62,6 +64,7 @@ class Core:
     ) -> None:
         self.snapshot = snapshot
         self.space = snapshot.plan.space
+        self.linear_map: LinearMap = snapshot
         self._evaluate_gradient = evaluate_gradient
         self.problem = problem
         self._in_full: Core | None = None
@@ -70,10 +73,6 @@ class Core:
         # Without a cycle: the residuals are to be freed with the last operator.
         self._blocks: weakref.WeakValueDictionary[Any, BlockCore] = weakref.WeakValueDictionary()
         self._lock = threading.RLock()
-
-    def map(self, damping: float = 0.0) -> LinearMap:
-        """Return the linear map to multiply with here, plus a multiple of the identity."""
-        return damped(self.snapshot.map(), damping)
 
     def flatten(self, nest: Any) -> Any:
         """Concatenate a nest shaped like the variables into one vector; as the operator's own."""
@@ -173,24 +172,18 @@ class Core:
             yield None
             return
         assert self.problem is not None
-        wide: dict[str, Any] = {
-            "on_stale": "ignore",
-            "precision": None,
-            "jit_compile": False,
-            "wide": True,
-        }
+        wide: dict[str, Any] = {"precision": None, "jit_compile": False, "wide": True}
         with self._lock:  # other threads wait, since the evaluation is shared and closed
             try:
                 try:
                     with self.snapshot.with_seeds():
                         if self._in_float64 is None:
-                            self._in_float64 = Core(
-                                self.problem.snapshot(on_stale="ignore", **wide)
-                            )
+                            snapshot = self.problem.snapshot(on_stale="ignore", **wide)
+                            self._in_float64 = Core(snapshot)
                         else:
                             self._in_float64.snapshot.refresh()
                     zeros = tf.zeros([1, self.space.size], self.space.dtype)
-                    self._in_float64.map().apply_rows(zeros)
+                    self._in_float64.linear_map.apply(zeros)
                 except (tf.errors.OpError, HvpError) as error:
                     _log.info("the operator cannot be evaluated in float64: %s", error)
                     yield None
@@ -339,15 +332,12 @@ class BlockCore(Core):
         super().__init__(whole.snapshot, problem=whole.problem)
         self._whole, self.selection = whole, Selection(whole.space, places)
         self.space = self.selection.space
+        self.linear_map = Restricted(whole.linear_map, self.selection, self.selection)
 
     @property
     def variables(self) -> list[tf.Variable]:
         """The variables, in the order of the vectors."""
         return [self._whole.variables[place] for place in self.selection.places]
-
-    def map(self, damping: float = 0.0) -> LinearMap:
-        """Return the linear map to multiply with here, plus a multiple of the identity."""
-        return damped(Restricted(self._whole.map(), self.selection, self.selection), damping)
 
     @contextlib.contextmanager
     def in_full_precision(self) -> Iterator[Core]:
@@ -385,7 +375,7 @@ class BlockCore(Core):
 
     def gradient(self) -> tf.Tensor:
         """Return the gradient as one vector, of the length of the block."""
-        return self.selection.taken_flat(self._whole.gradient())
+        return self.selection.taken(self._whole.gradient())
 
 
 @Uninterrupted()

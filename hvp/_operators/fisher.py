@@ -19,8 +19,8 @@ from hvp._keras.compiled_loss import CompiledModel
 from hvp._keras.from_keras import FromKeras
 from hvp._operators.core import evaluated
 from hvp._operators.damping import check_damping
-from hvp._operators.operator import SymmetricOperator, core_of
 from hvp._operators.predictions import checked_model, checked_output_loss, refuse_dict
+from hvp._operators.symmetric import SymmetricOperator, core_of
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.strategies import outside_strategies
 from hvp._vectors.arrays import check_array
@@ -99,6 +99,9 @@ class FisherOperator(FromKeras, SymmetricOperator):
     If an example has several predictions, like a sequence of tokens, the empirical matrix uses the
     gradient of the whole loss of the example. For the other kinds, each prediction is drawn
     separately.
+
+    If the model mixes the examples of a batch, as batch normalization in training does, `g_i` is
+    the gradient of the loss that example `i` has within the batch.
 
     References
     ----------

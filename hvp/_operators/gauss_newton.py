@@ -14,8 +14,8 @@ from hvp._keras.from_keras import FromKeras
 from hvp._operators.core import evaluated
 from hvp._operators.curvature import gauss_newton_rule
 from hvp._operators.damping import check_damping
-from hvp._operators.operator import SymmetricOperator
 from hvp._operators.predictions import refuse_dict
+from hvp._operators.symmetric import SymmetricOperator
 from hvp._runtime.strategies import outside_strategies
 
 

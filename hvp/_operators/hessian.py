@@ -13,7 +13,7 @@ from hvp._engines.rule import HessianRule
 from hvp._keras.from_keras import FromKeras
 from hvp._operators.core import evaluated
 from hvp._operators.damping import check_damping
-from hvp._operators.operator import SymmetricOperator
+from hvp._operators.symmetric import SymmetricOperator
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.strategies import outside_strategies
 from hvp._vectors.arrays import check_array

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from types import TracebackType
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from hvp._data.elements import retraced
-from hvp._engines.linear_map import LinearMap
 from hvp._engines.options import Options, declared, without
 from hvp._engines.restricted import Restricted, Selection
 from hvp._engines.rule import PullbackRule
 from hvp._errors import InvalidLossError, InvalidVectorError
-from hvp._operators.rectangular import RectangularOperator
+from hvp._operators.operator import EvaluatedOperator
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.strategies import outside_strategies
 from hvp._snapshots.problem import Problem
-from hvp._snapshots.statistics import Statistics
-from hvp._vectors.nests import flattened, unflattened
 from hvp._vectors.selection import select
 from hvp._vectors.space import Space, as_tensor, check_numeric, outline
 
@@ -30,7 +25,7 @@ OPTIONS = without("reduction", "regularization", "weight", "devices", "device_ti
 
 
 @declared(OPTIONS)
-class JacobianOperator(RectangularOperator):
+class JacobianOperator(EvaluatedOperator):
     """The Jacobian of a function of the variables, as a rectangular scipy `LinearOperator`.
 
     The function is evaluated once, at the values the variables have now. What its derivative needs
@@ -118,33 +113,16 @@ class JacobianOperator(RectangularOperator):
     ) -> None:
         checked = Options.of(type(self).__name__, options, OPTIONS)
         rule = PullbackRule(_checked(function))
-        self.snapshot = Problem.of(rule, variables, data, checked).snapshot()
-        self._value = self.snapshot.value()
-        pullback = self.snapshot.map()
-        rows, columns = pullback.domain, pullback.codomain
-        dtype = np.result_type(rows.dtype.as_numpy_dtype, columns.dtype.as_numpy_dtype)
-        super().__init__(dtype, (rows.size, columns.size))
-
-    def __repr__(self) -> str:
-        rows, columns = self.shape
-        stats, standing = self.stats, self.snapshot.standing
-        properties = [f"{rows} x {columns}", self.dtype.name, f"engine {stats.engine!r}"]
-        if stats.batches_kept is not None:
-            properties.append(f"{stats.batches} batches")
-        properties += filter(None, [standing])
-        return f"{type(self).__name__}({', '.join(properties)})"
+        snapshot = Problem.of(rule, variables, data, checked).snapshot()
+        self._value = snapshot.value()
+        super().__init__(snapshot.T, snapshot)
 
     @property
     def value(self) -> Any:
         """The values of the function, a nest of tensors; those of batches are stacked."""
-        if self.snapshot.held is not None:
-            self._value = self.snapshot.value()
+        if self._snapshot.held is not None:
+            self._value = self._snapshot.value()
         return self._value
-
-    @property
-    def stats(self) -> Statistics:
-        """Counts of the work done so far."""
-        return self.snapshot.statistics
 
     @property
     def engine(self) -> str:
@@ -181,10 +159,21 @@ class JacobianOperator(RectangularOperator):
         ClosedOperatorError
             If the operator is closed.
         """
-        pushforward = self._map()
-        tangents = _parts(pushforward.domain, v)
-        products = self.snapshot.belonging(pushforward.apply(tangents))
-        return tf.nest.pack_sequence_as(self._value, products)
+        product = self._snapshot.belonging(
+            self.linear_map.apply(self.linear_map.domain.vector_of(v))
+        )
+        parts = self.linear_map.codomain.split(product) if tf.is_tensor(product) else product
+        return tf.nest.pack_sequence_as(self._value, parts)
+
+    def product(self, v: Any) -> Any:
+        """Multiply by a nest of tensors or a flat one; the product is a nest like `value`, or flat.
+
+        See `HessianOperator.product`.
+        """
+        product = super().product(v)
+        if tf.is_tensor(product):
+            return product
+        return tf.nest.pack_sequence_as(self._value, tf.nest.flatten(product))
 
     @tf.autograph.experimental.do_not_convert
     @Uninterrupted()
@@ -210,8 +199,8 @@ class JacobianOperator(RectangularOperator):
             As `jvp`.
         """
         if tf.executing_eagerly():
-            self.snapshot.make_sure()
-        pullback = self.snapshot.map()
+            self._snapshot.make_sure()
+        pullback = self._snapshot
         domain, codomain = pullback.domain, pullback.codomain
         shape = getattr(u, "shape", None)
         if shape is not None and tuple(shape) == (domain.size,) != domain.shapes[0]:
@@ -220,7 +209,7 @@ class JacobianOperator(RectangularOperator):
         else:
             parts = self._parts_of_value(u, domain)
         cotangents = [as_tensor(part, dtype) for part, dtype in zip(parts, domain.dtypes)]
-        products = self.snapshot.belonging(pullback.apply(cotangents))
+        products = self._snapshot.belonging(pullback.apply(cotangents))
         return codomain.nest_of_parts(products)
 
     def _parts_of_value(self, u: Any, domain: Space) -> list[Any]:
@@ -241,17 +230,7 @@ class JacobianOperator(RectangularOperator):
         return parts
 
     @Uninterrupted()
-    def flatten(self, nest: Any) -> Any:
-        """Concatenate a nest shaped like the variables, as `HessianOperator.flatten` does."""
-        return flattened(self.snapshot.plan.space, nest)
-
-    @Uninterrupted()
-    def unflatten(self, vector: Any) -> Any:
-        """Split a vector of `n` numbers, or a block, as `HessianOperator.unflatten` does."""
-        return unflattened(self.snapshot.plan.space, vector)
-
-    @Uninterrupted()
-    def block(self, variables: Any) -> ColumnBlock:
+    def block(self, variables: Any) -> EvaluatedOperator:
         """Return the columns of some of the variables.
 
         Parameters
@@ -261,7 +240,7 @@ class JacobianOperator(RectangularOperator):
 
         Returns
         -------
-        ColumnBlock
+        Operator
             A rectangular operator, which shares the residuals, `refresh` and `close` with this one.
             A product takes as long as one with the whole matrix.
 
@@ -279,62 +258,16 @@ class JacobianOperator(RectangularOperator):
         array([[1.],
                [2.]], dtype=float32)
         """
-        plan = self.snapshot.plan
-        return ColumnBlock(self, select(variables, plan.space.paths, plan.nest.variables))
+        plan, rows = self._snapshot.plan, self.linear_map.codomain
+        chosen = select(variables, plan.space.paths, plan.nest.variables)
+        every = Selection(rows, range(len(rows.shapes)))
+        columns = Restricted(self.linear_map, every, Selection(plan.space, chosen))
+        return EvaluatedOperator(columns, self._snapshot)
 
     def refresh(self) -> None:
         """Evaluate again, at the values the variables have now."""
-        self.snapshot.refresh()
-        self._value = self.snapshot.value()
-
-    def close(self) -> None:
-        """Release the residuals, but not `value`. Closing twice does nothing."""
-        self.snapshot.close()
-
-    def __enter__(self) -> JacobianOperator:
-        """Return the operator."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
-        """Release the residuals."""
-        self.close()
-
-    def _map(self) -> LinearMap:
-        return self.snapshot.map().transpose()
-
-
-class ColumnBlock(RectangularOperator):
-    """The columns of a Jacobian that belong to some of the variables.
-
-    Parameters
-    ----------
-    whole : JacobianOperator
-        The Jacobian.
-    places : sequence of int
-        Which variables the columns belong to.
-    """
-
-    def __init__(self, whole: JacobianOperator, places: Sequence[int]) -> None:
-        self._whole = whole
-        self._columns = Selection(whole.snapshot.plan.space, places)
-        super().__init__(whole.dtype, (whole.shape[0], self._columns.space.size))
-
-    def _map(self) -> LinearMap:
-        pushforward = self._whole.snapshot.map().transpose()
-        rows = pushforward.codomain
-        every = Selection(rows, range(len(rows.shapes)))
-        return Restricted(pushforward, every, self._columns)
-
-
-def _parts(space: Space, v: Any) -> list[tf.Tensor]:
-    flat = space.is_flat(v)
-    parts = space.split(as_tensor(v, space.dtype)) if flat else space.parts_of_nest(v)
-    return [as_tensor(part, dtype) for part, dtype in zip(parts, space.dtypes)]
+        super().refresh()
+        self._value = self._snapshot.value()
 
 
 def _checked(function: Any) -> Callable[..., Any]:

@@ -1,10 +1,10 @@
-"""Symmetric operators: a snapshot's linear map as a scipy and as a TensorFlow operator."""
+"""Operators: a linear map as a scipy and as a TensorFlow operator."""
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
+import math
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -12,21 +12,19 @@ import numpy as np
 import scipy.sparse
 import tensorflow as tf
 
-from hvp._engines.linear_map import LinearMap
-from hvp._engines.restricted import Restricted, Selection
-from hvp._errors import TooLargeError
+from hvp._engines.linear_map import LinearMap, damped
+from hvp._errors import HvpError, TooLargeError
 from hvp._operators.arithmetic import DtypePreserving
-from hvp._operators.core import Core
 from hvp._operators.damping import check_damping
-from hvp._operators.rectangular import RectangularOperator
+from hvp._operators.tf_operator import TensorFlowOperator
 from hvp._runtime.guard import OneProcess
 from hvp._runtime.interrupts import Uninterrupted, deliver_interrupt
+from hvp._snapshots.snapshot import Snapshot
 from hvp._snapshots.statistics import Statistics
 from hvp._vectors.arrays import check_array, check_product
-from hvp._vectors.selection import groups, select
-from hvp._vectors.space import as_tensor
+from hvp._vectors.nests import flattened, unflattened
 
-Self = TypeVar("Self", bound="SymmetricOperator")
+Self = TypeVar("Self", bound="Operator")
 
 # Vectors with at least this many bytes are multiplied part by part.
 _LONG = 2**26
@@ -34,18 +32,22 @@ _LONG = 2**26
 _DENSE_BLOCK = 64
 
 
-class SymmetricOperator(OneProcess, DtypePreserving):
-    """Base class of the symmetric operators: vectors, arrays and blocks in, the same out.
+class Operator(OneProcess, DtypePreserving):
+    """Base class of all operators: vectors, arrays and blocks in, the same out.
 
     Parameters
     ----------
-    core : Core
-        The snapshot with the linear map. Operators that differ in damping only share it.
-    damping : float
-        The multiple of the identity to add.
+    linear_map : LinearMap
+        What multiplies.
+    dtype : numpy.dtype, optional
+        The type of arrays that are returned; by default the wider one of vectors and products.
     """
 
     __signature__: inspect.Signature
+    # Whether it is its own transpose.
+    _is_symmetric = False
+    # What it is the transpose of.
+    _plain: Operator | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Show the signature of `__init__`; scipy's `__new__` would show `(*args, **kwargs)`."""
@@ -53,56 +55,16 @@ class SymmetricOperator(OneProcess, DtypePreserving):
         signature = inspect.signature(cls.__init__)
         cls.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])
 
-    def __init__(self, core: Core, damping: float) -> None:
-        self._core = core
-        self._damping = check_damping(damping)
-        self._space = core.space
-        size = self._space.size
-        super().__init__(np.dtype(self._space.dtype.as_numpy_dtype), (size, size))
+    def __init__(self, linear_map: LinearMap) -> None:
+        self.linear_map = linear_map
+        rows, columns = linear_map.codomain, linear_map.domain
+        dtype = np.result_type(rows.dtype.as_numpy_dtype, columns.dtype.as_numpy_dtype)
+        super().__init__(dtype, (rows.size, columns.size))
 
     def __repr__(self) -> str:
-        size, stats = self.shape[0], self.stats
-        properties = [f"{size} x {size}", self.dtype.name, f"engine {stats.engine!r}"]
-        if self._damping:
-            properties.append(f"damping {self._damping:g}")
-        if stats.batches_kept is not None:
-            properties.append(f"{stats.batches} batches")
-        properties += filter(None, [self._core.snapshot.standing])
-        return f"{type(self).__name__}({', '.join(properties)})"
-
-    @property
-    def damping(self) -> float:
-        """The multiple of the identity that is added."""
-        return self._damping
-
-    @property
-    def is_positive_semidefinite(self) -> bool:
-        """Whether it is known that no eigenvalue is negative, damping included.
-
-        It is for Fisher matrices, and for Gauss-Newton matrices with ``convex=True``, unless a
-        regularization is added.
-        """
-        return self._core.is_positive_semidefinite and self._damping >= 0
-
-    @property
-    @Uninterrupted()
-    def value(self) -> float:
-        """The loss at the values of the last evaluation."""
-        return float(self._core.snapshot.value())
-
-    @property
-    @Uninterrupted()
-    def gradient(self) -> np.ndarray:
-        """The gradient of the loss at the values of the last evaluation.
-
-        A new array of shape `(n,)` each time, in the operator's dtype. Damping is not part of it.
-        """
-        return self._core.gradient().numpy()
-
-    @property
-    def stats(self) -> Statistics:
-        """Counts of the work done so far."""
-        return self._core.snapshot.statistics
+        if self._plain is not None:
+            return f"{self._plain!r}.T"
+        return f"{type(self).__name__}({', '.join(self._properties())})"
 
     @tf.autograph.experimental.do_not_convert
     @Uninterrupted()
@@ -118,8 +80,7 @@ class SymmetricOperator(OneProcess, DtypePreserving):
         Returns
         -------
         nest of tf.Tensor, or tf.Tensor
-            The product in the form of `v`: a nest in the variables' dtypes, or a flat tensor in the
-            operator's.
+            The product in the form of `v`: a nest, or a flat tensor.
 
         Raises
         ------
@@ -151,13 +112,8 @@ class SymmetricOperator(OneProcess, DtypePreserving):
         Unlike `H @ v`, this does not check whether entries are finite, which would mean waiting for
         the device.
         """
-        space, held = self._space, self._core.map(self._damping)
-        belongs = self._core.snapshot.belonging
-        if space.is_flat(v):
-            return belongs(held.apply_flat(as_tensor(v, space.dtype)))
-        parts = space.parts_of_nest(v)
-        vector = [as_tensor(part, dtype) for part, dtype in zip(parts, space.dtypes)]
-        return space.nest_of_parts(belongs(held.apply(vector)))
+        product = self._belonging(self.linear_map.apply(self.linear_map.domain.vector_of(v)))
+        return product if tf.is_tensor(product) else self.linear_map.codomain.nest_of_parts(product)
 
     def matvec(self, x: Any) -> np.ndarray:
         """Multiply by one vector.
@@ -171,7 +127,7 @@ class SymmetricOperator(OneProcess, DtypePreserving):
         Returns
         -------
         ndarray
-            The product, shaped like `x`, in the operator's dtype.
+            The product, of shape `(m,)` or `(m, 1)`, in the operator's dtype.
 
         Raises
         ------
@@ -184,8 +140,9 @@ class SymmetricOperator(OneProcess, DtypePreserving):
         ClosedOperatorError
             If the operator is closed.
         """
-        x = check_array(x, self.shape[0], self.dtype, ndims=(1, 2))
-        return self._matvec(x).reshape(x.shape)
+        x = check_array(x, self.shape[1], self.dtype, ndims=(1, 2))
+        product = self._matvec(x)
+        return product if x.ndim == 1 else product[:, np.newaxis]
 
     def matmat(self, X: Any) -> np.ndarray:
         """Multiply by a block of columns.
@@ -198,7 +155,7 @@ class SymmetricOperator(OneProcess, DtypePreserving):
         Returns
         -------
         ndarray
-            The products, shaped like `X`, in the operator's dtype.
+            The products, of shape `(m, k)`, in the operator's dtype.
 
         Raises
         ------
@@ -207,15 +164,15 @@ class SymmetricOperator(OneProcess, DtypePreserving):
         """
         if scipy.sparse.issparse(X):
             X = X.toarray()
-        return self._matmat(check_array(X, self.shape[0], self.dtype, ndims=(2,)))
+        return self._matmat(check_array(X, self.shape[1], self.dtype, ndims=(2,)))
 
     def rmatvec(self, x: Any) -> np.ndarray:
-        """Multiply by one vector; the same as `matvec`, since the operator is symmetric."""
-        return self.matvec(x)
+        """Multiply the transpose by one vector, of shape `(m,)` or `(m, 1)`; see `matvec`."""
+        return self.matvec(x) if self._is_symmetric else self.T.matvec(x)
 
     def rmatmat(self, X: Any) -> np.ndarray:
-        """Multiply by a block of columns; the same as `matmat`, since the operator is symmetric."""
-        return self.matmat(X)
+        """Multiply the transpose by a block of columns, of shape `(m, k)`; see `matmat`."""
+        return self.matmat(X) if self._is_symmetric else self.T.matmat(X)
 
     def dot(self, x: Any) -> Any:
         """Multiply by a scalar, an operator, or an array of one or two axes."""
@@ -225,6 +182,8 @@ class SymmetricOperator(OneProcess, DtypePreserving):
 
     def __matmul__(self, other: Any) -> Any:
         """Multiply by an operator or an array of one or two axes."""
+        if type(other) is np.ndarray and other.ndim == 1:
+            return self.matvec(other)
         return self.dot(other) if type(other) is np.ndarray else super().__matmul__(other)
 
     def damped(self: Self, lam: float) -> Self:
@@ -238,124 +197,89 @@ class SymmetricOperator(OneProcess, DtypePreserving):
         Returns
         -------
         operator of the same kind
-            It shares the residuals, `stats`, `refresh` and `close` with this one.
+            It shares everything with this one.
+
+        Raises
+        ------
+        HvpError
+            If the operator is not square.
         """
+        self._refuse_rectangular("damped", "for a least-squares problem pass damp to scipy's lsqr")
         twin = copy.copy(self)
-        twin._damping = self._damping + check_damping(lam)
+        twin.linear_map = damped(self.linear_map, check_damping(lam))
+        twin._plain = None if self._plain is None else self._plain.damped(lam)
         return twin
 
     @Uninterrupted()
-    def to_dense(self, *, max_size: int = 4096) -> np.ndarray:
-        """Return the whole matrix, which takes `n` products.
+    def diagonal(self, *, max_size: int = 4096) -> np.ndarray:
+        """Return the diagonal, exactly, which takes `n` products.
 
         Parameters
         ----------
         max_size : int, optional
-            The largest `n` to accept. Memory grows as the square of `n`.
+            The largest `n` to accept. `hvp.diagonal` estimates the diagonal of a larger matrix.
 
         Returns
         -------
         ndarray
-            The matrix of shape `(n, n)`, damping included, in the operator's dtype.
+            The diagonal, of shape `(n,)`, damping included, in the operator's dtype.
 
         Raises
         ------
         TooLargeError
             If `n` is larger than `max_size`.
+        HvpError
+            If the operator is not square.
         """
+        self._refuse_rectangular("asked for its diagonal", "")
         size = self.shape[0]
         if size > max_size:
             raise TooLargeError(
-                f"a dense matrix of {size} x {size} numbers was asked for",
-                f"at most {max_size} x {max_size}",
-                f"pass max_size={size} if {size} products and "
-                f"{size**2 * self.dtype.itemsize / 2**30:.2g} GiB are what you want",
+                f"the diagonal of a matrix of {size} x {size} numbers takes {size} products",
+                f"at most {max_size}",
+                f"pass max_size={size}, or use hvp.diagonal, which estimates it",
             )
-        dense = np.empty((size, size), self.dtype)
-        for start in range(0, size, _DENSE_BLOCK):
-            columns = np.arange(start, min(start + _DENSE_BLOCK, size))
-            block = np.zeros((size, len(columns)), self.dtype)
-            block[columns, columns - start] = 1
-            dense[:, columns] = self.matmat(block)
-            deliver_interrupt()
-        return dense
+        columns = self._products_of_unit_vectors(self.linear_map)
+        return np.concatenate([np.diagonal(block[taken]) for taken, block in columns])
 
     @Uninterrupted()
-    def block(self, rows: Any, columns: Any = None) -> BlockOperator | OffDiagonalBlock:
-        """Return a block of the matrix, of some of the variables.
+    def to_dense(self, *, max_size: int = 4096) -> np.ndarray:
+        """Return the whole matrix, which takes as many products as its shorter side is long.
 
         Parameters
         ----------
-        rows : str, variable, layer, module or list of these
-            The variables. A string is a pattern for one or several successive parts of a
-            variable's path: ``"dense_2"`` stands for all variables of the layer of this name,
-            ``"kernel"`` for all kernels, ``"encoder_*/attention"`` for the attention layers in
-            several others. The variables keep the order that they have in this operator.
-        columns : like `rows`, optional
-            The variables of the columns, for a block that is not on the diagonal.
+        max_size : int, optional
+            The matrix may have as many entries as a square one of this size.
 
         Returns
         -------
-        BlockOperator or OffDiagonalBlock
-            A symmetric operator like this one, with its damping; or, if `columns` is given, a
-            rectangular one. Both share the residuals, `stats`, `refresh` and `close` with this
-            operator: nothing is traced or evaluated again.
+        ndarray
+            The matrix of shape `(m, n)`, damping included, in the operator's dtype.
 
         Raises
         ------
-        InvalidVariablesError
-            If something is none of the operator's variables.
-
-        Notes
-        -----
-        A product takes as long as one with the whole matrix.
-
-        Examples
-        --------
-        >>> import numpy as np
-        >>> import tensorflow as tf
-        >>> import hvp
-        >>> a, b = tf.Variable([1.0, 2.0], name="a"), tf.Variable(3.0, name="b")
-        >>> H = hvp.HessianOperator(lambda: b * tf.reduce_sum(a**2), [a, b])
-        >>> H.block("a").to_dense()
-        array([[6., 0.],
-               [0., 6.]], dtype=float32)
-        >>> H.block(a, b).to_dense()
-        array([[2.],
-               [4.]], dtype=float32)
+        TooLargeError
+            If it has more entries than that.
         """
-        places = self._places(rows)
-        if columns is None:
-            return self._block(places)
-        return OffDiagonalBlock(self._core, places, self._places(columns))
-
-    @Uninterrupted()
-    def blocks(self) -> dict[str, BlockOperator]:
-        """Return the diagonal blocks of the layers, which together have all variables.
-
-        Returns
-        -------
-        dict of str to BlockOperator
-            The blocks by the paths of the layers, in the order of the variables. A variable that is
-            in no layer has a block of its own.
-
-        Examples
-        --------
-        >>> import tensorflow as tf
-        >>> import hvp
-        >>> a, b = tf.Variable([1.0, 2.0], name="a"), tf.Variable(3.0, name="b")
-        >>> H = hvp.HessianOperator(lambda: b * tf.reduce_sum(a**2), [a, b])
-        >>> {name: block.shape for name, block in H.blocks().items()}
-        {'a': (2, 2), 'b': (1, 1)}
-        """
-        by_layer = groups(self._core.variable_names)
-        return {layer: self._block(places) for layer, places in by_layer.items()}
-
-    def _places(self, chosen: Any) -> list[int]:
-        return select(chosen, self._core.variable_names, self._core.variables)
-
-    def _block(self, places: Sequence[int]) -> BlockOperator:
-        return BlockOperator(self._core.block(places), self._damping)
+        rows, columns = self.shape
+        if rows * columns > max_size**2:
+            least = math.isqrt(rows * columns - 1) + 1
+            raise TooLargeError(
+                f"a dense matrix of {rows} x {columns} numbers was asked for",
+                f"at most {max_size} x {max_size}",
+                f"pass max_size={least} if {min(rows, columns)} products and "
+                f"{rows * columns * self.dtype.itemsize / 2**30:.2g} GiB are what you want",
+            )
+        by_rows = rows < columns
+        dense = np.empty(self.shape, self.dtype)
+        for taken, block in self._products_of_unit_vectors(
+            self.linear_map.T if by_rows else self.linear_map
+        ):
+            if by_rows:
+                dense[taken] = block.T
+            else:
+                dense[:, taken] = block
+        return dense
 
     @Uninterrupted()
     def flatten(self, nest: Any) -> Any:
@@ -371,7 +295,7 @@ class SymmetricOperator(OneProcess, DtypePreserving):
         ndarray or tf.Tensor
             A vector of shape `(n,)` in the operator's dtype. It is an ndarray if all parts are.
         """
-        return self._core.flatten(nest)
+        return flattened(self.linear_map.domain, nest)
 
     @Uninterrupted()
     def unflatten(self, vector: Any) -> Any:
@@ -388,7 +312,7 @@ class SymmetricOperator(OneProcess, DtypePreserving):
             Parts shaped and typed like the variables; for a block each part has a further last
             axis, which numbers the columns. They are tensors if `vector` is one.
         """
-        return self._core.unflatten(vector)
+        return unflattened(self.linear_map.domain, vector)
 
     def as_tf_operator(
         self, *, is_positive_definite: bool | None = None, name: str = "HessianOperator"
@@ -400,14 +324,14 @@ class SymmetricOperator(OneProcess, DtypePreserving):
         is_positive_definite : bool, optional
             Whether the matrix, damping included, is positive definite, as far as you know.
             `tf.linalg.experimental.conjugate_gradient` requires it. By default it is True for a
-            damped matrix that `is_positive_semidefinite`, and otherwise unknown.
+            damped matrix that is known to be positive semi-definite, and otherwise unknown.
         name : str, optional
             The name of the operator in TensorFlow.
 
         Returns
         -------
         tf.linalg.LinearOperator
-            A self-adjoint, square operator that shares everything with this one.
+            It shares everything with this one, and is self-adjoint if this is symmetric.
 
         Examples
         --------
@@ -420,18 +344,103 @@ class SymmetricOperator(OneProcess, DtypePreserving):
         >>> solution.x.numpy().round(5)
         array([1., 1.], dtype=float32)
         """
-        from hvp._operators.tf_operator import TensorFlowOperator
-
-        if is_positive_definite is None and self.is_positive_semidefinite and self._damping:
-            is_positive_definite = True
-
         return TensorFlowOperator(
             self._columns,
-            self.shape[0],
-            self._space.dtype,
+            self.shape,
+            self.linear_map.codomain.dtype,
+            is_self_adjoint=self._is_symmetric,
             is_positive_definite=is_positive_definite,
             name=name,
         )
+
+    @Uninterrupted()
+    def _matvec(self, x: np.ndarray) -> np.ndarray:
+        x, domain = x.reshape(-1), self.linear_map.domain
+        if x.nbytes < _LONG:
+            product = self.linear_map.apply(tf.constant(x, domain.dtype)).numpy()
+        else:
+            # Part by part, so that there are no copies of the whole vector or product besides.
+            parts = domain.parts_of_array(x.astype(domain.dtype.as_numpy_dtype, copy=False))
+            product = self.linear_map.codomain.array_of_parts(self.linear_map.apply(parts))
+        return check_product(product if product.dtype == self.dtype else product.astype(self.dtype))
+
+    @Uninterrupted()
+    def _matmat(self, X: np.ndarray) -> np.ndarray:
+        if X.shape[1] == 0:
+            return np.zeros((self.shape[0], 0), self.dtype)
+        product = self._columns(tf.constant(X, self.linear_map.domain.dtype)).numpy()
+        return check_product(product.astype(self.dtype, copy=False))
+
+    def _adjoint(self) -> Operator:
+        if self._is_symmetric:
+            return self
+        if self._plain is None:
+            twin = self._over(self.linear_map.T)
+            twin._plain = self
+            return twin
+        return self._plain
+
+    def _transpose(self) -> Operator:
+        return self._adjoint()
+
+    def _over(self, linear_map: LinearMap) -> Operator:
+        """Return an operator over another map that shares what this one does."""
+        return Operator(linear_map)
+
+    def _columns(self, block: tf.Tensor, adjoint: bool = False) -> tf.Tensor:
+        """Multiply a tensor of shape `(n, k)`."""
+        rows = self.linear_map.apply(
+            tf.transpose(block), adjoint=adjoint and not self._is_symmetric
+        )
+        return self._belonging(tf.transpose(rows))
+
+    def _belonging(self, product: Any) -> Any:
+        """Return the tensors of a product, as a tape around it should see them."""
+        return product
+
+    def _properties(self) -> list[str]:
+        """Return what `repr` shows."""
+        rows, columns = self.shape
+        return [f"{rows} x {columns}", self.dtype.name]
+
+    def _products_of_unit_vectors(self, held: LinearMap) -> Any:
+        """Iterate over numbers of columns, and the products that are these columns."""
+        count = held.domain.size
+        for start in range(0, count, _DENSE_BLOCK):
+            taken = np.arange(start, min(start + _DENSE_BLOCK, count))
+            rows = np.zeros((len(taken), count), held.domain.dtype.as_numpy_dtype)
+            rows[taken - start, taken] = 1
+            product = held.apply(tf.constant(rows)).numpy().T
+            yield taken, check_product(product.astype(self.dtype, copy=False))
+            deliver_interrupt()
+
+    def _refuse_rectangular(self, what: str, remedy: str) -> None:
+        rows, columns = self.shape
+        if rows != columns:
+            raise HvpError(
+                f"an operator of shape {rows} x {columns} is {what}", "a square operator", remedy
+            )
+
+
+class EvaluatedOperator(Operator):
+    """An operator whose map is that of an evaluation at the values of variables.
+
+    Parameters
+    ----------
+    linear_map : LinearMap
+        What multiplies: the map of the snapshot, or one that is made from it.
+    snapshot : Snapshot
+        The evaluation.
+    """
+
+    def __init__(self, linear_map: LinearMap, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+        super().__init__(linear_map)
+
+    @property
+    def stats(self) -> Statistics:
+        """Counts of the work done so far."""
+        return self._snapshot.statistics
 
     def refresh(self) -> None:
         """Evaluate again, at the values the variables have now.
@@ -447,33 +456,11 @@ class SymmetricOperator(OneProcess, DtypePreserving):
         This costs one evaluation of the gradient, as the constructor does. The residuals of the old
         point are released first, so that the two never have to fit in memory together.
         """
-        self._core.snapshot.refresh()
-
-    def release_gradient(self) -> None:
-        """Release the gradient, where memory is short and products are all you need.
-
-        It takes `n` numbers. Until the next `refresh`, `gradient` then raises an `HvpError`, as do
-        functions that need the gradient. Products are not affected.
-
-        Examples
-        --------
-        >>> import numpy as np
-        >>> import tensorflow as tf
-        >>> import hvp
-        >>> w = tf.Variable([1.0, 2.0])
-        >>> H = hvp.HessianOperator(lambda: tf.reduce_sum(w**4) / 12, w)
-        >>> H.release_gradient()
-        >>> H @ np.ones(2)
-        array([1., 4.], dtype=float32)
-        >>> H.refresh()
-        >>> H.gradient.round(3)
-        array([0.333, 2.667], dtype=float32)
-        """
-        self._core.snapshot.release_gradient()
+        self._snapshot.refresh()
 
     def close(self) -> None:
         """Release the residuals. Closing twice does nothing."""
-        self._core.snapshot.close()
+        self._snapshot.close()
 
     def __enter__(self: Self) -> Self:
         """Return the operator."""
@@ -488,74 +475,15 @@ class SymmetricOperator(OneProcess, DtypePreserving):
         """Release the residuals."""
         self.close()
 
-    @Uninterrupted()
-    def _matvec(self, x: np.ndarray) -> np.ndarray:
-        x, held = x.reshape(-1), self._core.map(self._damping)
-        if x.nbytes < _LONG:
-            return check_product(held.apply_flat(tf.constant(x)).numpy())
-        # Part by part, so that there are no copies of the whole vector or product besides.
-        return check_product(self._space.array_of_parts(held.apply(self._space.parts_of_array(x))))
+    def _over(self, linear_map: LinearMap) -> EvaluatedOperator:
+        return EvaluatedOperator(linear_map, self._snapshot)
 
-    @Uninterrupted()
-    def _matmat(self, X: np.ndarray) -> np.ndarray:
-        if X.shape[1] == 0:
-            return np.zeros(X.shape, self.dtype)
-        return check_product(self._columns(tf.constant(X)).numpy())
+    def _belonging(self, product: Any) -> Any:
+        return self._snapshot.belonging(product)
 
-    def _adjoint(self: Self) -> Self:
-        return self
-
-    def _transpose(self: Self) -> Self:
-        return self
-
-    def _columns(self, block: tf.Tensor) -> tf.Tensor:
-        """Multiply a tensor of shape `(n, k)`."""
-        rows = self._core.map(self._damping).apply_rows(tf.transpose(block))
-        return self._core.snapshot.belonging(tf.transpose(rows))
-
-
-class BlockOperator(SymmetricOperator):
-    """A diagonal block of a symmetric operator, which `block` and `blocks` return.
-
-    It has everything that the operator has: products, `damped`, `to_dense`, the part of the
-    `gradient`, and `hvp.solve` takes it.
-    """
-
-    def __repr__(self) -> str:
-        names = self._core.variable_names
-        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        return f"{super().__repr__()[:-1]}, of {shown})"
-
-
-class OffDiagonalBlock(RectangularOperator):
-    """A rectangular block of a symmetric operator: some of its rows and columns.
-
-    Parameters
-    ----------
-    core : Core
-        That of the operator.
-    rows, columns : sequence of int
-        Which variables the block belongs to.
-    """
-
-    def __init__(self, core: Core, rows: Sequence[int], columns: Sequence[int]) -> None:
-        self._core = core
-        self._rows_of, self._columns_of = (
-            Selection(core.space, places) for places in (rows, columns)
-        )
-        of = self._rows_of.space, self._columns_of.space
-        dtype = np.result_type(*(space.dtype.as_numpy_dtype for space in of))
-        super().__init__(dtype, (of[0].size, of[1].size))
-
-    def __repr__(self) -> str:
-        (rows, columns), standing = self.shape, self._core.snapshot.standing
-        properties = [f"{rows} x {columns}", self.dtype.name, *filter(None, [standing])]
-        return f"{type(self).__name__}({', '.join(properties)})"
-
-    def _map(self) -> LinearMap:
-        return Restricted(self._core.map(), self._rows_of, self._columns_of)
-
-
-def core_of(operator: SymmetricOperator) -> Core:
-    """Return what the rest of the package uses of an operator."""
-    return operator._core
+    def _properties(self) -> list[str]:
+        stats, standing = self.stats, self._snapshot.standing
+        properties = [*super()._properties(), f"engine {stats.engine!r}"]
+        if stats.batches_kept is not None:
+            properties.append(f"{stats.batches} batches")
+        return [*properties, *filter(None, [standing])]

@@ -8,16 +8,19 @@ import tensorflow as tf
 
 
 class TensorFlowOperator(tf.linalg.LinearOperator):
-    """A square, self-adjoint operator, defined by its products with blocks of columns.
+    """An operator that is defined by its products with blocks of columns.
 
     Parameters
     ----------
     multiply : callable
-        Takes and returns a tensor of shape `(n, k)`.
-    size : int
-        The `n` above.
+        Takes a tensor of shape `(n, k)`, and whether to multiply by the transpose; returns one of
+        shape `(m, k)`.
+    shape : tuple of int
+        `(m, n)`.
     dtype : tf.DType
         Of the entries.
+    is_self_adjoint : bool
+        Whether it is its own transpose.
     is_positive_definite : bool, optional
         The caller's word for it.
     name : str
@@ -26,57 +29,62 @@ class TensorFlowOperator(tf.linalg.LinearOperator):
 
     def __init__(
         self,
-        multiply: Callable[[tf.Tensor], tf.Tensor],
-        size: int,
+        multiply: Callable[..., tf.Tensor],
+        shape: tuple[int, int],
         dtype: tf.DType,
         *,
+        is_self_adjoint: bool,
         is_positive_definite: bool | None,
         name: str,
     ) -> None:
         parameters = {
             "multiply": multiply,
-            "size": size,
+            "shape": shape,
             "dtype": dtype,
+            "is_self_adjoint": is_self_adjoint,
             "is_positive_definite": is_positive_definite,
             "name": name,
         }
         super().__init__(
             dtype=dtype,
             is_non_singular=is_positive_definite or None,
-            is_self_adjoint=True,
+            is_self_adjoint=is_self_adjoint or None,
             is_positive_definite=is_positive_definite,
-            is_square=True,
+            is_square=shape[0] == shape[1],
             name=name,
             parameters=parameters,
         )
-        self._multiply = multiply
-        self._size = size
+        self._multiply, self._dimensions = multiply, shape
 
     def __repr__(self) -> str:
-        definite = {None: "", True: ", positive definite", False: ", not positive definite"}
+        rows, columns = self._dimensions
+        definite = {None: [], True: ["positive definite"], False: ["not positive definite"]}
+        properties = [self.dtype.name, *(["self-adjoint"] if self.is_self_adjoint else [])]
+        properties += definite[self.is_positive_definite]
         return (
-            f"<hvp {self.name}, a tf.linalg.LinearOperator, {self._size} x {self._size}, "
-            f"{self.dtype.name}, self-adjoint{definite[self.is_positive_definite]}>"
+            f"<hvp {self.name}, a tf.linalg.LinearOperator, {rows} x {columns}, "
+            f"{', '.join(properties)}>"
         )
 
     def _shape(self) -> tf.TensorShape:
-        return tf.TensorShape([self._size, self._size])
+        return tf.TensorShape(self._dimensions)
 
     def _shape_tensor(self) -> tf.Tensor:
-        return tf.constant([self._size, self._size], tf.int32)
+        return tf.constant(self._dimensions, tf.int32)
 
     @tf.autograph.experimental.do_not_convert
     def _matmul(self, x: tf.Tensor, adjoint: bool = False, adjoint_arg: bool = False) -> tf.Tensor:
-        del adjoint  # self-adjoint
         x = tf.convert_to_tensor(x)
         if adjoint_arg:
             x = tf.linalg.matrix_transpose(x)
         if x.shape.rank == 2:
-            return self._multiply(x)
+            return self._multiply(x, adjoint)
         # Batches of blocks: their columns side by side, and back.
         rank = x.shape.rank
         forth = [rank - 2, *range(rank - 2), rank - 1]
         back = [*range(1, rank - 1), 0, rank - 1]
         wide = tf.transpose(x, forth)
-        product = self._multiply(tf.reshape(wide, [self._size, -1]))
-        return tf.transpose(tf.reshape(product, tf.shape(wide)), back)
+        rows, columns = self._dimensions
+        product = self._multiply(tf.reshape(wide, [rows if adjoint else columns, -1]), adjoint)
+        shape = tf.concat([[columns if adjoint else rows], tf.shape(wide)[1:]], axis=0)
+        return tf.transpose(tf.reshape(product, shape), back)

@@ -64,7 +64,8 @@ class Guard:
         This comes before the lock: a thread of the parent process may have held it when the process
         was forked, and nothing would release it here.
         """
-        refuse_forks()
+        if _Process.is_broken:
+            refuse_forks()
 
     def __exit__(
         self,

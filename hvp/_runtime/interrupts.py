@@ -75,7 +75,8 @@ class Uninterrupted(contextlib.ContextDecorator):
             if replaced is not _defer:  # code inside the context set a handler of its own
                 signal.signal(signal.SIGINT, replaced)
             _Deferred.handler = None
-            _deliver(handler)
+            if _Deferred.interrupt is not None:
+                _deliver(handler)
 
 
 def deliver_interrupt() -> None:

@@ -22,8 +22,10 @@ import tensorflow as tf
 from hvp._data.budget import out_of_memory
 from hvp._derivatives.belonging import belonging_to
 from hvp._engines.finite import check_finite
+from hvp._engines.graph_map import GraphMap
 from hvp._engines.graph_program import Results
-from hvp._engines.linear_map import LinearMap, Store
+from hvp._engines.in_graph import InGraph
+from hvp._engines.linear_map import LinearMap
 from hvp._engines.options import ROUNDING, OnStale
 from hvp._engines.plan import Facts, Plan
 from hvp._engines.rule import Rule
@@ -41,7 +43,7 @@ from hvp._graphs.python_calls import check_can_wait_for_python
 from hvp._runtime.collector import no_collections
 from hvp._runtime.guard import Guard, OneProcess, refuse_forks
 from hvp._runtime.interrupts import Uninterrupted
-from hvp._snapshots.python_map import PythonMap
+from hvp._snapshots.python_map import apply_in_python
 from hvp._snapshots.statistics import Statistics
 from hvp._vectors.resources import Resource, restored
 from hvp._vectors.watch import Watch
@@ -52,8 +54,8 @@ Result = TypeVar("Result")
 _ASYMMETRY = 3
 
 
-class Snapshot(OneProcess):
-    """The results and the linear map of a plan, at the variables' values of one moment.
+class Snapshot(OneProcess, LinearMap):
+    """The results of a plan at the variables' values of one moment, and its linear map.
 
     Parameters
     ----------
@@ -90,13 +92,14 @@ class Snapshot(OneProcess):
         self._counts = Statistics()
         self._results: Results | None = None
         self._map: LinearMap | None = None
-        self._store: Store | None = None
-        self._gradient_is_released = self._is_symmetric = False
+        self._store: InGraph | None = None
+        self._compares_in_product = False
+        self._gradient_is_released = self._is_symmetric = self._probes_symmetry = False
         self._absent = "the operator is closed"
         with self._guard, Uninterrupted(), no_collections():
             self.plan = make_plan()
         self._watch = _watch(self.plan.facts.reads)
-        self._spaces = self.plan.space, self.plan.space
+        self.domain = self.codomain = self.plan.space
         self.refresh()
 
     def another(self) -> Snapshot:
@@ -108,6 +111,7 @@ class Snapshot(OneProcess):
         twin = copy.copy(self)
         twin.on_stale = "ignore"
         twin._results = twin._map = twin._store = None
+        twin._compares_in_product = False
         twin._absent = "nothing was evaluated yet"
         twin._watch = _watch(self.plan.facts.reads)
         return twin
@@ -119,7 +123,7 @@ class Snapshot(OneProcess):
 
     @property
     def held(self) -> LinearMap | None:
-        """The linear map that is held; None if there is none. Use `map` to multiply."""
+        """The linear map that is held; None if there is none. Use `apply` to multiply."""
         return self._map
 
     @property
@@ -133,7 +137,12 @@ class Snapshot(OneProcess):
         return self._store.products if self._store else 0
 
     @property
-    def streams(self) -> bool:
+    def nbytes(self) -> int | None:  # type: ignore[override]
+        """What the map holds."""
+        return 0 if self._map is None else self._map.nbytes
+
+    @property
+    def streams(self) -> bool:  # type: ignore[override]
         """Whether products evaluate batches again, at the values the variables then have."""
         return self._map is not None and self._map.streams
 
@@ -148,7 +157,7 @@ class Snapshot(OneProcess):
             batches_kept=held if self.plan.divides else None,
             batch_evaluations=self.plan.evaluations,
             products=self.products_eager + self.products_in_graphs,
-            residual_bytes=0 if self._map is None else self._map.nbytes,
+            residual_bytes=self.nbytes,
             traces=facts.traces,
             engine=facts.engine,
             jit_compile=facts.uses_xla,
@@ -231,29 +240,49 @@ class Snapshot(OneProcess):
                 self._results = self._results._replace(gradient=None)
                 self._gradient_is_released = True
 
-    def map(self) -> LinearMap:
-        """Return the linear map to multiply with here.
+    def apply(self, vector: Any, *, adjoint: bool = False) -> Any:
+        """Multiply by a vector in any layout, having made sure that the map is current.
 
-        Outside of graphs it looks at each product whether it is current. In a graph that is being
-        traced, products look when the graph runs: in the graph where the engine allows that, else
-        in Python.
+        Outside of graphs this looks at each product. In a graph that is being traced, products look
+        when the graph runs: in the graph where the engine allows that, else in Python.
         """
-        if tf.executing_eagerly():
-            return _EagerMap(self, *self._spaces)
+        if not tf.executing_eagerly():
+            return self._apply_in_graph(vector, adjoint)
+        is_flat, count = False, 1
+        if not isinstance(vector, (list, tuple)):
+            is_flat = len(vector.shape) == 1
+            count = 1 if is_flat else int(vector.shape[0])
+        with self._guard, self._guard.lock:
+            if self._probes_symmetry:
+                self._probe_symmetry()
+            product = None
+            if is_flat and self._compares_in_product and not adjoint:
+                # In the same call, or not at all: None if something has changed.
+                product = self._map.apply_if_current(vector)  # type: ignore[union-attr]
+            if product is None:
+                product = self._current()[1].apply(vector, adjoint=adjoint)
+            self._counts.products += count
+        return product
+
+    def _apply_in_graph(self, vector: Any, adjoint: bool) -> Any:
         with self._guard, self._guard.lock:
             with tf.init_scope():
-                self._probe_symmetry()
+                if self._probes_symmetry:
+                    self._probe_symmetry()
                 held = self._current()[1]
-            if self._store is None:
+            if self._store is None and isinstance(held, GraphMap):
                 watch, looks = self._watch, self.on_stale != "ignore"
                 resources = watch.resources if looks else ()
                 copies = len(resources) - len(watch.read) if looks else 0
-                self._store = held.store(self.make_sure_in_graph, resources, watch.values, copies)
-        if self._store is None:
-            # TensorFlow keeps the function for as long as the process lives: it must not keep the
-            # residuals, so it has a weak reference.
-            return PythonMap(functools.partial(_map_of, weakref.ref(self)), *self._spaces)
-        return self._store.map()
+                ask = self.make_sure_in_graph
+                self._store = InGraph(held, ask, resources, watch.values, copies)
+        if self._store is not None:
+            return self._store.map().apply(vector, adjoint=adjoint)
+        # TensorFlow keeps the function for as long as the process lives: it must not keep the
+        # residuals, so it has a weak reference.
+        space = held.domain if adjoint else held.codomain
+        find = functools.partial(_alive, weakref.ref(self))
+        return apply_in_python(find, vector, space, adjoint)
 
     def belonging(self, result: Any) -> Any:
         """Return the tensors of a product, which have no gradient in the variables.
@@ -265,48 +294,17 @@ class Snapshot(OneProcess):
             evaluated = tf.nest.flatten(self._results.value)
         return belonging_to(result, self.plan.nest.variables, evaluated or ())
 
-    def multiply(
-        self,
-        apply: Callable[[LinearMap], Result],
-        count: int,
-        apply_if_current: Callable[[LinearMap], Result | None] | None = None,
-    ) -> Result:
-        """Check that the map is current, and multiply by it now.
-
-        Parameters
-        ----------
-        apply : callable
-            Takes the map; returns the product.
-        count : int
-            How many vectors are multiplied.
-        apply_if_current : callable, optional
-            As `apply`, but compares variables by itself, in the same call; returns None if they
-            have changed or it cannot tell.
-        """
-        with self._guard, self._guard.lock:
-            self._probe_symmetry()
-            product = None
-            looks = self.on_stale != "ignore" and not self._watch.has_copies
-            if apply_if_current and self._map is not None and looks:
-                product = apply_if_current(self._map)
-            if product is None:
-                product = apply(self._current()[1])
-            self._counts.products += count
-        return product
-
     def _probe_symmetry(self) -> None:
         """Compare two products before the first one, where gradients are of the user's own.
 
         A Hessian is symmetric; the derivative of a `tf.custom_gradient` need not be.
         """
-        remarks = self.facts.remarks
-        if self._is_symmetric or not self.is_hessian or remarks is None or not remarks.custom:
-            return
-        _, held = self._current()
+        remarks, held = self.facts.remarks, self._current()[1]
+        custom = [] if remarks is None else remarks.custom
         space = held.domain
         seeds = [(1, 2), (3, 4)]
         u, v = (tf.random.stateless_normal([space.size], seed, dtype=space.dtype) for seed in seeds)
-        Hu, Hv = held.apply_flat(u), held.apply_flat(v)
+        Hu, Hv = held.apply(u), held.apply(v)
         difference = float(tf.abs(tf.tensordot(u, Hv, 1) - tf.tensordot(v, Hu, 1)))
         scale = float(tf.norm(u) * tf.norm(Hv) + tf.norm(v) * tf.norm(Hu))
         low = ROUNDING.get(self.facts.precision, 0.0)
@@ -315,12 +313,12 @@ class Snapshot(OneProcess):
             raise SecondDerivativeError(
                 f"products are not those of a symmetric matrix: u'Hv and v'Hu differ by "
                 f"{difference / scale:.2g} of their size, for random u and v; the loss has "
-                f"gradients of its own: {', '.join(map(str, remarks.custom[:5]))}",
+                f"gradients of its own: {', '.join(map(str, custom[:5]))}",
                 "gradients that are the derivatives of their functions, and can be differentiated",
                 "replace these functions, or write their gradients with TensorFlow operations; "
                 "hvp.check shows which derivatives are wrong",
             )
-        self._is_symmetric = True
+        self._is_symmetric, self._probes_symmetry = True, False
 
     def make_sure(self) -> None:
         """Raise unless there is a map that is current; evaluate again if that is asked for."""
@@ -355,8 +353,12 @@ class Snapshot(OneProcess):
         self._refuse_disagreeing_copies()
         self._results, self._map = results, held
         self._gradient_is_released = False
-        self._spaces = held.domain, held.codomain
-        if self._store is not None:
+        self.domain, self.codomain = held.domain, held.codomain
+        looks = self.on_stale != "ignore" and not self._watch.has_copies
+        self._compares_in_product = looks and isinstance(held, GraphMap)
+        has_custom = facts.remarks is not None and bool(facts.remarks.custom)
+        self._probes_symmetry = self.is_hessian and has_custom and not self._is_symmetric
+        if self._store is not None and isinstance(held, GraphMap):
             self._store.fill(held, self._watch.values)
 
     def _refuse_graphs(self, what: str) -> None:
@@ -400,6 +402,7 @@ class Snapshot(OneProcess):
         if self._map is not None:
             self._map.close()
         self._map = self._results = None
+        self._compares_in_product = False
         if self._store is not None:
             self._store.empty()
         self._watch.release()
@@ -426,40 +429,6 @@ class Snapshot(OneProcess):
             check_finite(results, names)
 
 
-class _EagerMap(LinearMap):
-    """A snapshot's linear map outside of graphs."""
-
-    def __init__(
-        self,
-        snapshot: Snapshot,
-        domain: Any,
-        codomain: Any,
-        turned: Callable[[LinearMap], LinearMap] = lambda held: held,
-    ) -> None:
-        self._snapshot, self._turned = snapshot, turned
-        self.domain, self.codomain = domain, codomain
-
-    def apply(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        return self._snapshot.multiply(lambda held: self._turned(held).apply(parts), 1)
-
-    def apply_flat(self, flat: tf.Tensor) -> tf.Tensor:
-        return self._snapshot.multiply(
-            lambda held: self._turned(held).apply_flat(flat),
-            1,
-            lambda held: self._turned(held).apply_if_current(flat),
-        )
-
-    def apply_rows(self, rows: tf.Tensor) -> tf.Tensor:
-        count = int(rows.shape[0])
-        return self._snapshot.multiply(lambda held: self._turned(held).apply_rows(rows), count)
-
-    def transpose(self) -> LinearMap:
-        def turned(held: LinearMap) -> LinearMap:
-            return self._turned(held).transpose()
-
-        return _EagerMap(self._snapshot, self.codomain, self.domain, turned)
-
-
 def _watch(resources: Sequence[Resource]) -> Watch:
     """Return a watch over variables, and over all copies of them that a strategy keeps."""
     copies = []
@@ -471,11 +440,11 @@ def _watch(resources: Sequence[Resource]) -> Watch:
     return Watch(resources, copies)
 
 
-def _map_of(reference: Callable[[], Snapshot | None]) -> LinearMap:
+def _alive(reference: Callable[[], Snapshot | None]) -> Snapshot:
     snapshot = reference()
     if snapshot is None:
         raise ClosedOperatorError("the operator no longer exists")
-    return snapshot.map()
+    return snapshot
 
 
 def _no_memory(reference: Callable[[], Snapshot | None], error: Exception) -> HvpError:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from hvp._engines.linear_map import TensorFunction
 from hvp._runtime.checkpoint import Checkpoint
 from hvp._runtime.interrupts import deliver_interrupt
 from hvp._runtime.progress import progress_bar
@@ -16,7 +17,7 @@ from hvp._solve.inverses import ExactInverse
 from hvp._solve.krylov import Krylov
 from hvp._solve.method import Method
 from hvp._solve.outcome import SolveOutcome
-from hvp._solve.preconditioners import NO_PRECONDITION, Precondition
+from hvp._solve.preconditioners import NO_PRECONDITION
 from hvp._solve.recycled import RecycledSpace
 from hvp._solve.rows import Rows, norms, system_residual
 
@@ -147,7 +148,7 @@ def solve_iteratively(
     b: np.ndarray,
     x0: np.ndarray | None,
     methods: Sequence[Method],
-    precondition: Precondition,
+    precondition: TensorFunction,
     progress: Any,
     checkpoint: Checkpoint | None,
 ) -> tuple[Solution, list[str]]:
@@ -165,7 +166,7 @@ def solve_iteratively(
         The initial guess for the first method.
     methods : sequence of Method
         The methods, in order.
-    precondition : Precondition
+    precondition : TensorFunction
         The preconditioner, for the methods that accept one.
     progress : bool or "always"
         Whether to show a progress bar.
@@ -205,7 +206,7 @@ class _BlockwiseSolver:
         b: np.ndarray,
         x0: np.ndarray | None,
         methods: Sequence[Method],
-        precondition: Precondition,
+        precondition: TensorFunction,
         checkpoint: Checkpoint | None,
     ) -> None:
         self._equations, self._b, self._x0, self._checkpoint = equations, b, x0, checkpoint

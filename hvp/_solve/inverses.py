@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,15 +12,16 @@ import scipy.linalg
 import tensorflow as tf
 from scipy.sparse.linalg import LinearOperator, eigsh
 
+from hvp._engines.array_map import ArrayMap
 from hvp._errors import ConvergenceWarning, HvpError, TooLargeError
 from hvp._graphs.compiled import Compiled
 from hvp._graphs.python_calls import can_wait_for_python
 from hvp._operators.damping import check_damping
+from hvp._operators.operator import Operator
 from hvp._runtime.arguments import check_count
 from hvp._runtime.interrupts import Uninterrupted, deliver_interrupt
 from hvp._runtime.user_warning import warn
 from hvp._solve.rows import Rows
-from hvp._vectors.arrays import check_array
 
 # Eigenvalues below this many rounding units of the largest are taken for zero.
 _ROUNDING = 32
@@ -36,8 +39,8 @@ _TOLERANCE, _SAFETY = 1e-2, 1.1
 _ITERATIONS = 32
 
 
-class _Inverse(LinearOperator):
-    """Base class: a symmetric operator that is applied to columns.
+class _Inverse(Operator):
+    """Base class of inverses of a symmetric operator.
 
     Parameters
     ----------
@@ -47,39 +50,22 @@ class _Inverse(LinearOperator):
         Multiple of the identity that is added to the operator's own damping.
     """
 
+    _is_symmetric = True
+
     def __init__(self, rows: Rows, damping: float) -> None:
         self._rows = rows
-        # Of which evaluation of the operator it is the inverse.
-        self._evaluations = rows.evaluations
         self.damping = rows.damping + check_damping(damping)
-        super().__init__(np.dtype(rows.dtype.as_numpy_dtype), (rows.size, rows.size))
+        # It is the inverse of this evaluation of the operator.
+        self._make_sure = functools.partial(rows.make_sure_evaluated, rows.evaluations)
+        super().__init__(ArrayMap(_not_yet, rows.space))
 
-    def _matvec(self, x: np.ndarray) -> np.ndarray:
-        return self._matmat(np.asarray(x).reshape(-1, 1)).reshape(-1)
-
-    @Uninterrupted()
-    def _matmat(self, X: np.ndarray) -> np.ndarray:
-        return self._apply(check_array(X, self.shape[0], self.dtype, ndims=(2,)))
-
-    def _apply(self, X: np.ndarray) -> np.ndarray:
-        raise NotImplementedError
-
-    def _make_sure(self) -> None:
-        """Raise an error if this is the inverse at another point than the operator's."""
-        self._rows.make_sure_evaluated(self._evaluations)
-
-    def _adjoint(self) -> _Inverse:
-        return self
-
-    def _transpose(self) -> _Inverse:
-        return self
+    def _solve_by(self, solve: Callable[[np.ndarray], np.ndarray]) -> None:
+        """Apply a function of rows from now on, which does not refer to this object."""
+        self.linear_map = ArrayMap(solve, self._rows.space)
 
     def _multiply(self, X: np.ndarray, rows: Rows | None = None) -> np.ndarray:
         """Multiply columns by the damped operator, or by that of other rows."""
-        rows = rows or self._rows
-        deliver_interrupt()
-        product = rows.multiply(tf.constant(np.ascontiguousarray(X.T))).numpy().T
-        return product + np.asarray(self.damping, X.dtype) * X
+        return _damped_product(rows or self._rows, self.damping, X)
 
     def _eigen(self, rank: int, tol: float) -> tuple[np.ndarray, np.ndarray]:
         """Return the eigenvalues of largest absolute value, and eigenvectors as columns."""
@@ -88,6 +74,16 @@ class _Inverse(LinearOperator):
         )
         start = np.random.default_rng(0).standard_normal(self.shape[0]).astype(self.dtype)
         return eigsh(damped, k=rank, which="LM", tol=tol, v0=start)
+
+
+def _not_yet(rows: np.ndarray) -> np.ndarray:
+    raise HvpError("the inverse is used while it is made", "one that is complete")
+
+
+def _damped_product(rows: Rows, damping: float, X: np.ndarray) -> np.ndarray:
+    deliver_interrupt()
+    product = rows.multiply(tf.constant(np.ascontiguousarray(X.T))).numpy().T
+    return product + np.asarray(damping, X.dtype) * X
 
 
 class ExactInverse(_Inverse):
@@ -184,9 +180,16 @@ class ExactInverse(_Inverse):
         self.rank = int(size - zero.sum())
         self.is_nonzero = ~zero
         self._reciprocals = np.where(zero, 0, 1 / np.where(zero, 1, self.eigenvalues))
+        make_sure, basis, reciprocals = self._make_sure, self.eigenvectors, self._reciprocals
+
+        def solve(rows: np.ndarray) -> np.ndarray:
+            make_sure()
+            return (rows.astype(np.float64) @ basis * reciprocals) @ basis.T
+
+        self._solve_by(solve)
 
     @property
-    def diagonal(self) -> np.ndarray:
+    def diagonal(self) -> np.ndarray:  # type: ignore[override]
         """The diagonal of the inverse, of shape `(n,)`, in float64.
 
         The diagonal costs `O(n**2)` operations. Of a singular matrix it is that of the
@@ -292,8 +295,13 @@ class ExactInverse(_Inverse):
                 ConvergenceWarning,
             )
 
-    def to_dense(self) -> np.ndarray:
+    def to_dense(self, *, max_size: int | None = None) -> np.ndarray:
         """Return the inverse as a matrix.
+
+        Parameters
+        ----------
+        max_size : int, optional
+            Not used: the inverse is held as matrices of this size.
 
         Returns
         -------
@@ -305,13 +313,9 @@ class ExactInverse(_Inverse):
         This costs `O(n**3)` operations and no products.
         """
         self._make_sure()
+        del max_size
         inverse = (self.eigenvectors * self._reciprocals) @ self.eigenvectors.T
         return (inverse + inverse.T) / 2
-
-    def _apply(self, X: np.ndarray) -> np.ndarray:
-        self._make_sure()
-        coefficients = self._reciprocals[:, np.newaxis] * (self.eigenvectors.T @ X.astype(float))
-        return (self.eigenvectors @ coefficients).astype(self.dtype)
 
 
 def _scaled(matrix: np.ndarray, used: Any, units: np.ndarray) -> np.ndarray:
@@ -417,16 +421,15 @@ class NeumannInverse(_Inverse):
         elif not (math.isfinite(scale) and scale > 0):
             raise HvpError(f"the argument scale is {scale}", "a positive number")
         self.scale = float(scale)
-        self._iterations = iterations
-        block = tf.TensorSpec([None, self.shape[0]], self._rows.dtype)
-        integer, number = tf.TensorSpec([], tf.int32), tf.TensorSpec([], self._rows.dtype)
-        specs = [block, block, integer, number, number]
-        if self._rows.in_python and not can_wait_for_python():
-            self._advance = Compiled(self._iterate, specs, False, eager=True)
+        rows, scale, damping = self._rows, self.scale, self.damping
+        block = tf.TensorSpec([None, self.shape[0]], rows.dtype)
+        integer, number = tf.TensorSpec([], tf.int32), tf.TensorSpec([], rows.dtype)
+        specs, iterate = [block, block, integer, number, number], _iteration(rows)
+        if rows.in_python and not can_wait_for_python():
+            advance = Compiled(iterate, specs, False, eager=True)
         else:
-            self._advance = self._rows.cached(
-                "neumann", lambda: Compiled(self._iterate, specs, False, forgets=True)
-            )
+            advance = rows.cached("neumann", lambda: Compiled(iterate, specs, False, forgets=True))
+        self._solve_by(lambda b: _neumann_series(advance, b, iterations, scale, damping))
 
     def _largest(self) -> float:
         """Return the eigenvalue of largest absolute value, approximately."""
@@ -435,39 +438,47 @@ class NeumannInverse(_Inverse):
             return float(np.linalg.norm(self._multiply(np.eye(size, dtype=self.dtype)), 2))
         return float(self._eigen(1, _TOLERANCE)[0][0])
 
-    def _iterate(
-        self, b: tf.Tensor, x: tf.Tensor, count: tf.Tensor, scale: tf.Tensor, damping: tf.Tensor
-    ) -> tf.Tensor:
-        """Return the solution after `count` more iterations, in a graph."""
 
+def _iteration(rows: Rows) -> Callable[..., tf.Tensor]:
+    """Return a function for the solution after `count` more iterations, in a graph."""
+
+    def iterate(
+        b: tf.Tensor, x: tf.Tensor, count: tf.Tensor, scale: tf.Tensor, damping: tf.Tensor
+    ) -> tf.Tensor:
         def add_residual(j: tf.Tensor, x: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            return j + 1, x + (b - self._rows.multiply(x) - damping * x) / scale
+            return j + 1, x + (b - rows.multiply(x) - damping * x) / scale
 
         start = (tf.constant(0), x)
         return tf.while_loop(lambda j, x: j < count, add_residual, start, parallel_iterations=1)[1]
 
-    def _apply(self, X: np.ndarray) -> np.ndarray:
-        b = tf.constant(np.ascontiguousarray(X.T))
-        x = tf.zeros_like(b)
-        scale, damping = (tf.constant(v, b.dtype) for v in (self.scale, self.damping))
-        b_norm = _or_one(tf.norm(b, axis=1))
-        last_change, done = math.inf, 0
-        while done < self._iterations:
-            deliver_interrupt()
-            count = min(_ITERATIONS, self._iterations - done)
-            next_x = self._advance(b, x, tf.constant(count), scale, damping)
-            change = float(tf.reduce_max(tf.norm(next_x - x, axis=1) / b_norm))
-            # Each change is the one before times a power of I - A / s, whose norm is less than one
-            # if the series converges.
-            if not change <= 1.01 * last_change + 1e-3 / self.scale:
-                raise HvpError(
-                    f"the Neumann series grows: after {done + count} iterations the relative "
-                    f"change is {change:.3g}",
-                    "a positive definite operator, and a scale above half its largest eigenvalue",
-                    f"raise damping (now {self.damping:g}) or scale (now {self.scale:g})",
-                )
-            x, last_change, done = next_x, change, done + count
-        return x.numpy().T
+    return iterate
+
+
+def _neumann_series(
+    advance: Compiled, B: np.ndarray, iterations: int, scale: float, damping: float
+) -> np.ndarray:
+    """Add up the series for the rows of an array."""
+    b = tf.constant(B)
+    x = tf.zeros_like(b)
+    scales = [tf.constant(v, b.dtype) for v in (scale, damping)]
+    b_norm = _or_one(tf.norm(b, axis=1))
+    last_change, done = math.inf, 0
+    while done < iterations:
+        deliver_interrupt()
+        count = min(_ITERATIONS, iterations - done)
+        next_x = advance(b, x, tf.constant(count), *scales)
+        change = float(tf.reduce_max(tf.norm(next_x - x, axis=1) / b_norm))
+        # Each change is the one before times a power of I - A / s, whose norm is less than one
+        # if the series converges.
+        if not change <= 1.01 * last_change + 1e-3 / scale:
+            raise HvpError(
+                f"the Neumann series grows: after {done + count} iterations the relative "
+                f"change is {change:.3g}",
+                "a positive definite operator, and a scale above half its largest eigenvalue",
+                f"raise damping (now {damping:g}) or scale (now {scale:g})",
+            )
+        x, last_change, done = next_x, change, done + count
+    return x.numpy()
 
 
 class ArnoldiInverse(_Inverse):
@@ -539,11 +550,13 @@ class ArnoldiInverse(_Inverse):
                 "a rank that leaves out the eigenvalues that are zero",
                 "lower rank",
             )
+        make_sure, vectors, eigenvalues = self._make_sure, self._vectors, self.eigenvalues
 
-    def _apply(self, X: np.ndarray) -> np.ndarray:
-        self._make_sure()
-        coefficients = (self._vectors.T @ X) / self.eigenvalues[:, np.newaxis]
-        return (self._vectors @ coefficients).astype(self.dtype)
+        def solve(rows: np.ndarray) -> np.ndarray:
+            make_sure()
+            return (rows @ vectors / eigenvalues) @ vectors.T
+
+        self._solve_by(solve)
 
 
 def _or_one(tensor: tf.Tensor) -> tf.Tensor:

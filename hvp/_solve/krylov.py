@@ -17,12 +17,13 @@ from collections.abc import Callable
 import numpy as np
 import tensorflow as tf
 
+from hvp._engines.linear_map import TensorFunction
 from hvp._errors import HvpError, NonFiniteError
 from hvp._solve.block_progress import COUNTERS, BlockProgress
 from hvp._solve.krylov_graph import ENDED_PART, KrylovGraph
 from hvp._solve.method import Method
 from hvp._solve.outcome import SolveOutcome
-from hvp._solve.preconditioners import UNKNOWN, Precondition
+from hvp._solve.preconditioners import UNKNOWN
 from hvp._solve.recycled import RecycledSpace
 from hvp._solve.rows import Rows, norms, system_residual
 
@@ -52,7 +53,7 @@ class Krylov:
         The operator.
     method : Method
         The Krylov method.
-    precondition : Precondition
+    precondition : TensorFunction
         The preconditioner, or `NO_PRECONDITION`.
     exact : Rows, optional
         The operator in a wider precision, in which residuals are computed: in full precision if
@@ -68,7 +69,7 @@ class Krylov:
         self,
         rows: Rows,
         method: Method,
-        precondition: Precondition,
+        precondition: TensorFunction,
         exact: Rows | None = None,
         recycled: RecycledSpace | None = None,
         *,

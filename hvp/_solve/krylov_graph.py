@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from hvp._engines.linear_map import TensorFunction
 from hvp._graphs.compiled import Compiled
 from hvp._graphs.python_calls import can_wait_for_python
 from hvp._solve.block_progress import COUNTERS
 from hvp._solve.method import Method, System
 from hvp._solve.outcome import SolveOutcome
-from hvp._solve.preconditioners import UNKNOWN, Precondition
+from hvp._solve.preconditioners import UNKNOWN
 from hvp._solve.rows import Rows
 
 # Ended rows are removed once they are this part of the active rows.
@@ -56,7 +57,7 @@ class KrylovGraph:
         The operator.
     method : Method
         The Krylov method.
-    precondition : Precondition
+    precondition : TensorFunction
         The preconditioner, or `NO_PRECONDITION`.
     continues : bool
         Whether a cycle goes on in the directions of the one before, if the method can do that.
@@ -68,7 +69,7 @@ class KrylovGraph:
     """
 
     def __init__(
-        self, rows: Rows, method: Method, precondition: Precondition, *, continues: bool
+        self, rows: Rows, method: Method, precondition: TensorFunction, *, continues: bool
     ) -> None:
         self._rows, self._method, self._precondition = rows, method, precondition
         self._continues = continues and method.continued_state is not None

@@ -7,23 +7,24 @@ preconditioner that needs only products.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from scipy.sparse.linalg import LinearOperator
 
+from hvp._engines.linear_map import LinearMap, TensorFunction
 from hvp._errors import HvpError, TooLargeError
 from hvp._operators.core import BlockCore
 from hvp._operators.damping import check_damping
-from hvp._operators.operator import SymmetricOperator, core_of
+from hvp._operators.operator import Operator
+from hvp._operators.symmetric import SymmetricOperator, core_of
 from hvp._runtime.arguments import check_count
 from hvp._runtime.interrupts import Uninterrupted, deliver_interrupt
 from hvp._solve.nystrom import NystromSketch, nystrom_factors
 from hvp._solve.rows import Rows
-from hvp._vectors.arrays import check_array
+from hvp._vectors.space import Space
 
 # Number of random sign vectors for the estimate of the diagonal, and the lower bound on the
 # entries of the estimate, relative to their mean.
@@ -64,27 +65,7 @@ class Kind:
 UNKNOWN = "unknown"
 
 
-@dataclass(frozen=True)
-class Precondition:
-    """A preconditioner as a Krylov method applies it, in a graph.
-
-    Attributes
-    ----------
-    key : hashable
-        Identifies the function and the shapes. Preconditioners with the same key share a graph,
-        except those with the key `UNKNOWN`.
-    tensors : list of tf.Tensor
-        Arguments of the graph.
-    apply : callable
-        Takes rows and the tensors. Returns the inverse times the rows.
-    """
-
-    key: Hashable
-    tensors: list[tf.Tensor]
-    apply: Callable[[tf.Tensor, Tensors], tf.Tensor]
-
-
-NO_PRECONDITION = Precondition(None, [], lambda rows, tensors: rows)
+NO_PRECONDITION = TensorFunction(None, [], lambda rows, tensors: rows)
 
 
 def _diagonal(rows: Rows, samples: int, seed: Any) -> np.ndarray:
@@ -139,10 +120,10 @@ def _solve_blocks(rows: tf.Tensor, tensors: Tensors) -> tf.Tensor:
     return tf.gather(tf.concat(solved, axis=-1), back, axis=-1)
 
 
-def nystrom_precondition(vectors: tf.Tensor, factors: tf.Tensor) -> Precondition:
+def nystrom_precondition(vectors: tf.Tensor, factors: tf.Tensor) -> TensorFunction:
     """Return the preconditioner `I + U diag(f) U^T`, with `U` of shape `(n, rank)`."""
     tensors = [vectors, factors]
-    return Precondition(("nystrom", *(tuple(t.shape) for t in tensors)), tensors, _solve_nystrom)
+    return TensorFunction(("nystrom", *(tuple(t.shape) for t in tensors)), tensors, _solve_nystrom)
 
 
 PRECONDITIONERS = {
@@ -161,7 +142,25 @@ PRECONDITIONERS = {
 }
 
 
-class Preconditioner(LinearOperator):
+class PreconditionMap(LinearMap):
+    """A preconditioner as a symmetric linear map."""
+
+    def __init__(self, function: TensorFunction, space: Space) -> None:
+        self._function = function
+        self.domain = self.codomain = space
+
+    def apply(self, vector: Any, *, adjoint: bool = False) -> Any:
+        """Multiply by a vector in any layout."""
+        if isinstance(vector, (list, tuple)):
+            return self.codomain.split(self.apply(self.domain.join(vector)))
+        return self._function.apply(vector, self._function.tensors)
+
+    def as_function(self) -> TensorFunction:
+        """Return the preconditioner for the graph of a solver."""
+        return self._function
+
+
+class Preconditioner(Operator):
     """Base class: an operator for scipy's `M`, and part of the graph in `hvp.solve`.
 
     Parameters
@@ -171,18 +170,17 @@ class Preconditioner(LinearOperator):
     solve : callable
         Takes a vector or rows, and the tensors. Returns the inverse times the vector or rows.
     tensors : list of tf.Tensor
-        The tensors. The first one has the type of the vectors.
-    size : int
-        Length of a vector.
+        The tensors.
+    space : Space
+        The space of the vectors.
 
     Attributes
     ----------
-    precondition : Precondition
-        The preconditioner as a Krylov method applies it.
     products : int
         Number of products with the operator that its construction needed.
     """
 
+    _is_symmetric = True
     products = 0
 
     def __init__(
@@ -190,28 +188,10 @@ class Preconditioner(LinearOperator):
         kind: str,
         solve: Callable[[tf.Tensor, Tensors], tf.Tensor],
         tensors: list[tf.Tensor],
-        size: int,
+        space: Space,
     ) -> None:
-        self._solve = solve
         key = (kind, *(tuple(tensor.shape) for tensor in tensors))
-        self.precondition = Precondition(key, tensors, self._solve)
-        super().__init__(np.dtype(tensors[0].dtype.as_numpy_dtype), (size, size))
-
-    @Uninterrupted()
-    def _matvec(self, x: np.ndarray) -> np.ndarray:
-        x = check_array(x, self.shape[0], self.dtype, ndims=(1, 2)).reshape(-1)
-        return self._solve(tf.constant(x), self.precondition.tensors).numpy()
-
-    @Uninterrupted()
-    def _matmat(self, X: np.ndarray) -> np.ndarray:
-        X = check_array(X, self.shape[0], self.dtype, ndims=(2,))
-        return self._solve(tf.constant(X.T), self.precondition.tensors).numpy().T
-
-    def _adjoint(self) -> Preconditioner:
-        return self
-
-    def _transpose(self) -> Preconditioner:
-        return self
+        super().__init__(PreconditionMap(TensorFunction(key, tensors, solve), space))
 
 
 class NystromPreconditioner(Preconditioner):
@@ -289,7 +269,7 @@ class NystromPreconditioner(Preconditioner):
             tf.constant(sketch.eigenvectors),
             tf.constant(nystrom_factors(self.eigenvalues, total), rows.dtype),
         ]
-        super().__init__("nystrom", _solve_nystrom, tensors, rows.size)
+        super().__init__("nystrom", _solve_nystrom, tensors, rows.space)
 
 
 class DiagonalPreconditioner(Preconditioner):
@@ -346,10 +326,10 @@ class DiagonalPreconditioner(Preconditioner):
         rows = Rows(H)
         total = rows.damping + check_damping(damping)
         self.products = samples
-        self.diagonal = _diagonal(rows, samples, (seed, 0))
+        self.diagonal: Any = _diagonal(rows, samples, (seed, 0))
         self.diagonal += np.asarray(total, self.diagonal.dtype)
         bounded = tf.constant(_bounded(np.abs(self.diagonal)))
-        super().__init__("diagonal", _solve_diagonal, [bounded], rows.size)
+        super().__init__("diagonal", _solve_diagonal, [bounded], rows.space)
 
 
 class BlockDiagonalPreconditioner(Preconditioner):
@@ -429,7 +409,7 @@ class BlockDiagonalPreconditioner(Preconditioner):
             inverses.append(tf.constant(inverse.astype(H.dtype)))
         self.products = H.shape[0]
         places = [tf.constant(order, tf.int32), tf.constant(np.argsort(order), tf.int32)]
-        super().__init__("blocks", _solve_blocks, [*inverses, *places], H.shape[0])
+        super().__init__("blocks", _solve_blocks, [*inverses, *places], core_of(H).space)
 
 
 def _runs_of(block: SymmetricOperator) -> list[tuple[int, int]]:

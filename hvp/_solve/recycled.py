@@ -18,8 +18,9 @@ import numpy as np
 import scipy.linalg
 import tensorflow as tf
 
+from hvp._engines.linear_map import TensorFunction
 from hvp._solve.nystrom import nystrom_eigen, nystrom_factors
-from hvp._solve.preconditioners import NO_PRECONDITION, Precondition, nystrom_precondition
+from hvp._solve.preconditioners import NO_PRECONDITION, nystrom_precondition
 
 # Directions of which others leave less than this part, squared, are left out, as that would raise
 # the errors of their products: rounding, and the change of an operator since they were computed.
@@ -92,7 +93,7 @@ class RecycledSpace:
         self._new, self._eigen = [], None
         self.is_current, self._has_changed = True, False
 
-    def precondition(self, damping: float) -> Precondition:
+    def precondition(self, damping: float) -> TensorFunction:
         """Return the preconditioner of the damped operator."""
         self._merge()
         if not len(self._basis):

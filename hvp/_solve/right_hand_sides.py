@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvp._errors import InvalidVectorError
-from hvp._operators.operator import core_of
+from hvp._operators.symmetric import core_of
 from hvp._solve.rows import Rows
 from hvp._vectors.arrays import check_array, make_array
 

@@ -13,9 +13,10 @@ from scipy.sparse.linalg import LinearOperator, aslinearoperator
 
 from hvp._errors import HvpError, StaleOperatorError, quoted
 from hvp._graphs.python_calls import call_python
-from hvp._operators.operator import SymmetricOperator, core_of
+from hvp._operators.symmetric import SymmetricOperator, core_of
 from hvp._runtime.digest import digest
 from hvp._vectors.arrays import check_product
+from hvp._vectors.space import Space
 
 
 class Rows:
@@ -43,6 +44,8 @@ class Rows:
         Length of a row.
     dtype : tf.DType
         Type of the products.
+    space : Space
+        The space of vectors and products.
 
     Raises
     ------
@@ -65,6 +68,8 @@ class Rows:
             self.in_python = True
         keeps_dtype = self.native or operator.dtype == np.float32
         self.dtype = tf.as_dtype(operator.dtype) if keeps_dtype else tf.float64
+        foreign = Space([0], ["vector"], [(self.size,)], [self.dtype])
+        self.space = core_of(operator).space if self.native else foreign
 
     @contextlib.contextmanager
     def in_full_precision(self) -> Iterator[Rows]:
@@ -132,7 +137,7 @@ class Rows:
     def multiply(self, rows: tf.Tensor) -> tf.Tensor:
         """Multiply each row by the undamped operator, eagerly or in the graph being traced."""
         if self.native:
-            return core_of(self.operator).map().apply_rows(rows)
+            return core_of(self.operator).linear_map.apply(rows)
         if tf.executing_eagerly():
             return tf.constant(self._multiply_in_numpy(rows.numpy()))
         spec = tf.TensorSpec(rows.shape, rows.dtype)

@@ -16,9 +16,11 @@ import numpy as np
 import tensorflow as tf
 from scipy.sparse.linalg import LinearOperator, aslinearoperator
 
+from hvp._engines.linear_map import TensorFunction
 from hvp._errors import ConvergenceWarning, GraphModeError, HvpError, InvalidVectorError
 from hvp._graphs.python_calls import call_python
 from hvp._operators.damping import check_damping
+from hvp._operators.operator import Operator
 from hvp._runtime.arguments import check_count
 from hvp._runtime.checkpoint import Checkpoint
 from hvp._runtime.digest import digest
@@ -37,8 +39,6 @@ from hvp._solve.preconditioners import (
     UNKNOWN,
     DiagonalPreconditioner,
     NystromPreconditioner,
-    Precondition,
-    Preconditioner,
     nystrom_precondition,
 )
 from hvp._solve.rank import Plan
@@ -383,7 +383,7 @@ def _sketch_that_pays(
 
 def _precondition_that_pays(
     equations: Equations, columns: np.ndarray, methods: list[Method]
-) -> tuple[Precondition, int]:
+) -> tuple[TensorFunction, int]:
     """Return the preconditioner for `M="auto"`, and the number of products that it needed."""
     sketch = _sketch_that_pays(equations, columns, methods)
     if sketch is None:
@@ -404,7 +404,7 @@ def _begin_recycling(
     return sketch.rank
 
 
-def _precondition(rows: Rows, M: Any, damping: float) -> tuple[Precondition, int]:
+def _precondition(rows: Rows, M: Any, damping: float) -> tuple[TensorFunction, int]:
     """Return the preconditioner, and the number of products that it needed."""
     products = 0
     if isinstance(M, str):
@@ -421,8 +421,11 @@ def _precondition(rows: Rows, M: Any, damping: float) -> tuple[Precondition, int
             "'nystrom', 'diagonal', or a preconditioner or LinearOperator of shape "
             f"({rows.size}, {rows.size})",
         )
-    if isinstance(M, Preconditioner) and M.dtype == rows.dtype.as_numpy_dtype:
-        return M.precondition, products
+    native = M.linear_map if isinstance(M, Operator) else None
+    if native is not None and native.domain.dtype == rows.dtype:
+        function = native.as_function()
+        if function is not None:
+            return function, products
     operator = aslinearoperator(M)
 
     def apply_in_numpy(block: np.ndarray) -> np.ndarray:
@@ -436,10 +439,10 @@ def _precondition(rows: Rows, M: Any, damping: float) -> tuple[Precondition, int
         (product,) = call_python(lambda block: [apply_in_numpy(block.numpy())], [block], [spec])
         return product
 
-    return Precondition(UNKNOWN, [], apply), products
+    return TensorFunction(UNKNOWN, [], apply), products
 
 
-def _fingerprint(precondition: Precondition, rows: Rows) -> str:
+def _fingerprint(precondition: TensorFunction, rows: Rows) -> str:
     """Return a fingerprint of a preconditioner, which is the same in every process."""
     if precondition.key is not UNKNOWN:
         return " ".join([repr(precondition.key), *map(digest, precondition.tensors)])

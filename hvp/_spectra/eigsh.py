@@ -10,7 +10,7 @@ import numpy as np
 import scipy.linalg
 
 from hvp._errors import ConvergenceWarning, HvpError
-from hvp._operators.operator import core_of
+from hvp._operators.symmetric import core_of
 from hvp._runtime.arguments import check_count
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.progress import check_progress, progress_bar

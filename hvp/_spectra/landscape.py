@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvp._errors import HvpError, NonFiniteError
-from hvp._operators.operator import core_of
+from hvp._operators.symmetric import core_of
 from hvp._runtime.arguments import check_count
 from hvp._runtime.interrupts import Uninterrupted, deliver_interrupt
 from hvp._runtime.progress import check_progress, progress_bar

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hvp._operators.operator import core_of
+from hvp._operators.symmetric import core_of
 from hvp._solve.rows import Rows
 from hvp._vectors.selection import groups
 

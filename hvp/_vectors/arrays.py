@@ -62,7 +62,8 @@ def check_array(
         If the array is complex, holds strings or objects, has another shape, or has entries that
         are not finite after the cast.
     """
-    array = make_array(array)
+    if not isinstance(array, np.ndarray):
+        array = make_array(array)
     if array.dtype.kind not in "fiub" and array.dtype.name not in ("bfloat16",):
         remedy = (
             "multiply its real and imaginary parts separately" if array.dtype.kind == "c" else ""

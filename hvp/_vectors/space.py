@@ -231,6 +231,13 @@ class Space:
         self.check_flat(v)
         return True
 
+    def vector_of(self, v: Any) -> Any:
+        """Return a nest as a list of parts, or a flat vector, as tensors of the right types."""
+        if self.is_flat(v):
+            return _of_shape(as_tensor(v, self.dtype), [self.size])
+        given = zip(self.parts_of_nest(v), self.dtypes, self.shapes)
+        return [_of_shape(as_tensor(part, dtype), shape) for part, dtype, shape in given]
+
     def check_flat(self, v: Any) -> None:
         """Raise `InvalidVectorError` if a flat vector is known to have another shape."""
         if not tf.TensorShape(v.shape).is_compatible_with([self.size]):
@@ -280,6 +287,11 @@ def as_tensor(value: Any, dtype: tf.DType) -> tf.Tensor:
     """Convert an array to a tensor of a dtype."""
     # `tf.cast` returns a variable unchanged if it has the dtype already.
     return tf.convert_to_tensor(tf.cast(as_known(value), dtype))
+
+
+def _of_shape(tensor: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
+    """Check a shape when the graph runs, where it is not known before."""
+    return tensor if tensor.shape.is_fully_defined() else tf.ensure_shape(tensor, shape)
 
 
 def _shape(array: Any) -> str:

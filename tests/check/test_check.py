@@ -253,8 +253,8 @@ def modified(H, monkeypatch, *, single=None, rows=None):
 
             patch.setattr(held, "apply_if_current", apply_flat)
         if rows is not None:
-            apply_rows = held.apply_rows
-            patch.setattr(held, "apply_rows", lambda v: rows(apply_rows(v)))
+            plain = held.apply
+            patch.setattr(held, "apply", lambda v, **options: rows(plain(v, **options)))
         yield
 
 

@@ -56,16 +56,16 @@ def test_a_rectangular_map_and_its_transpose(settings, wrap):
 
     def check(find, matrix, vector, rows):
         want = matrix @ vector.numpy()
-        assert relative_error(wrap(lambda x: find().apply_flat(x))(vector), want) < 1e-12
-        by_rows = wrap(lambda X: find().apply_rows(X))(rows)
+        assert relative_error(wrap(lambda x: find().apply(x))(vector), want) < 1e-12
+        by_rows = wrap(lambda X: find().apply(X))(rows)
         assert relative_error(by_rows, rows.numpy() @ matrix.T) < 1e-12
         domain, codomain = find().domain, find().codomain
         parts = wrap(lambda x: find().apply(domain.split(x)))(vector)
         assert relative_error(codomain.join(parts), want) < 1e-12
 
-    check(held.map, jacobian.T, u, U)
-    check(lambda: held.map().transpose(), jacobian, v, V)
-    check(lambda: held.map().transpose().transpose(), jacobian.T, u, U)
+    check(lambda: held, jacobian.T, u, U)
+    check(lambda: held.T, jacobian, v, V)
+    check(lambda: held.T.T, jacobian.T, u, U)
 
 
 @pytest.mark.parametrize("engine", ["graph", "tape"])
@@ -78,28 +78,28 @@ def test_a_map_of_a_shape_that_is_not_known_beforehand(engine):
 
     held = snapshot(PullbackRule(some), variables, engine=engine)
     u, v = tf.constant(random(3, 4, dtype="float64")), tf.constant(random(4, 7, dtype="float64"))
-    assert relative_error(held.map().apply_flat(u), chosen.T @ u.numpy()) < 1e-12
-    assert relative_error(held.map().transpose().apply_flat(v), chosen @ v.numpy()) < 1e-12
+    assert relative_error(held.apply(u), chosen.T @ u.numpy()) < 1e-12
+    assert relative_error(held.T.apply(v), chosen @ v.numpy()) < 1e-12
 
 
 def test_sums_of_maps():
     function, variables, jacobian = problem()
-    pullback = snapshot(PullbackRule(function), variables).map()
+    pullback = snapshot(PullbackRule(function), variables)
     double = Sum([(1.0, pullback), (2.0, pullback)], pullback.domain, pullback.codomain)
     u, v = tf.constant(random(3, 4, dtype="float64")), tf.constant(random(4, 7, dtype="float64"))
-    assert relative_error(double.apply_flat(u), 3 * jacobian.T @ u.numpy()) < 1e-12
-    assert relative_error(double.transpose().apply_flat(v), 3 * jacobian @ v.numpy()) < 1e-12
-    transposed = double.transpose()
+    assert relative_error(double.apply(u), 3 * jacobian.T @ u.numpy()) < 1e-12
+    assert relative_error(double.T.apply(v), 3 * jacobian @ v.numpy()) < 1e-12
+    transposed = double.T
     freed = weakref.ref(transposed)
     del transposed
     assert freed() is None  # without the garbage collector: it holds the residuals
     nothing = Sum([], pullback.domain, pullback.codomain)
-    assert np.array_equal(nothing.apply_flat(u), np.zeros(7))
-    assert np.array_equal(nothing.apply_rows(u[tf.newaxis]), np.zeros((1, 7)))
+    assert np.array_equal(nothing.apply(u), np.zeros(7))
+    assert np.array_equal(nothing.apply(u[tf.newaxis]), np.zeros((1, 7)))
     w = tf.Variable([1.0, 2.0])
-    square = snapshot(HessianRule(lambda: tf.reduce_sum(w**3)), w).map()
+    square = snapshot(HessianRule(lambda: tf.reduce_sum(w**3)), w)
     assert damped(square, 0.0) is square
     shifted = damped(square, 0.5)
-    assert np.array_equal(shifted.apply_flat(tf.ones(2)), [6.5, 12.5])
-    assert np.array_equal(shifted.transpose().apply_flat(tf.ones(2)), [6.5, 12.5])
-    assert Identity(square.domain).transpose().apply_flat(tf.ones(2)).numpy().tolist() == [1, 1]
+    assert np.array_equal(shifted.apply(tf.ones(2)), [6.5, 12.5])
+    assert np.array_equal(shifted.T.apply(tf.ones(2)), [6.5, 12.5])
+    assert Identity(square.domain).T.apply(tf.ones(2)).numpy().tolist() == [1, 1]

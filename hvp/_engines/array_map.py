@@ -1,0 +1,46 @@
+"""Linear maps that are computed with NumPy: matrices and operators of scipy, inverses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvp._engines.linear_map import LinearMap
+from hvp._graphs.python_calls import call_python
+from hvp._vectors.space import Space
+
+
+class ArrayMap(LinearMap):
+    """A symmetric linear map that is computed with NumPy.
+
+    Parameters
+    ----------
+    multiply : callable
+        Takes an array of shape `(k, n)`, and returns the products with its rows.
+    space : Space
+        The space of vectors and products.
+    """
+
+    calls_python = True
+
+    def __init__(self, multiply: Callable[[np.ndarray], np.ndarray], space: Space) -> None:
+        self._multiply = multiply
+        self.domain = self.codomain = space
+
+    def apply(self, vector: Any, *, adjoint: bool = False) -> Any:
+        """Multiply by a vector in any layout; in a graph Python runs when it does."""
+        if isinstance(vector, (list, tuple)):
+            return self.codomain.split(self.apply(self.domain.join(vector)))
+        if not tf.executing_eagerly():
+            multiply, spec = self._apply, tf.TensorSpec(vector.shape, vector.dtype)
+            (product,) = call_python(lambda v: [multiply(v)], [vector], [spec])
+            return product
+        return self._apply(vector)
+
+    def _apply(self, vector: tf.Tensor) -> tf.Tensor:
+        array = vector.numpy()
+        product = self._multiply(array.reshape(-1, self.domain.size))
+        return tf.constant(product.reshape(array.shape), self.codomain.dtype)

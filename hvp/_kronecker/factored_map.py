@@ -1,0 +1,118 @@
+"""Products with blocks whose eigenvectors are known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvp._engines.linear_map import LinearMap, TensorFunction
+from hvp._graphs.compiled import Compiled
+from hvp._graphs.private import is_for_xla
+from hvp._kronecker.block import Block
+from hvp._kronecker.factors import Factors, with_tensors
+from hvp._runtime.digest import digest
+from hvp._vectors.space import Space
+
+
+class FactoredMap(LinearMap):
+    """A symmetric block-diagonal linear map, held as eigenvalues and eigenvectors.
+
+    Parameters
+    ----------
+    space : Space
+        The space of the vectors.
+    factors : Factors
+        The blocks, which together have all entries of the vectors.
+    compiled : dict
+        Compiled functions of matrices with blocks of the same forms.
+
+    Attributes
+    ----------
+    compiled : dict
+        The same.
+    """
+
+    def __init__(self, space: Space, factors: Factors, compiled: dict[str, Compiled]) -> None:
+        self.domain = self.codomain = space
+        self._factors, self.compiled = factors, compiled
+
+    def apply(self, vector: Any, *, adjoint: bool = False) -> Any:
+        """Multiply by a vector in any layout; the map is symmetric."""
+        if isinstance(vector, (list, tuple)):
+            return self.codomain.split(self.apply(self.domain.join(vector)))
+        is_flat = len(vector.shape) == 1
+        rows = vector[tf.newaxis] if is_flat else vector
+        product = self.run("multiply", Block.multiply, rows, back=True)
+        return product[0] if is_flat else product
+
+    def as_function(self) -> TensorFunction:
+        """Return the products as a function of eigenvectors and eigenvalues."""
+        blocks = self._factors.current()
+        compiled = self._compiled_for("multiply", Block.multiply, blocks, True)
+        tensors = [tensor for block in blocks for tensor in block.tensors]
+        forms = [(block.left is None, block.right is None, block.entries.shape) for block in blocks]
+        entries = np.concatenate([block.entries.reshape(-1) for block in blocks])
+        key = ("factored", digest(entries), repr(forms))
+        return TensorFunction(key, tensors, lambda rows, tensors: compiled(rows, *tensors))
+
+    def run(
+        self,
+        name: str,
+        function: Callable[[Block, tf.Tensor], tf.Tensor],
+        rows: tf.Tensor,
+        *,
+        back: bool = False,
+    ) -> tf.Tensor:
+        """Apply a function of blocks to the entries of rows, now or in the graph being traced.
+
+        Parameters
+        ----------
+        name : str
+            Of the function.
+        function : callable
+            Takes a block and its entries of the rows; returns others.
+        rows : tf.Tensor
+            Of shape `(k, n)`.
+        back : bool, optional
+            Whether results are put in the order of the rows; else they are in that of the blocks.
+        """
+        if tf.executing_eagerly():
+            blocks = self._factors.current()
+            tensors = [tensor for block in blocks for tensor in block.tensors]
+            return self._compiled_for(name, function, blocks, back)(rows, *tensors)
+        tensors, is_stale = self._factors.in_graph()
+        with tf.init_scope():
+            compiled = self._compiled_for(name, function, self._factors.held(), back)
+        result = (compiled.inline if is_for_xla() else compiled)(rows, *tensors)
+        return tf.where(is_stale, tf.cast(float("nan"), result.dtype), result)
+
+    def _compiled_for(
+        self,
+        name: str,
+        function: Callable[[Block, tf.Tensor], tf.Tensor],
+        blocks: Sequence[Block],
+        back: bool,
+    ) -> Compiled:
+        if name in self.compiled:
+            return self.compiled[name]
+        forms = [block.without_numbers() for block in blocks]
+        order = np.concatenate([block.entries.reshape(-1) for block in forms])
+        is_sorted = bool(np.all(order[1:] > order[:-1]))
+        places = np.argsort(order)
+
+        def run(rows: tf.Tensor, *tensors: tf.Tensor) -> tf.Tensor:
+            own = with_tensors(forms, iter(tensors))
+            rows = rows if is_sorted else tf.gather(rows, order, axis=1)
+            sizes = [block.size for block in own]
+            pieces = tf.split(rows, sizes, axis=1) if len(sizes) > 1 else [rows]
+            done = [function(block, piece) for block, piece in zip(own, pieces)]
+            whole = tf.concat(done, axis=1) if len(done) > 1 else done[0]
+            return whole if is_sorted or not back else tf.gather(whole, places, axis=1)
+
+        rows = tf.TensorSpec([None, self.domain.size], self.domain.dtype)
+        tensors = [tf.TensorSpec(t.shape, t.dtype) for block in blocks for t in block.tensors]
+        self.compiled[name] = Compiled(run, [rows, *tensors], False)
+        return self.compiled[name]

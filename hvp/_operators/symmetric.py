@@ -1,0 +1,216 @@
+"""Symmetric operators: curvature matrices of a loss."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import tensorflow as tf
+
+from hvp._engines.linear_map import damped
+from hvp._engines.restricted import Restricted, Selection
+from hvp._operators.core import Core
+from hvp._operators.damping import check_damping
+from hvp._operators.operator import EvaluatedOperator
+from hvp._runtime.interrupts import Uninterrupted
+from hvp._vectors.selection import groups, select
+
+Self = TypeVar("Self", bound="SymmetricOperator")
+
+
+class SymmetricOperator(EvaluatedOperator):
+    """Base class of the matrices of a loss, which are symmetric.
+
+    Parameters
+    ----------
+    core : Core
+        The snapshot with the linear map. Operators that differ in damping only share it.
+    damping : float
+        The multiple of the identity to add.
+    """
+
+    _is_symmetric = True
+
+    def __init__(self, core: Core, damping: float) -> None:
+        self._core, self._damping = core, check_damping(damping)
+        super().__init__(damped(core.linear_map, self._damping), core.snapshot)
+
+    @property
+    def damping(self) -> float:
+        """The multiple of the identity that is added."""
+        return self._damping
+
+    @property
+    def is_positive_semidefinite(self) -> bool:
+        """Whether it is known that no eigenvalue is negative, damping included.
+
+        It is for Fisher matrices, and for Gauss-Newton matrices with ``convex=True``, unless a
+        regularization is added.
+        """
+        return self._core.is_positive_semidefinite and self._damping >= 0
+
+    @property
+    @Uninterrupted()
+    def value(self) -> float:
+        """The loss at the values of the last evaluation."""
+        return float(self._core.snapshot.value())
+
+    @property
+    @Uninterrupted()
+    def gradient(self) -> np.ndarray:
+        """The gradient of the loss at the values of the last evaluation.
+
+        A new array of shape `(n,)` each time, in the operator's dtype. Damping is not part of it.
+        """
+        return self._core.gradient().numpy()
+
+    def damped(self: Self, lam: float) -> Self:
+        """Return this operator plus `lam` times the identity.
+
+        Parameters
+        ----------
+        lam : float
+            A finite number, which is added to the operator's own damping.
+
+        Returns
+        -------
+        operator of the same kind
+            It shares the residuals, `stats`, `refresh` and `close` with this one.
+        """
+        twin = copy.copy(self)
+        twin._damping = self._damping + check_damping(lam)
+        twin.linear_map = damped(self._core.linear_map, twin._damping)
+        return twin
+
+    @Uninterrupted()
+    def block(self, rows: Any, columns: Any = None) -> EvaluatedOperator:
+        """Return a block of the matrix, of some of the variables.
+
+        Parameters
+        ----------
+        rows : str, variable, layer, module or list of these
+            The variables. A string is a pattern for one or several successive parts of a
+            variable's path: ``"dense_2"`` stands for all variables of the layer of this name,
+            ``"kernel"`` for all kernels, ``"encoder_*/attention"`` for the attention layers in
+            several others. The variables keep the order that they have in this operator.
+        columns : like `rows`, optional
+            The variables of the columns, for a block that is not on the diagonal.
+
+        Returns
+        -------
+        BlockOperator or Operator
+            A symmetric operator like this one, with its damping; or, if `columns` is given, a
+            rectangular one. Both share the residuals, `stats`, `refresh` and `close` with this
+            operator: nothing is traced or evaluated again.
+
+        Raises
+        ------
+        InvalidVariablesError
+            If something is none of the operator's variables.
+
+        Notes
+        -----
+        A product takes as long as one with the whole matrix.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import tensorflow as tf
+        >>> import hvp
+        >>> a, b = tf.Variable([1.0, 2.0], name="a"), tf.Variable(3.0, name="b")
+        >>> H = hvp.HessianOperator(lambda: b * tf.reduce_sum(a**2), [a, b])
+        >>> H.block("a").to_dense()
+        array([[6., 0.],
+               [0., 6.]], dtype=float32)
+        >>> H.block(a, b).to_dense()
+        array([[2.],
+               [4.]], dtype=float32)
+        """
+        places = self._places(rows)
+        if columns is None:
+            return self._block(places)
+        selections = (Selection(self._core.space, p) for p in (places, self._places(columns)))
+        return EvaluatedOperator(Restricted(self._core.linear_map, *selections), self._snapshot)
+
+    @Uninterrupted()
+    def blocks(self) -> dict[str, BlockOperator]:
+        """Return the diagonal blocks of the layers, which together have all variables.
+
+        Returns
+        -------
+        dict of str to BlockOperator
+            The blocks by the paths of the layers, in the order of the variables. A variable that is
+            in no layer has a block of its own.
+
+        Examples
+        --------
+        >>> import tensorflow as tf
+        >>> import hvp
+        >>> a, b = tf.Variable([1.0, 2.0], name="a"), tf.Variable(3.0, name="b")
+        >>> H = hvp.HessianOperator(lambda: b * tf.reduce_sum(a**2), [a, b])
+        >>> {name: block.shape for name, block in H.blocks().items()}
+        {'a': (2, 2), 'b': (1, 1)}
+        """
+        by_layer = groups(self._core.variable_names)
+        return {layer: self._block(places) for layer, places in by_layer.items()}
+
+    def _places(self, chosen: Any) -> list[int]:
+        return select(chosen, self._core.variable_names, self._core.variables)
+
+    def _block(self, places: Sequence[int]) -> BlockOperator:
+        return BlockOperator(self._core.block(places), self._damping)
+
+    def as_tf_operator(
+        self, *, is_positive_definite: bool | None = None, name: str = "HessianOperator"
+    ) -> tf.linalg.LinearOperator:
+        """Return this operator as a `tf.linalg.LinearOperator`; see `Operator.as_tf_operator`."""
+        if is_positive_definite is None and self.is_positive_semidefinite and self._damping:
+            is_positive_definite = True
+        return super().as_tf_operator(is_positive_definite=is_positive_definite, name=name)
+
+    def release_gradient(self) -> None:
+        """Release the gradient, where memory is short and products are all you need.
+
+        It takes `n` numbers. Until the next `refresh`, `gradient` then raises an `HvpError`, as do
+        functions that need the gradient. Products are not affected.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import tensorflow as tf
+        >>> import hvp
+        >>> w = tf.Variable([1.0, 2.0])
+        >>> H = hvp.HessianOperator(lambda: tf.reduce_sum(w**4) / 12, w)
+        >>> H.release_gradient()
+        >>> H @ np.ones(2)
+        array([1., 4.], dtype=float32)
+        >>> H.refresh()
+        >>> H.gradient.round(3)
+        array([0.333, 2.667], dtype=float32)
+        """
+        self._core.snapshot.release_gradient()
+
+    def _properties(self) -> list[str]:
+        size, dtype, engine, *rest = super()._properties()
+        damping = [f"damping {self._damping:g}"] if self._damping else []
+        return [size, dtype, engine, *damping, *rest]
+
+
+class BlockOperator(SymmetricOperator):
+    """A diagonal block of a symmetric operator, which `block` and `blocks` return.
+
+    It has everything that the operator has: products, `damped`, `to_dense`, the part of the
+    `gradient`, and `hvp.solve` takes it.
+    """
+
+    def _properties(self) -> list[str]:
+        names = self._core.variable_names
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        return [*super()._properties(), f"of {shown}"]
+
+
+def core_of(operator: SymmetricOperator) -> Core:
+    """Return what the rest of the package uses of an operator."""
+    return operator._core
