@@ -16,7 +16,7 @@ import pytest
 
 import hvp
 from hvp._data import budget, joint
-from hvp._devices import device, site, work
+from hvp._devices import device, replica, work
 from hvp._devices.device import LostDeviceError
 from hvp._engines import graph_map, graph_program, single_plan, trace
 from hvp._engines.linear_map import damped
@@ -29,7 +29,7 @@ from hvp._runtime import checkpoint, guard
 from hvp._snapshots.nearby import Gradients
 from hvp._snapshots.snapshot import Snapshot
 from hvp._solve import equations, krylov, solve
-from hvp._solve.rank import Plan
+from hvp._solve.rank import RankPlan
 from hvp._solve.rows import Rows
 from hvp._spectra import eigsh
 from hvp._vectors import packing
@@ -37,7 +37,7 @@ from hvp._vectors import packing
 # Limits that the library chooses for itself: the module that has the constant, and its name.
 LIMITS: dict[str, tuple[Any, str]] = {
     "bytes of a long vector": (operator, "_LONG"),
-    "bytes that a worker fetches": (site, "_LARGE"),
+    "bytes that a worker fetches": (replica, "_LARGE"),
     "bytes of rows times residuals": (graph_map, "_BLOCK_BYTES"),
     "bytes that are packed": (packing, "_MAX_BYTES"),
     "columns of a solve": (equations, "_MAX_COLUMNS"),
@@ -127,7 +127,7 @@ def fail_in_float64(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
 
 def rank_that_pays(operator: Any, b: Any, damping: float) -> int:
     """The rank of the preconditioner `M="auto"` of conjugate gradients."""
-    return Plan(b.shape[1], False, 1e-5).sketch(Rows(operator), damping).rank
+    return RankPlan(b.shape[1], False, 1e-5).sketch(Rows(operator), damping).rank
 
 
 def fingerprint(operator: Any) -> dict[str, str]:

@@ -1,1 +1,1 @@
-"""Layer 3: checks that an operator is the Hessian that was meant."""
+"""Checks that an operator is the Hessian that was meant."""

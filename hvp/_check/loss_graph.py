@@ -37,7 +37,7 @@ def operations(core: Core) -> Iterator[Finding]:
     if remarks.python:
         notes.append("Python code that runs in the graph, where no variable is watched")
     if remarks.repeated:
-        places = dict.fromkeys(doubt.place for doubt in remarks.repeated)
+        places = dict.fromkeys(suspect.place for suspect in remarks.repeated)
         notes.append(f"random draws, the same each time, at {shortened(places)}")
     if remarks.wrong_at_values:
         values = sorted({WRONG_AT_VALUES[d.kind].values for d in remarks.wrong_at_values})

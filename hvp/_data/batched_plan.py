@@ -22,15 +22,15 @@ from hvp._engines.finite import check_finite
 from hvp._engines.graph_program import Results
 from hvp._engines.linear_map import LinearMap, Sum
 from hvp._engines.options import Options
-from hvp._engines.plan import Facts, Plan, WideGradient
+from hvp._engines.plan import Plan, TraceSummary, WideGradient
 from hvp._engines.rule import Rule
 from hvp._engines.single_plan import SinglePlan
 from hvp._errors import HvpError, InvalidLossError
-from hvp._graphs.place import HERE, Place
+from hvp._graphs.target import LOCAL, ExecutionTarget
 from hvp._runtime.progress import progress_bar
 from hvp._runtime.strategies import outside_strategies
-from hvp._vectors.slot import Slot
 from hvp._vectors.space import Space
+from hvp._vectors.tensor_cell import TensorCell
 from hvp._vectors.variables import VariableNest
 
 # This many shapes of batches get a trace of their own. All others share a trace, in which the
@@ -97,11 +97,11 @@ class BatchedPlan(Plan):
         return self._batches.count
 
     @property
-    def facts(self) -> Facts:
+    def facts(self) -> TraceSummary:
         """The facts from all shapes of batches so far, and from the regularization."""
         plans = [shape_plan.plan for shape_plan in self._shape_plans.values()]
         plans += [] if self._added is None else [self._added]
-        facts = Facts.union([plan.facts for plan in plans])
+        facts = TraceSummary.union([plan.facts for plan in plans])
         examples = self._batches.examples or self._examples
         note = "" if self._all_held else _STREAMS
         return dataclasses.replace(
@@ -353,7 +353,7 @@ class ShapePlan:
         shapes: Sequence[Sequence[int | None]],
     ) -> None:
         tensors = elements.tensors
-        self._slots = [Slot(t, tf.TensorShape(shape)) for t, shape in zip(tensors, shapes)]
+        self._slots = [TensorCell(t, tf.TensorShape(shape)) for t, shape in zip(tensors, shapes)]
 
         def batch() -> Elements:
             # Shapes from `set_shape` are not stored in the graph, whereas this operation is.
@@ -364,17 +364,17 @@ class ShapePlan:
         self.plan = SinglePlan(rule, nest, options, batch, self.inputs)
         self._empty()
 
-    def at(self, elements: Elements, place: Place = HERE) -> tuple[Results, LinearMap]:
+    def at(self, elements: Elements, place: ExecutionTarget = LOCAL) -> tuple[Results, LinearMap]:
         """Evaluate on a batch.
 
         Parameters
         ----------
         elements : Elements
             The batch, where it is to be evaluated.
-        place : Place, optional
+        place : ExecutionTarget, optional
             Where that is. The tape engine runs Python, which reads the data themselves.
         """
-        place_of_data = place if self.plan.facts.engine == "graph" else HERE
+        place_of_data = place if self.plan.facts.engine == "graph" else LOCAL
         for slot, tensor in zip(self._slots, elements.tensors):
             place_of_data.put(slot, tensor)
         try:
@@ -382,6 +382,6 @@ class ShapePlan:
         finally:
             self._empty(place_of_data)
 
-    def _empty(self, place: Place = HERE) -> None:
+    def _empty(self, place: ExecutionTarget = LOCAL) -> None:
         for slot in self._slots:
             place.put(slot, slot.nothing)

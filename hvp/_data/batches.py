@@ -127,9 +127,9 @@ class Batches:
 
     def after(self, count: int) -> Iterator[Batch]:
         """Iterate over the batches, without the first `count`."""
-        return self.those(lambda index: index >= count)
+        return self.select(lambda index: index >= count)
 
-    def those(self, wanted: Callable[[int], bool]) -> Iterator[Batch]:
+    def select(self, wanted: Callable[[int], bool]) -> Iterator[Batch]:
         """Iterate over the batches whose number is wanted."""
         source, first = iter(self._source()), None
         index = 0
@@ -197,7 +197,7 @@ class OneBatch(Batches):
     examples = arrays = None
     count = 1
 
-    def those(self, wanted: Callable[[int], bool]) -> Iterator[Batch]:
+    def select(self, wanted: Callable[[int], bool]) -> Iterator[Batch]:
         """Iterate over the batch, if its number is wanted."""
         if wanted(0):
             yield self._batch_of_all

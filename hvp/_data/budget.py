@@ -44,7 +44,7 @@ _ADVISED_PART = 0.4
 
 
 @dataclass(frozen=True)
-class Share:
+class MemoryFraction:
     """A part of a memory limit, where several operators share one.
 
     Attributes
@@ -69,13 +69,13 @@ class Budget:
 
     Parameters
     ----------
-    limit : int, str, Share or None
+    limit : int, str, MemoryFraction or None
         The limit in bytes, or as a text such as ``"2GiB"`` or ``"500 MB"``. None means no limit.
-        For a `Share`, messages name the whole limit.
+        For a `MemoryFraction`, messages name the whole limit.
     """
 
     def __init__(self, limit: Any) -> None:
-        share = limit if isinstance(limit, Share) else Share(limit, 1.0)
+        share = limit if isinstance(limit, MemoryFraction) else MemoryFraction(limit, 1.0)
         self._share = share
         self._limit = None if limit is None else share.nbytes
         self._largest = 0

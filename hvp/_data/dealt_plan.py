@@ -17,8 +17,15 @@ import tensorflow as tf
 
 from hvp._data.batched_plan import BatchedPlan
 from hvp._data.batches import Batches
-from hvp._data.deal import REGULARIZATION, Deal, Item, Share, Term, no_device_left
 from hvp._data.dealt_sum import DealtSum
+from hvp._data.device_evaluation import (
+    REGULARIZATION,
+    BatchTask,
+    DeviceEvaluation,
+    DeviceShard,
+    Term,
+    no_device_left,
+)
 from hvp._data.elements import NO_DATA, Elements
 from hvp._data.joint import JointProducts
 from hvp._data.partial_sum import Adding, PartialSum
@@ -26,13 +33,13 @@ from hvp._data.weighted_mean import WeightedMean
 from hvp._devices.device import Device
 from hvp._devices.membership import leave_lost, take_back
 from hvp._devices.processes import digest_of, processes_of
-from hvp._devices.site import Moment, Site
+from hvp._devices.replica import DeviceReplica, VariableValues
 from hvp._devices.statistics import DeviceStatistics
 from hvp._engines.finite import check_finite
 from hvp._engines.graph_program import Results
 from hvp._engines.linear_map import LinearMap, Sum
 from hvp._engines.options import Options
-from hvp._engines.plan import Facts
+from hvp._engines.plan import TraceSummary
 from hvp._engines.rule import Rule
 from hvp._errors import DeviceError, HvpError, InvalidLossError
 from hvp._runtime.strategies import outside_strategies
@@ -42,7 +49,7 @@ from hvp._vectors.variables import VariableNest
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class BatchResult:
     """What a device has computed so far.
 
     Attributes
@@ -121,12 +128,12 @@ class DealtPlan(BatchedPlan):
         self._devices: Sequence[Device] = options.devices
         self._processes = processes_of(strategy_of(nest.variables), options.device_timeout)
         self._least_batches = len(self._devices)
-        self._sites: dict[str, Site] = {}
+        self._sites: dict[str, DeviceReplica] = {}
         # Batches whose data are on a device, by their number; and the weights of all.
-        self._kept: dict[int, Item] = {}
+        self._kept: dict[int, BatchTask] = {}
         self._weights: dict[int, float] = {}
-        self._moment = Moment()
-        self._deal: Deal | None = None
+        self._moment = VariableValues()
+        self._deal: DeviceEvaluation | None = None
         self._prepared: set[Any] = set()
         self._joint = JointProducts()
         with tf.device(None):  # what is traced serves all devices
@@ -136,12 +143,12 @@ class DealtPlan(BatchedPlan):
             self._adding = Adding(self.space)
 
     @property
-    def deal(self) -> Deal | None:
+    def deal(self) -> DeviceEvaluation | None:
         """What devices held after the last evaluation."""
         return self._deal
 
     @property
-    def sites(self) -> list[Site]:
+    def sites(self) -> list[DeviceReplica]:
         """The devices, and what stands there."""
         return list(self._sites.values())
 
@@ -169,9 +176,9 @@ class DealtPlan(BatchedPlan):
     def at_point(self) -> tuple[Results, LinearMap]:
         """Evaluate all batches at the current values of the variables, on all devices at once."""
         self._batches.forget()
-        self._moment = Moment(self._moment)
+        self._moment = VariableValues(self._moment)
         limit, seconds = self._options.memory_limit, self._options.device_timeout
-        deal = Deal(
+        deal = DeviceEvaluation(
             self._moment,
             self._find_sites(),
             self._devices,
@@ -198,23 +205,23 @@ class DealtPlan(BatchedPlan):
         self._all_held, self._deal = not deal.streamed, deal
         return results, DealtSum(deal, self.space, self._multiply_streamed, self._processes)
 
-    def _find_sites(self) -> list[Site]:
+    def _find_sites(self) -> list[DeviceReplica]:
         """Take devices back that were lost, and forget what is gone."""
         take_back()
         for device in self._devices:
             site = self._sites.get(device.name)
             if site is None or not (device.lost or site.is_there):
-                self._sites[device.name] = Site(device)
+                self._sites[device.name] = DeviceReplica(device)
         live = [site for site in self.sites if site.is_there]
         if not live:
             raise no_device_left(self._devices)
         return live
 
-    def _forget_surplus(self, shares: Sequence[Share]) -> None:
+    def _forget_surplus(self, shares: Sequence[DeviceShard]) -> None:
         """Forget data that are gone, and enough others that devices without any get a share."""
         sites = [share.site for share in shares]
         self._kept = {i: item for i, item in self._kept.items() if item.site in sites}
-        loads: dict[Site | None, int] = dict.fromkeys(sites, 0)
+        loads: dict[DeviceReplica | None, int] = dict.fromkeys(sites, 0)
         for item in self._kept.values():
             loads[item.site] += item.nbytes
         if not self._kept or all(loads.values()) or len(self._kept) < len(self._weights):
@@ -227,27 +234,29 @@ class DealtPlan(BatchedPlan):
                 del self._kept[index]
 
     def _evaluate_on_all(
-        self, deal: Deal, wanted: set[int] | None, kept: Sequence[Item] = ()
+        self, deal: DeviceEvaluation, wanted: set[int] | None, kept: Sequence[BatchTask] = ()
     ) -> list[tuple[PartialSum | None, PartialSum | None]]:
         home = self.nest.variables[0].device
 
-        def give(share: Share, state: Evaluated) -> Callable[[], Any]:
+        def give(share: DeviceShard, state: BatchResult) -> Callable[[], Any]:
             def bring() -> Any:
                 sums = state.batches, state.regularization
                 return [None if s is None else s.at(share.site, home) for s in sums]
 
             return bring
 
-        def take(share: Share, item: Item, state: Evaluated) -> Evaluated:
+        def take(share: DeviceShard, item: BatchTask, state: BatchResult) -> BatchResult:
             self._hold(deal, share, item, state)
             return state
 
-        def step(share: Share, item: Item, state: Evaluated | None) -> Callable[[], Evaluated]:
-            return self._evaluation(deal, share.site, item, state or Evaluated())
+        def step(
+            share: DeviceShard, item: BatchTask, state: BatchResult | None
+        ) -> Callable[[], BatchResult]:
+            return self._evaluation(deal, share.site, item, state or BatchResult())
 
         return deal.gather(wanted, step, give, take, deal.forget, kept)
 
-    def _evaluate_again(self, deal: Deal, wanted: set[int]) -> None:
+    def _evaluate_again(self, deal: DeviceEvaluation, wanted: set[int]) -> None:
         """Evaluate batches that were lost, at the values that the variables had."""
         if self.facts.draws:
             raise DeviceError(
@@ -260,15 +269,15 @@ class DealtPlan(BatchedPlan):
             self._evaluate_on_all(deal, wanted)
 
     def _evaluation(
-        self, deal: Deal, site: Site, item: Item, state: Evaluated
-    ) -> Callable[[], Evaluated]:
+        self, deal: DeviceEvaluation, site: DeviceReplica, item: BatchTask, state: BatchResult
+    ) -> Callable[[], BatchResult]:
         """Return a function that evaluates one batch on its device."""
         plans = [self._plan_of(item, elements) for elements, _ in item.pieces]
-        facts = Facts.union([facts for facts, _ in plans])
+        facts = TraceSummary.union([facts for facts, _ in plans])
         values = deal.moment.of(facts.captured)
         graph = facts.engine == "graph"
 
-        def evaluate() -> Evaluated:
+        def evaluate() -> BatchResult:
             sums = {REGULARIZATION: state.regularization, None: state.batches}
             kind = REGULARIZATION if item.index == REGULARIZATION else None
             term, there = None, None
@@ -283,11 +292,13 @@ class DealtPlan(BatchedPlan):
                 sums[kind] = self._adding(sums[kind], weight, results, site)
             whole = len(item.pieces) == 1
             kept = there if whole and graph else None
-            return Evaluated(sums[None], sums[REGULARIZATION], term if whole else None, kept)
+            return BatchResult(sums[None], sums[REGULARIZATION], term if whole else None, kept)
 
         return evaluate
 
-    def _plan_of(self, item: Item, elements: Elements) -> tuple[Facts, Callable[..., Any]]:
+    def _plan_of(
+        self, item: BatchTask, elements: Elements
+    ) -> tuple[TraceSummary, Callable[..., Any]]:
         """Return the facts about a batch, and the function that evaluates it at a place."""
         added = self._added
         if item.index == REGULARIZATION:
@@ -297,7 +308,7 @@ class DealtPlan(BatchedPlan):
             shape_plan = self._shape_plan(elements)
         return self._portable(shape_plan.plan.facts), shape_plan.at
 
-    def _portable(self, facts: Facts) -> Facts:
+    def _portable(self, facts: TraceSummary) -> TraceSummary:
         """Refuse a function that remote devices cannot run."""
         remote = next((device.name for device in self._devices if device.is_remote), "")
         if remote and facts.foreign and facts.engine == "graph":
@@ -319,7 +330,9 @@ class DealtPlan(BatchedPlan):
                 "the regularization depends on none of the variables", "a function of the variables"
             )
 
-    def _hold(self, deal: Deal, share: Share, item: Item, state: Evaluated) -> None:
+    def _hold(
+        self, deal: DeviceEvaluation, share: DeviceShard, item: BatchTask, state: BatchResult
+    ) -> None:
         """Hold a linear map, and the data that it is of, if they fit."""
         self.evaluations += len(item.pieces) if item.index != REGULARIZATION else 0
         if not self._options.products:
@@ -340,29 +353,31 @@ class DealtPlan(BatchedPlan):
         deal.streamed.add(item.index)
         self._refuse_draws()
 
-    def _keep(self, share: Share, item: Item, state: Evaluated) -> None:
+    def _keep(self, share: DeviceShard, item: BatchTask, state: BatchResult) -> None:
         if state.elements is not None and item.index != REGULARIZATION:
             pieces = [(state.elements, item.pieces[0][1])]
-            self._kept[item.index] = Item(item.index, pieces, share.site)
+            self._kept[item.index] = BatchTask(item.index, pieces, share.site)
 
-    def _items(self, wanted: set[int] | None) -> Iterator[Item]:
+    def _items(self, wanted: set[int] | None) -> Iterator[BatchTask]:
         """Iterate over batches, and the regularization, which comes first."""
         if self._added is not None and (wanted is None or REGULARIZATION in wanted):
             graph = self._added.facts.engine == "graph"
-            yield Item(REGULARIZATION, [(NO_DATA, 1.0)], alone=not graph)
+            yield BatchTask(REGULARIZATION, [(NO_DATA, 1.0)], alone=not graph)
         if wanted is not None and not wanted - {REGULARIZATION}:
             return
-        batches = self._batches.those(lambda index: wanted is None or index in wanted)
+        batches = self._batches.select(lambda index: wanted is None or index in wanted)
         for batch in self._with_progress(batches):
             with tf.device(None):
                 traced = len(self._shape_plans)
                 pieces = list(self._pieces(batch))
-            plans = [self._plan_of(Item(batch.index, []), elements)[0] for elements, _ in pieces]
+            plans = [
+                self._plan_of(BatchTask(batch.index, []), elements)[0] for elements, _ in pieces
+            ]
             self._weights[batch.index] = sum(weight for _, weight in pieces)
             # Tapes run Python, which reads and writes variables that all share.
             first = len(self._shape_plans) > traced
             alone = first or any(facts.engine == "tape" for facts in plans)
-            yield Item(batch.index, pieces, alone=alone)
+            yield BatchTask(batch.index, pieces, alone=alone)
 
     def _sums(self, evaluate: Callable[[], Sequence[Any]]) -> Sums:
         """Add up what devices evaluated, and what other processes did."""
@@ -398,7 +413,7 @@ class DealtPlan(BatchedPlan):
 
         mean.replace(self._processes.sum(tensors_here, mean.specs, digest_of("float64")))
 
-    def _results(self, deal: Deal, sums: Sums) -> Results:
+    def _results(self, deal: DeviceEvaluation, sums: Sums) -> Results:
         total, weight, added = sums.batches, float(sums.weight), sums.added
         if self._processes is not None:
             deal.scale_of_regularization = 1.0 / self._processes.count
@@ -418,14 +433,16 @@ class DealtPlan(BatchedPlan):
             gradient = [a if b is None else b if a is None else a + b for a, b in pairs]
         return Results(value, gradient)
 
-    def _multiply_streamed(self, deal: Deal, wanted: set[int], v: tf.Tensor) -> list[tf.Tensor]:
+    def _multiply_streamed(
+        self, deal: DeviceEvaluation, wanted: set[int], v: tf.Tensor
+    ) -> list[tf.Tensor]:
         """Evaluate batches that no device holds, multiply, and return the products to add."""
         home = v.device
 
-        def step(share: Share, item: Item, product: Any) -> Callable[[], Any]:
+        def step(share: DeviceShard, item: BatchTask, product: Any) -> Callable[[], Any]:
             site = share.site
             plans = [self._plan_of(item, elements) for elements, _ in item.pieces]
-            values = deal.moment.of(Facts.union([facts for facts, _ in plans]).captured)
+            values = deal.moment.of(TraceSummary.union([facts for facts, _ in plans]).captured)
             graph = all(facts.engine == "graph" for facts, _ in plans)
             self.evaluations += len(item.pieces)
 
@@ -448,14 +465,14 @@ class DealtPlan(BatchedPlan):
 
             return multiply
 
-        def give(share: Share, product: tf.Tensor) -> Callable[[], tf.Tensor]:
+        def give(share: DeviceShard, product: tf.Tensor) -> Callable[[], tf.Tensor]:
             return lambda: share.site.give(product, home)
 
         with self._at(deal.moment):
             return deal.gather(wanted, step, give)
 
     @contextlib.contextmanager
-    def _at(self, moment: Moment) -> Iterator[None]:
+    def _at(self, moment: VariableValues) -> Iterator[None]:
         """Give variables the values of a moment while tapes run, which read the variables."""
         facts = self.facts
         if facts.engine == "graph":

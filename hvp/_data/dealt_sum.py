@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvp._data.deal import Deal
+from hvp._data.device_evaluation import DeviceEvaluation
 from hvp._devices.membership import leave_lost
 from hvp._devices.processes import Processes, digest_of
 from hvp._engines.linear_map import LinearMap
@@ -22,7 +22,7 @@ class DealtSum(LinearMap):
 
     Parameters
     ----------
-    deal : Deal
+    deal : DeviceEvaluation
         What devices hold.
     space : Space
         The space of vectors and products; the map is symmetric.
@@ -35,7 +35,7 @@ class DealtSum(LinearMap):
 
     def __init__(
         self,
-        deal: Deal,
+        deal: DeviceEvaluation,
         space: Space,
         stream: Callable[..., list[tf.Tensor]],
         processes: Processes | None,

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from hvp._devices.device import Job, LostDeviceError, Runner
 from hvp._devices.names import own_device_like
-from hvp._devices.site import Site
+from hvp._devices.replica import DeviceReplica
 from hvp._engines.graph_map import GraphMap
 from hvp._engines.linear_map import LinearMap, Sum, Terms
 from hvp._graphs.parts import nbytes
@@ -38,13 +38,13 @@ class Part:
 
     Attributes
     ----------
-    site : Site
+    site : DeviceReplica
         The device.
     terms : sequence of (float, LinearMap)
         Linear maps that it holds, with their weights.
     """
 
-    site: Site
+    site: DeviceReplica
     terms: Terms
 
     @property
@@ -104,7 +104,9 @@ class JointProducts:
         def call(one: tf.Tensor) -> tf.Tensor:
             with tf.device(None), tf.device(home):
                 tensors = [one, *residuals]
-                return call_flat(function, tensors, function.captured_inputs, briefly=False)
+                return call_flat(
+                    function, tensors, function.captured_inputs, light_optimization=False
+                )
 
         def multiply() -> tf.Tensor:
             if len(v.shape) == 1:
@@ -130,7 +132,7 @@ class JointWork:
 
     Parameters
     ----------
-    sites : list of Site
+    sites : list of DeviceReplica
         The workers.
     job : Job
         The product.
@@ -143,13 +145,13 @@ class JointWork:
 
     Attributes
     ----------
-    sites : list of Site
+    sites : list of DeviceReplica
         The same.
     """
 
     def __init__(
         self,
-        sites: list[Site],
+        sites: list[DeviceReplica],
         job: Job,
         sent: int,
         seconds: float,
@@ -208,7 +210,7 @@ def _traced(kinds: Sequence[Any], space: Space, home: str, *, in_rows: bool) -> 
         return function.get_concrete_function(v_spec, *specs)
 
 
-def _pays_at(site: Site) -> bool:
+def _pays_at(site: DeviceReplica) -> bool:
     """Whether calls to a device take long enough that a single one is better."""
     return site.device.is_remote
 

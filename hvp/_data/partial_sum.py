@@ -9,10 +9,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvp._devices.site import Site
+from hvp._devices.replica import DeviceReplica
 from hvp._engines.graph_program import Results
 from hvp._graphs.compiled import Compiled
-from hvp._graphs.place import Place
+from hvp._graphs.target import ExecutionTarget
 from hvp._vectors.space import Space
 
 
@@ -34,7 +34,7 @@ class PartialSum:
     gradient: tf.Tensor
     connected: frozenset[int]
 
-    def at(self, site: Site, home: str) -> PartialSum:
+    def at(self, site: DeviceReplica, home: str) -> PartialSum:
         """Move it from a device to another one, given by its name."""
         value, gradient = site.give(self.value, home), site.give(self.gradient, home)
         return PartialSum(value, gradient, self.connected)
@@ -59,7 +59,7 @@ class Adding:
         self._functions: dict[Any, Compiled] = {}
 
     def __call__(
-        self, total: PartialSum | None, weight: float, results: Results, place: Place
+        self, total: PartialSum | None, weight: float, results: Results, place: ExecutionTarget
     ) -> PartialSum:
         """Return the sum with further results, times their weight.
 
@@ -71,7 +71,7 @@ class Adding:
             The weight of the results.
         results : Results
             What was evaluated at the place.
-        place : Place
+        place : ExecutionTarget
             Where to add.
         """
         gradient = list(results.gradient or ())

@@ -9,7 +9,7 @@ accumulators. They cannot be replaced in the graph instead, because the tape eng
 A name is replaced only in the context that linearizes, which belongs to one thread. TensorFlow's
 modules get properties that look up the context, and return TensorFlow's own function everywhere
 else. References that were bound earlier are not replaced (`from tensorflow.nn import moments`, or
-an older trace of a `tf.function`). The module `doubts` refuses them if they would be wrong.
+an older trace of a `tf.function`). The module `suspects` refuses them if they would be wrong.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvp._derivatives.doubts import CONSTANT
 from hvp._derivatives.logsumexp import cumulative_logsumexp
 from hvp._derivatives.registry import (
     TENSORFLOWS,
@@ -17,6 +16,7 @@ from hvp._derivatives.registry import (
     gradient_of_formula,
     size_of,
 )
+from hvp._derivatives.suspects import CONSTANT
 from hvp._derivatives.zeros import xdivy, xlog1py, xlogy
 
 raw = tf.raw_ops
@@ -175,7 +175,7 @@ def _cumulative_logsumexp(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
     # `dy` is zero, which affects products of a least squares fit at its solution, and every `jvp`.
     x, axis = operation.inputs
     static_axis = tf.get_static_value(axis)
-    if static_axis is None:  # the module `doubts` refuses to differentiate this again
+    if static_axis is None:  # the module `suspects` refuses to differentiate this again
         return TENSORFLOWS["CumulativeLogsumexp"](operation, upstream)
     options = attributes(operation, "exclusive", "reverse")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvp._derivatives.doubts import derivative_errors
+from hvp._derivatives.suspects import derivative_errors
 from hvp._errors import InvalidLossError
 
 

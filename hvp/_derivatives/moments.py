@@ -7,7 +7,7 @@ normalization, and batch normalization in training mode, use this function. Ever
 with one of them would be wrong without an error.
 
 The function in this module has the same values and first derivatives to the bit. If TensorFlow's
-own function escapes the replacement (see the module `exact`), the module `doubts` detects it.
+own function escapes the replacement (see the module `exact`), the module `suspects` detects it.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ class Cluster:
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=self._said(index),
+                stderr=self._log_file(index),
                 text=True,
                 start_new_session=True,  # Ctrl-C is for this process alone
             )
@@ -202,7 +202,7 @@ class Cluster:
                 "pass any_interface=True, on a network that only you can reach",
             ) from error
 
-    def _said(self, index: int) -> Any:
+    def _log_file(self, index: int) -> Any:
         """Return the file for what a worker writes: a pipe that nobody reads would stop it."""
         if index not in self._logs:
             self._logs[index] = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the rest

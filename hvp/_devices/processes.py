@@ -110,7 +110,7 @@ class Processes:
                 "see what these raised",
             )
         self._check_same(total[1:])
-        return _apart(sums, specs, dtypes)
+        return _unpack(sums, specs, dtypes)
 
     def _sum(self, buffer: tf.Tensor) -> tf.Tensor:
         """Return the sum of one buffer over all processes, having waited for them."""
@@ -181,7 +181,7 @@ def _pieces(digest: int) -> list[float]:
     return [*pieces, *(piece * piece for piece in pieces)]
 
 
-def _apart(
+def _unpack(
     sums: Sequence[tf.Tensor], specs: Sequence[tf.TensorSpec], dtypes: Sequence[tf.DType]
 ) -> list[tf.Tensor]:
     """Take tensors out of buffers again."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hvp._devices.device import Job, LostDeviceError
-from hvp._devices.site import Site
+from hvp._devices.replica import DeviceReplica
 
 # Where several devices are lost, the error of each may come up in work on another one.
 _TRIES = 4
@@ -22,13 +22,13 @@ class Work:
 
     Parameters
     ----------
-    site : Site
+    site : DeviceReplica
         The device, and what is there.
     function : callable
         Takes nothing.
     """
 
-    def __init__(self, site: Site, function: Callable[[], Any]) -> None:
+    def __init__(self, site: DeviceReplica, function: Callable[[], Any]) -> None:
         self._site, self._function = site, function
         self._job = self._start() if site.is_there else None
 

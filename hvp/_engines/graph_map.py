@@ -13,7 +13,7 @@ from hvp._engines.graph_program import GraphProgram
 from hvp._engines.linear_map import LinearMap, by_parts
 from hvp._graphs.compiled import Compiled
 from hvp._graphs.parts import nbytes
-from hvp._graphs.place import HERE, Place
+from hvp._graphs.target import LOCAL, ExecutionTarget
 from hvp._graphs.variants import variant_nbytes
 from hvp._vectors.space import Space
 
@@ -35,7 +35,7 @@ class GraphMap(LinearMap):
         What the second function needs of the first.
     domain, codomain : Space
         The spaces of vectors and of products at this point.
-    place : Place, optional
+    place : ExecutionTarget, optional
         Where the residuals are, and products are computed.
     whole_blocks : bool, optional
         Whether all rows of a block are multiplied in one call, however many there are.
@@ -52,7 +52,7 @@ class GraphMap(LinearMap):
         residuals: Sequence[tf.Tensor],
         domain: Space,
         codomain: Space,
-        place: Place = HERE,
+        place: ExecutionTarget = LOCAL,
         *,
         whole_blocks: bool = False,
     ) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import tensorflow as tf
 
 from hvp._graphs.compiled import Compiled, JitCompile
-from hvp._graphs.place import HERE, Place
 from hvp._graphs.private import is_for_xla
+from hvp._graphs.target import LOCAL, ExecutionTarget
 from hvp._graphs.vectorized import NotVectorizedError, vectorized
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._vectors.space import Space
@@ -40,7 +40,7 @@ class Compilation:
         Whether blocks are multiplied one vector after the other in any case.
     xla_for_blocks : bool
         Whether XLA may compile blocks; it takes minutes for convolutions over a further axis.
-    briefly : bool
+    light_optimization : bool
         Whether TensorFlow should spend less time on optimizing products.
     changed : callable or None
         Takes the residuals; tells, in the graph, whether variables have changed since. None if
@@ -52,7 +52,7 @@ class Compilation:
     report: Callable[[str], None]
     by_columns: bool
     xla_for_blocks: bool
-    briefly: bool
+    light_optimization: bool
     changed: Callable[..., tf.Tensor] | None
 
 
@@ -152,7 +152,7 @@ class GraphProduct:
         forms = [self.__dict__[name] for name in _SINGLE if name in self.__dict__]
         return next((form.uses_xla for form in forms if form.uses_xla is not None), None)
 
-    def rows(self, residuals: Sequence[tf.Tensor], place: Place = HERE) -> Compiled:
+    def rows(self, residuals: Sequence[tf.Tensor], place: ExecutionTarget = LOCAL) -> Compiled:
         """Return the product with the rows of a block, of shape `(k, n)`.
 
         The first time, a block of random rows is multiplied and compared with products of single
@@ -163,7 +163,7 @@ class GraphProduct:
         ----------
         residuals : sequence of tf.Tensor
             Those of one point.
-        place : Place, optional
+        place : ExecutionTarget, optional
             Where they are.
         """
         if self._rows_are_right is None:
@@ -196,7 +196,9 @@ class GraphProduct:
     def _compiled(self, function: Callable[..., Any], specs: Sequence[tf.TensorSpec]) -> Compiled:
         how = self._compilation
         inputs = [*specs, *how.residuals]
-        return Compiled(function, inputs, how.jit_compile, how.report, briefly=how.briefly)
+        return Compiled(
+            function, inputs, how.jit_compile, how.report, light_optimization=how.light_optimization
+        )
 
     def _multiply_flat(self, flat: tf.Tensor, *residuals: tf.Tensor) -> tf.Tensor:
         domain, codomain = self._spaces
@@ -220,7 +222,7 @@ class GraphProduct:
         signature = tf.TensorSpec([codomain.size], codomain.dtype)
         return tf.map_fn(multiply, rows, fn_output_signature=signature)
 
-    def _compare_rows(self, residuals: Sequence[tf.Tensor], place: Place) -> bool | None:
+    def _compare_rows(self, residuals: Sequence[tf.Tensor], place: ExecutionTarget) -> bool | None:
         """Whether a block product agrees with single ones; None if it cannot be computed."""
         function = self.flat_rows
         if self._by_columns:
@@ -235,7 +237,7 @@ class GraphProduct:
         return codomain.agree(block, single, tf.norm(single))
 
     def _apply_single(
-        self, row: tf.Tensor, residuals: Sequence[tf.Tensor], place: Place
+        self, row: tf.Tensor, residuals: Sequence[tf.Tensor], place: ExecutionTarget
     ) -> tf.Tensor:
         """Multiply by one flat vector, by the form that is compiled in any case."""
         if self.tells_changes:

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from hvp._derivatives.doubts import refuse_missing_derivatives
 from hvp._derivatives.replace import replace_operations
+from hvp._derivatives.suspects import refuse_missing_derivatives
 from hvp._engines.graph_product import Compilation, GraphProduct
 from hvp._engines.trace import TracedGraph
 from hvp._engines.transposition import TransposedProduct
@@ -37,10 +37,10 @@ from hvp._graphs.low_precision import in_low_precision
 from hvp._graphs.matrix_products import for_many_vectors
 from hvp._graphs.merging import merge_equal_operations
 from hvp._graphs.parts import data_inputs, import_part, nbytes, node_of
-from hvp._graphs.place import HERE, Place
 from hvp._graphs.schedule import in_order_if_large
 from hvp._graphs.sizes import BORROWED, take_sizes
 from hvp._graphs.split import split
+from hvp._graphs.target import LOCAL, ExecutionTarget
 from hvp._graphs.wide import in_float64
 from hvp._vectors.packing import Packing
 from hvp._vectors.resources import Resource, differ
@@ -191,7 +191,7 @@ class GraphProgram:
             report,
             by_columns=any(_is_not_vectorized(node) for node in self.product_part.node),
             xla_for_blocks=not any("Conv" in node.op for node in self.product_part.node),
-            briefly=not any(map(_has_functions, self.product_part.node)),
+            light_optimization=not any(map(_has_functions, self.product_part.node)),
             changed=self.changed if self.tells_changes else None,
         )
         specs = self._traced.vector_specs
@@ -222,8 +222,8 @@ class GraphProgram:
         SecondDerivativeError
             If TensorFlow lacks the derivative of an operation on the way.
         """
-        doubts = self._traced.transposed_doubts()
-        refuse_missing_derivatives(doubts.missing + doubts.wrong_at_values)
+        suspects = self._traced.transposed_suspects()
+        refuse_missing_derivatives(suspects.missing + suspects.wrong_at_values)
         specs, zeros = self._traced.vector_specs, self.zero_vector_count
         graph = TransposedProduct.of(self._import_connected, specs, self.residual_specs, zeros)
 
@@ -262,7 +262,7 @@ class GraphProgram:
         sizes = [nbytes(spec) for spec, owned in zip(self.residual_specs, self.owned) if owned]
         return sum(sizes)
 
-    def evaluate(self, place: Place = HERE) -> tuple[Results, list[tf.Tensor]]:
+    def evaluate(self, place: ExecutionTarget = LOCAL) -> tuple[Results, list[tf.Tensor]]:
         """Run the first function at the values the variables have now; return the residuals too."""
         finite, *tensors = self._once(place=place)
         if not self._complete and tf.executing_eagerly():

@@ -20,8 +20,8 @@ from hvp._errors import ClosedOperatorError, GraphModeError
 from hvp._graphs.compiled import Compiled
 from hvp._graphs.private import is_for_xla
 from hvp._vectors.resources import Resource, differ
-from hvp._vectors.slot import Slot
 from hvp._vectors.space import Space
+from hvp._vectors.tensor_cell import TensorCell
 
 
 class InGraph:
@@ -33,7 +33,7 @@ class InGraph:
         The map of now.
     current : bound method
         Makes sure, in Python, that there is a map and that it is current: raises, or evaluates
-        again. Called when the graph finds that something is amiss.
+        again. Called when the graph finds that something is is_invalid.
     resources : sequence of Resource
         The variables that the map depends on; none if it does not matter whether they change.
     values : sequence of tf.Tensor
@@ -60,7 +60,7 @@ class InGraph:
         self._own = slice(packed, len(self._resources))
         self._copies = copies
         # The residuals one by one, where they are packed: XLA would take them apart each time.
-        self._parts: list[Slot] = []
+        self._parts: list[TensorCell] = []
         self._unpack = tf.function(self._program.unpack, autograph=False)
         # A tf.function that is being traced claims all variables created in its thread, even those
         # created in an init_scope, and is then traced again.
@@ -73,13 +73,15 @@ class InGraph:
 
     def _make_parts(self) -> None:
         parts = self._program.unpack(_read(self._residuals))
-        self._parts = [Slot(tensor, tensor.shape) for tensor in parts]
+        self._parts = [TensorCell(tensor, tensor.shape) for tensor in parts]
 
     def _make(self, held: GraphMap, values: Sequence[tf.Tensor]) -> None:
         self._there = tf.Variable(True, trainable=False)
         specs = held.program.residual_specs
-        self._residuals = [Slot(t, spec.shape) for t, spec in zip(held.residuals, specs)]
-        self._watched = [Slot(value, tf.TensorShape(None)) for value in self._apart(values)]
+        self._residuals = [TensorCell(t, spec.shape) for t, spec in zip(held.residuals, specs)]
+        self._watched = [
+            TensorCell(value, tf.TensorShape(None)) for value in self._unpacked(values)
+        ]
         self._count = tf.Variable(0, dtype=tf.int64, trainable=False)
 
     @property
@@ -96,7 +98,7 @@ class InGraph:
     def fill(self, held: GraphMap, values: Sequence[tf.Tensor]) -> None:
         """Take the residuals of a new point, and the values of variables to compare with."""
         slots = [*self._residuals, *self._watched]
-        tensors = [*held.residuals, *self._apart(values)]
+        tensors = [*held.residuals, *self._unpacked(values)]
         if self._parts:
             slots += self._parts
             tensors += self._unpack(held.residuals)
@@ -133,14 +135,14 @@ class InGraph:
             )
         there = self._there.read_value()
         if xla:
-            amiss = tf.logical_not(there) | self._changed(copies=False)
+            is_invalid = tf.logical_not(there) | self._changed(copies=False)
         else:  # what is no longer there has another shape
-            amiss = tf.cond(there, self._changed, lambda: tf.constant(True))
+            is_invalid = tf.cond(there, self._changed, lambda: tf.constant(True))
         checks = []
         if not xla:
             with tf.init_scope():
                 function.choose_for(tensors, _read(self._residuals))
-            checks.append(tf.cond(amiss, self._ask, lambda: tf.constant(True)))
+            checks.append(tf.cond(is_invalid, self._ask, lambda: tf.constant(True)))
         with tf.control_dependencies(checks):
             self._count.assign_add(tf.cast(count, tf.int64), read_value=False)
             if not xla:
@@ -152,7 +154,7 @@ class InGraph:
             result = function.inline(*tensors, *residuals)
         # XLA can neither raise nor call Python.
         return tf.nest.map_structure(
-            lambda tensor: tf.where(amiss, tf.cast(float("nan"), tensor.dtype), tensor), result
+            lambda tensor: tf.where(is_invalid, tf.cast(float("nan"), tensor.dtype), tensor), result
         )
 
     def _changed(self, *, copies: bool = True) -> tf.Tensor:
@@ -182,7 +184,7 @@ class InGraph:
 
         return tf.py_function(ask, [], tf.bool)
 
-    def _apart(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def _unpacked(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Return values that are not packed with the residuals anyway."""
         return list(values[self._own])
 
@@ -207,5 +209,5 @@ class _InGraphMap(GraphMap):
         return self._in_graph.run(tf.shape(tensors[0])[0] if in_rows else 1, function, *tensors)
 
 
-def _read(slots: Sequence[Slot]) -> list[tf.Tensor]:
+def _read(slots: Sequence[TensorCell]) -> list[tf.Tensor]:
     return [slot.read() for slot in slots]

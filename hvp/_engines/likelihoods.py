@@ -7,6 +7,8 @@ matrix is the Hessian of the negative log-likelihood, whatever the targets.
 from __future__ import annotations
 
 import abc
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
@@ -94,8 +96,23 @@ class Categorical(Likelihood):
         return tf.reduce_mean(scores * along, axis=0)
 
 
-class _Elementwise(Likelihood):
-    """A distribution of independent entries, given by its variance as a function of predictions."""
+@dataclass(frozen=True)
+class Elementwise(Likelihood):
+    """A distribution of independent entries.
+
+    Attributes
+    ----------
+    variance : callable
+        Takes the predictions; returns the variances of the targets.
+    draw : callable
+        Takes predictions, a shape and a seed; returns what `scores` does.
+    """
+
+    variance: Callable[[tf.Tensor], tf.Tensor]
+    draw: Callable[[tf.Tensor, Any, tf.Tensor], tf.Tensor]
+
+    def prepare(self, predictions: tf.Tensor) -> tf.Tensor:
+        return self.variance(predictions)
 
     def multiply(self, prepared: tf.Tensor, tangents: tf.Tensor) -> tf.Tensor:
         return prepared * tangents
@@ -108,43 +125,31 @@ class _Elementwise(Likelihood):
         unit = tf.reshape(tf.eye(size, dtype=prepared.dtype), [size, *[1] * axes, size])
         return unit * tf.sqrt(prepared)
 
-
-class Bernoulli(_Elementwise):
-    """Zeros and ones; the predictions are the logits of ones."""
-
-    def prepare(self, predictions: tf.Tensor) -> tf.Tensor:
-        return tf.sigmoid(predictions) * tf.sigmoid(-predictions)
-
     def scores(self, predictions: tf.Tensor, shape: Any, seed: tf.Tensor) -> tf.Tensor:
-        uniform = tf.random.stateless_uniform(shape, seed, 0, 1, predictions.dtype)
-        probability = tf.sigmoid(predictions)
-        return tf.cast(uniform < probability, predictions.dtype) - probability
+        return self.draw(predictions, shape, seed)
 
 
-class Gaussian(_Elementwise):
-    """Numbers with normal errors, all of one variance; the predictions are their means."""
-
-    def prepare(self, predictions: tf.Tensor) -> tf.Tensor:
-        return tf.ones_like(predictions)
-
-    def scores(self, predictions: tf.Tensor, shape: Any, seed: tf.Tensor) -> tf.Tensor:
-        return tf.random.stateless_normal(shape, seed, dtype=predictions.dtype)
+def _bernoulli(predictions: tf.Tensor, shape: Any, seed: tf.Tensor) -> tf.Tensor:
+    uniform = tf.random.stateless_uniform(shape, seed, 0, 1, predictions.dtype)
+    probability = tf.sigmoid(predictions)
+    return tf.cast(uniform < probability, predictions.dtype) - probability
 
 
-class Poisson(_Elementwise):
-    """Counts; the predictions are the logarithms of their means."""
+def _normal(predictions: tf.Tensor, shape: Any, seed: tf.Tensor) -> tf.Tensor:
+    return tf.random.stateless_normal(shape, seed, dtype=predictions.dtype)
 
-    def prepare(self, predictions: tf.Tensor) -> tf.Tensor:
-        return tf.exp(predictions)
 
-    def scores(self, predictions: tf.Tensor, shape: Any, seed: tf.Tensor) -> tf.Tensor:
-        mean = tf.exp(predictions)
-        return tf.random.stateless_poisson(shape, seed, mean, predictions.dtype) - mean
+def _poisson(predictions: tf.Tensor, shape: Any, seed: tf.Tensor) -> tf.Tensor:
+    mean = tf.exp(predictions)
+    return tf.random.stateless_poisson(shape, seed, mean, predictions.dtype) - mean
 
 
 LIKELIHOODS: dict[str, Likelihood] = {
-    "bernoulli": Bernoulli(),
+    # Zeros and ones; the predictions are the logits of ones.
+    "bernoulli": Elementwise(lambda logits: tf.sigmoid(logits) * tf.sigmoid(-logits), _bernoulli),
     "categorical": Categorical(),
-    "gaussian": Gaussian(),
-    "poisson": Poisson(),
+    # Normal errors, all of one variance; the predictions are the means.
+    "gaussian": Elementwise(tf.ones_like, _normal),
+    # Counts; the predictions are the logarithms of their means.
+    "poisson": Elementwise(tf.exp, _poisson),
 }

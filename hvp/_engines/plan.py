@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from hvp._derivatives.doubts import Doubt
+from hvp._derivatives.suspects import SuspectOperation
 from hvp._devices.statistics import DeviceStatistics
 from hvp._engines.graph_program import Results
 from hvp._engines.linear_map import LinearMap
@@ -22,33 +22,33 @@ from hvp._vectors.variables import VariableNest
 WideGradient = Callable[[Sequence[tf.Tensor]], list[Any]]
 
 
-class Remarks(NamedTuple):
+class DerivativeReport(NamedTuple):
     """What the graph of a function tells about its derivatives, before it runs.
 
     Attributes
     ----------
-    custom : list of Doubt
+    custom : list of SuspectOperation
         Operations with a `tf.custom_gradient`.
-    wrong_at_values : list of Doubt
+    wrong_at_values : list of SuspectOperation
         Operations whose derivative is wrong at some values, where they are refused.
-    random, repeated : list of Doubt
+    random, repeated : list of SuspectOperation
         Random draws, and those that are the same each time.
     python : bool
         Whether Python code runs with the graph.
     """
 
-    custom: list[Doubt]
-    wrong_at_values: list[Doubt]
-    random: list[Doubt]
-    repeated: list[Doubt]
+    custom: list[SuspectOperation]
+    wrong_at_values: list[SuspectOperation]
+    random: list[SuspectOperation]
+    repeated: list[SuspectOperation]
     python: bool
 
     @classmethod
-    def union(cls, every: Iterable[Remarks]) -> Remarks:
+    def union(cls, every: Iterable[DerivativeReport]) -> DerivativeReport:
         """Return the remarks about several functions."""
         every = list(every)
 
-        def distinct(lists: Iterable[list[Doubt]]) -> list[Doubt]:
+        def distinct(lists: Iterable[list[SuspectOperation]]) -> list[SuspectOperation]:
             return list(dict.fromkeys(itertools.chain(*lists)))
 
         return cls(
@@ -61,7 +61,7 @@ class Remarks(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Facts:
+class TraceSummary:
     """What is known about a plan so far.
 
     Attributes
@@ -78,7 +78,7 @@ class Facts:
         Those of `writes` that are whole numbers: seeds of random draws, counters.
     draws : bool
         Whether results depend on random draws whose state is not a variable.
-    remarks : Remarks or None
+    remarks : DerivativeReport or None
         What the graph tells about derivatives; None if the function could not be traced.
     foreign : str
         What else the function refers to that only this process has, such as a lookup table or
@@ -106,7 +106,7 @@ class Facts:
     captured: tuple[Resource, ...] = ()
     seeds: tuple[Resource, ...] = ()
     draws: bool = False
-    remarks: Remarks | None = None
+    remarks: DerivativeReport | None = None
     foreign: str = ""
     differentiates: bool = False
     recomputes: bool | None = None
@@ -117,7 +117,7 @@ class Facts:
     note: str = ""
 
     @classmethod
-    def union(cls, every: Sequence[Facts]) -> Facts:
+    def union(cls, every: Sequence[TraceSummary]) -> TraceSummary:
         """Return the facts about several plans that serve together."""
         remarks = [facts.remarks for facts in every if facts.remarks is not None]
         recomputes = [facts.recomputes for facts in every]
@@ -128,7 +128,7 @@ class Facts:
             captured=_distinct(facts.captured for facts in every),
             seeds=_distinct(facts.seeds for facts in every),
             draws=any(facts.draws for facts in every),
-            remarks=Remarks.union(remarks) if len(remarks) == len(every) else None,
+            remarks=DerivativeReport.union(remarks) if len(remarks) == len(every) else None,
             foreign=next((facts.foreign for facts in every if facts.foreign), ""),
             differentiates=any(facts.differentiates for facts in every),
             recomputes=None if None in recomputes else any(recomputes),
@@ -173,7 +173,7 @@ class Plan(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def facts(self) -> Facts:
+    def facts(self) -> TraceSummary:
         """What is known about the rule by now."""
 
     def averages(self, examples: int | None) -> bool:

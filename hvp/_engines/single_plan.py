@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvp._derivatives.doubts import refuse_missing_derivatives
 from hvp._derivatives.exact import exact_functions
+from hvp._derivatives.suspects import refuse_missing_derivatives
 from hvp._engines.float64 import gradient_in_float64
 from hvp._engines.graph_map import GraphMap
 from hvp._engines.graph_program import GraphProgram, Results
 from hvp._engines.linear_map import LinearMap
 from hvp._engines.options import Options
-from hvp._engines.plan import Facts, Plan, Remarks, WideGradient
+from hvp._engines.plan import DerivativeReport, Plan, TraceSummary, WideGradient
 from hvp._engines.rule import Arguments, Evaluated, NoArguments, Parts, Rule
 from hvp._engines.tape_map import TapeMap
 from hvp._engines.taped import doubtful_nones
@@ -35,8 +35,8 @@ from hvp._errors import (
 from hvp._graphs.dataflow import KEPT_WHOLE
 from hvp._graphs.low_precision import is_fast, recomputed_in
 from hvp._graphs.parts import digest_of_graph
-from hvp._graphs.place import HERE, Place
 from hvp._graphs.split import UnsplittableError
+from hvp._graphs.target import LOCAL, ExecutionTarget
 from hvp._keras.losses import preserved_losses
 from hvp._runtime.digest import digest
 from hvp._runtime.interrupts import Uninterrupted
@@ -103,7 +103,7 @@ class SinglePlan(Plan):
             )
         self._facts = self._static_facts(inputs)
         if self._trace is not None:
-            refuse_missing_derivatives(self._trace.doubts.missing)
+            refuse_missing_derivatives(self._trace.suspects.missing)
             if isinstance(self._trace.graph.error, SecondDerivativeError):
                 raise self._trace.graph.error  # a recomputed function's: a tape would meet it too
         if self._facts.recomputes:
@@ -129,7 +129,7 @@ class SinglePlan(Plan):
             )
 
     @property
-    def facts(self) -> Facts:
+    def facts(self) -> TraceSummary:
         """What is known about the rule by now."""
         uses_xla = False if self._program is None else self._program.product.uses_xla
         return dataclasses.replace(self._facts, uses_xla=uses_xla, note=self._note)
@@ -142,16 +142,16 @@ class SinglePlan(Plan):
         return all(length is None or length % examples == 0 for length in lengths)
 
     @outside_strategies
-    def at_point(self, place: Place = HERE) -> tuple[Results, LinearMap]:
+    def at_point(self, place: ExecutionTarget = LOCAL) -> tuple[Results, LinearMap]:
         """Run the rule's evaluation at the values the variables have now.
 
         Parameters
         ----------
-        place : Place, optional
+        place : ExecutionTarget, optional
             Where to run it, with the variables that stand there. The tape engine runs Python, which
             reads and writes the variables themselves.
         """
-        own = HERE if self._program is None else place
+        own = LOCAL if self._program is None else place
         writes = [own.resource(resource) for resource in self._facts.writes]
         with Uninterrupted(), place.scope(), restored(writes), self._unassigned(own):
             if self._program is None:
@@ -162,7 +162,7 @@ class SinglePlan(Plan):
         assert vectors is not None
         return results, GraphMap(self._program, residuals, vectors, self.space, place)
 
-    def _on_tapes(self, place: Place) -> tuple[Results, LinearMap]:
+    def _on_tapes(self, place: ExecutionTarget) -> tuple[Results, LinearMap]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(exact_functions())
             stack.enter_context(preserved_losses(self.nest.source))
@@ -211,24 +211,24 @@ class SinglePlan(Plan):
     def _evaluate(self) -> Evaluated:
         return self._rule.evaluate(self.nest.variables, self._batch())
 
-    def _static_facts(self, inputs: Sequence[tf.Variable]) -> Facts:
+    def _static_facts(self, inputs: Sequence[tf.Variable]) -> TraceSummary:
         """Put together what the trace tells, or what holds for a function without one."""
         traced = self._trace
         if traced is None:
             everything = tuple(Resource.of(v) for v in all_variables(self.nest.source))
-            return Facts("graph", everything, everything, everything)
+            return TraceSummary("graph", everything, everything, everything)
         handles = {id(variable.handle) for variable in inputs}
         functions = traced.graph.graph_def.library.function
-        return Facts(
+        return TraceSummary(
             "graph",
             reads=tuple(r for r in traced.reads if id(r.handle) not in handles),
             writes=traced.writes,
             captured=tuple(r for r in traced.captured if id(r.handle) not in handles),
             seeds=tuple(r for r in traced.writes if r.dtype.is_integer),
             draws=bool(traced.random),
-            remarks=Remarks(
-                traced.doubts.custom,
-                traced.doubts.wrong_at_values,
+            remarks=DerivativeReport(
+                traced.suspects.custom,
+                traced.suspects.wrong_at_values,
                 traced.random,
                 traced.repeated,
                 traced.python,
@@ -287,7 +287,7 @@ class SinglePlan(Plan):
         )
 
     @contextlib.contextmanager
-    def _unassigned(self, place: Place) -> Iterator[None]:
+    def _unassigned(self, place: ExecutionTarget) -> Iterator[None]:
         """Refuse a function that changes a variable that it is to be differentiated by."""
         own = {id(v.handle): name for v, name in zip(self.nest.variables, self.nest.names)}
         written = [r for r in self._facts.writes if id(r.handle) in own]
@@ -314,13 +314,13 @@ class SinglePlan(Plan):
         self.add_note(remark)
         _log.warning("the operator %s", remark)
 
-    def _refuse_wrong_values(self, place: Place = HERE) -> None:
+    def _refuse_wrong_values(self, place: ExecutionTarget = LOCAL) -> None:
         """Refuse a point where a derivative TensorFlow gives would be wrong."""
         if self._trace is None or self._trace.at_wrong_values is None:
             return
         at_wrong_values = self._trace.at_wrong_values(place=place).numpy()
-        doubtful = zip(self._trace.doubts.wrong_at_values, at_wrong_values)
-        refuse_missing_derivatives([doubt for doubt, is_at in doubtful if is_at])
+        doubtful = zip(self._trace.suspects.wrong_at_values, at_wrong_values)
+        refuse_missing_derivatives([suspect for suspect, is_at in doubtful if is_at])
 
     def _traced(self) -> Trace:
         rule = self._rule

@@ -16,7 +16,7 @@ from hvp._derivatives.corrections import corrected_derivatives
 from hvp._engines.linear_map import LinearMap, by_parts
 from hvp._engines.rule import Rule
 from hvp._engines.taped import TapedFunction, refuse_missing_in
-from hvp._graphs.place import Place
+from hvp._graphs.target import ExecutionTarget
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._vectors.space import Space
 
@@ -36,7 +36,7 @@ class TapeMap(LinearMap):
         Whether it was established beforehand that no operation on the way lacks a derivative.
     nbytes : int or None
         Upper bound on the memory of what the tapes hold.
-    place : Place
+    place : ExecutionTarget
         Where operations run.
     """
 
@@ -49,7 +49,7 @@ class TapeMap(LinearMap):
         *,
         certain: bool,
         nbytes: int | None,
-        place: Place,
+        place: ExecutionTarget,
     ) -> None:
         self._rule, self._state, self._certain = rule, state, certain
         self._place = place

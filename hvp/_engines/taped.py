@@ -14,12 +14,12 @@ from typing import Any
 import tensorflow as tf
 
 from hvp._derivatives.corrections import corrected_derivatives
-from hvp._derivatives.doubts import (
+from hvp._derivatives.gradient import densify, value_and_gradient
+from hvp._derivatives.suspects import (
     derivative_errors,
-    find_doubts,
+    find_suspects,
     refuse_missing_derivatives,
 )
-from hvp._derivatives.gradient import densify, value_and_gradient
 from hvp._errors import SecondDerivativeError
 from hvp._graphs.dataflow import Dataflow
 from hvp._runtime.interrupts import Uninterrupted
@@ -215,8 +215,8 @@ def refuse_missing_in(linear: Callable[..., Sequence[Any]], vectors: Sequence[tf
     flow = Dataflow(concrete.graph.as_graph_def(), concrete.graph)
     sources = [flow.vertex(tensor.name) for tensor in concrete.inputs[: len(specs)]]
     targets = [flow.vertex(tensor.name) for tensor in concrete.outputs]
-    doubts = find_doubts(flow, sources, targets)
-    refuse_missing_derivatives(doubts.missing + doubts.wrong_at_values)
+    suspects = find_suspects(flow, sources, targets)
+    refuse_missing_derivatives(suspects.missing + suspects.wrong_at_values)
 
 
 def _note_differentiated(inputs: Sequence[Any], outputs: Sequence[Any]) -> None:

@@ -10,9 +10,15 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvp._derivatives.doubts import Doubt, Doubts, doubt_of, find_doubts, stopped_gradients
 from hvp._derivatives.missing import BY_NAME, RIGHT_ONCE, WRONG_AT_VALUES
 from hvp._derivatives.pools import has_risky_pools
+from hvp._derivatives.suspects import (
+    SuspectOperation,
+    Suspects,
+    find_suspects,
+    stopped_gradients,
+    suspect_of,
+)
 from hvp._engines.rule import Evaluated, HessianRule, Rule
 from hvp._engines.taped import DIFFERENTIATED
 from hvp._errors import SecondDerivativeError
@@ -60,7 +66,7 @@ class TracedGraph:
         The parts of the product; None where it is zero or was not traced.
     error : Exception or None
         Why there is no product, if there is none.
-    transposed_doubts : callable
+    transposed_suspects : callable
         Finds the operations between `vectors` and `products` whose derivative is in doubt.
     recomputed : list
         The objects that hold the derivatives of recomputed functions in the graph. They must live
@@ -75,7 +81,7 @@ class TracedGraph:
     vector_specs: list[tf.TensorSpec]
     products: list[str | None]
     error: Exception | None
-    transposed_doubts: Callable[[], Doubts]
+    transposed_suspects: Callable[[], Suspects]
     recomputed: list[Any]
 
     @property
@@ -102,18 +108,18 @@ class Trace:
         All variables that the graph refers to.
     tables : int
         How many other objects of this process it refers to, such as lookup tables.
-    doubts : Doubts
+    suspects : Suspects
         Operations between the differentiated variables and the results whose derivative TensorFlow
         lacks, or has wrong at some values.
     at_wrong_values : Compiled or None
-        Tells, by running the part of the graph that is needed, which of `doubts.wrong_at_values`
+        Tells, by running the part of the graph that is needed, which of `suspects.wrong_at_values`
         are at such values now; None if there are none of them.
     nbytes : int
         Bytes of the values on the way from the variables to the results, an upper bound of
         what a tape must keep; the body of a loop counts once, a partly unknown shape not at all.
-    random : list of Doubt
+    random : list of SuspectOperation
         Random draws that the results depend on and whose state is not a variable.
-    repeated : list of Doubt
+    repeated : list of SuspectOperation
         Random draws that are the same each time, from seeds that are put back.
     python : bool
         Whether the results depend on Python code that runs with the graph.
@@ -132,11 +138,11 @@ class Trace:
     writes: tuple[Resource, ...]
     captured: tuple[Resource, ...]
     tables: int
-    doubts: Doubts
+    suspects: Suspects
     at_wrong_values: Compiled | None
     nbytes: int
-    random: list[Doubt]
-    repeated: list[Doubt]
+    random: list[SuspectOperation]
+    repeated: list[SuspectOperation]
     python: bool
     risky_pools: bool
     differentiates: bool
@@ -172,7 +178,7 @@ def trace(
     Exception
         Whatever the rule raises when it is evaluated.
     """
-    whole = _Whole(evaluate, rule, nest.variables, products)
+    whole = _TraceRecorder(evaluate, rule, nest.variables, products)
     concrete = concrete_function(whole)
     graph_def = graph_def_with_shapes(concrete.graph)
     flow = Dataflow(graph_def, concrete.graph)
@@ -191,24 +197,24 @@ def trace(
         places[id(resource.handle)] = vertex
     handles = [id(variable.handle) for variable in rule.weights(nest.variables)]
     sources = [places[handle] for handle in handles if handle in places]
-    doubts = Doubts([], [], [])
+    suspects = Suspects([], [], [])
     if products:
-        doubts = _all_doubts(concrete.graph, flow, places)
+        suspects = _all_suspects(concrete.graph, flow, places)
         if isinstance(rule, HessianRule):
             ends = whole.values(), whole.gradients()
             value, gradient = ([flow.vertex(name) for name in names] for names in ends)
-            doubts.missing.extend(stopped_gradients(flow, sources, value, gradient))
+            suspects.missing.extend(stopped_gradients(flow, sources, value, gradient))
     elif isinstance(rule, HessianRule):
-        doubts = find_doubts(flow, sources, [flow.vertex(name) for name in whole.values()])
-        doubts = doubts.without(RIGHT_ONCE)
+        suspects = find_suspects(flow, sources, [flow.vertex(name) for name in whole.values()])
+        suspects = suspects.without(RIGHT_ONCE)
     return Trace(
         graph=whole.graph(concrete, graph_def, flow),
         reads=tuple(reads),
         writes=tuple(writes),
         captured=tuple(captured),
         tables=_count_handles(concrete) - len(captured),
-        doubts=doubts,
-        at_wrong_values=_at_wrong_values(concrete, graph_def, doubts.wrong_at_values),
+        suspects=suspects,
+        at_wrong_values=_at_wrong_values(concrete, graph_def, suspects.wrong_at_values),
         nbytes=_bytes_between(concrete.graph, flow, sources, reaching),
         python=any("PyFunc" in flow.types.get(vertex, "") for vertex in reaching),
         risky_pools=any(has_risky_pools(f.node_def) for f in graph_def.library.function),
@@ -217,16 +223,16 @@ def trace(
             for v in flow.reachable([flow.vertex(name) for name in whole.values()], backward=True)
         ),
         random=sorted(
-            doubt_of(flow, v) for v in reaching if _RANDOM.fullmatch(flow.types.get(v, ""))
+            suspect_of(flow, v) for v in reaching if _RANDOM.fullmatch(flow.types.get(v, ""))
         ),
         repeated=sorted(
-            doubt_of(flow, v) for v in reaching if _REPEATED.fullmatch(flow.types.get(v, ""))
+            suspect_of(flow, v) for v in reaching if _REPEATED.fullmatch(flow.types.get(v, ""))
         ),
         lengths_averaged=lengths_averaged(flow, concrete.graph, targets[0]) if targets else (),
     )
 
 
-class _Whole:
+class _TraceRecorder:
     """A rule to be traced, which notes the tensors of its evaluation and product."""
 
     def __init__(
@@ -269,9 +275,9 @@ class _Whole:
         vectors = [tensor.name for tensor in self._vectors]
         products = [_name(tensor) for tensor in self._products]
 
-        def transposed_doubts() -> Doubts:
+        def transposed_suspects() -> Suspects:
             sources = [flow.vertex(name) for name in vectors]
-            return find_doubts(flow, sources, [flow.vertex(name) for name in products if name])
+            return find_suspects(flow, sources, [flow.vertex(name) for name in products if name])
 
         return TracedGraph(
             graph_def=graph_def,
@@ -282,7 +288,7 @@ class _Whole:
             vector_specs=self._specs,
             products=products,
             error=self._error or _missing_gradient(flow),
-            transposed_doubts=transposed_doubts,
+            transposed_suspects=transposed_suspects,
             recomputed=concrete.graph.get_collection(RECOMPUTED_GRADIENT),
         )
 
@@ -299,7 +305,7 @@ def _count_handles(concrete: Any) -> int:
     return sum(outside.dtype in (tf.resource, tf.variant) for _, outside in captures(concrete))
 
 
-def _all_doubts(graph: tf.Graph, flow: Dataflow, places: Mapping[int, Vertex]) -> Doubts:
+def _all_suspects(graph: tf.Graph, flow: Dataflow, places: Mapping[int, Vertex]) -> Suspects:
     """Find the doubtful operations between all that the rule differentiates and by what."""
 
     def vertices(ends: Sequence[Any]) -> list[Vertex]:
@@ -309,13 +315,13 @@ def _all_doubts(graph: tf.Graph, flow: Dataflow, places: Mapping[int, Vertex]) -
         return [vertex for vertex in known if vertex is not None]
 
     every = [
-        find_doubts(flow, vertices(inputs), vertices(outputs))
+        find_suspects(flow, vertices(inputs), vertices(outputs))
         for inputs, outputs in graph.get_collection(DIFFERENTIATED)
     ]
-    return Doubts(
-        sorted({doubt for doubts in every for doubt in doubts.missing}),
-        sorted({doubt for doubts in every for doubt in doubts.wrong_at_values}),
-        sorted({doubt for doubts in every for doubt in doubts.custom}),
+    return Suspects(
+        sorted({suspect for suspects in every for suspect in suspects.missing}),
+        sorted({suspect for suspects in every for suspect in suspects.wrong_at_values}),
+        sorted({suspect for suspects in every for suspect in suspects.custom}),
     )
 
 
@@ -335,13 +341,15 @@ def _missing_gradient(flow: Dataflow) -> Exception | None:
     )
 
 
-def _at_wrong_values(concrete: Any, graph_def: Any, doubts: list[Doubt]) -> Compiled | None:
+def _at_wrong_values(
+    concrete: Any, graph_def: Any, suspects: list[SuspectOperation]
+) -> Compiled | None:
     """Make a function that tells which operations are at values where their derivative is wrong."""
-    if not doubts:
+    if not suspects:
         return None
     nodes = {node.name: node for node in graph_def.node}
-    operations = [concrete.graph.get_operation_by_name(doubt.name) for doubt in doubts]
-    at_zeros = [WRONG_AT_VALUES[doubt.kind].values == "zeros" for doubt in doubts]
+    operations = [concrete.graph.get_operation_by_name(suspect.name) for suspect in suspects]
+    at_zeros = [WRONG_AT_VALUES[suspect.kind].values == "zeros" for suspect in suspects]
     tensors = [
         (operation.inputs if at_zero else operation.outputs)[0].name
         for operation, at_zero in zip(operations, at_zeros)

@@ -45,10 +45,10 @@ def broadcast_instead_of_repeating(
     inputs : mapping of str to tf.TensorSpec, optional
         The tensors that the graph uses, and that none of its operations computes.
     """
-    _Rewriting(graph_def, inputs or {}).run()
+    _BroadcastRewriting(graph_def, inputs or {}).run()
 
 
-class _Rewriting:
+class _BroadcastRewriting:
     """Rewrites the nodes of a graph, those first that others depend on."""
 
     def __init__(self, graph_def: Any, inputs: Mapping[str, tf.TensorSpec]) -> None:

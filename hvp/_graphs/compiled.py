@@ -14,10 +14,10 @@ from typing import Any, Literal, Union
 import tensorflow as tf
 
 from hvp._errors import line_of
-from hvp._graphs.place import HERE, Place, scope_of_tracing
 from hvp._graphs.private import call_flat
 from hvp._graphs.python_calls import error_of_python
 from hvp._graphs.refusals import refusal_of
+from hvp._graphs.target import LOCAL, ExecutionTarget, scope_of_tracing
 from hvp._runtime.collector import no_collections
 from hvp._runtime.interrupts import Uninterrupted
 
@@ -52,7 +52,7 @@ class Compiled:
         can then not be traced for XLA.
     eager : bool, optional
         Whether to run the function without a graph, because graphs cannot call it.
-    briefly : bool, optional
+    light_optimization : bool, optional
         Whether TensorFlow spends less time on optimizing the graph: where it has no functions, and
         was made by this package.
 
@@ -70,7 +70,7 @@ class Compiled:
         report: Callable[[str], None] = lambda message: None,
         forgets: bool = False,
         eager: bool = False,
-        briefly: bool = False,
+        light_optimization: bool = False,
     ) -> None:
         self._function: Any = function
         self._specs = list(specs)
@@ -80,7 +80,7 @@ class Compiled:
         self.uses_xla: bool | None = None
         self._calling: Any = None
         self._eager = eager
-        self._briefly = briefly and jit_compile is False and has_cpus_only()
+        self._light_optimization = light_optimization and jit_compile is False and has_cpus_only()
         if eager:
             return
         self._chosen = self._traced(jit_compile is True)
@@ -89,30 +89,32 @@ class Compiled:
         if jit_compile is False:
             self.uses_xla = False
 
-    def __call__(self, *tensors: tf.Tensor, place: Place = HERE) -> Any:
+    def __call__(self, *tensors: tf.Tensor, place: ExecutionTarget = LOCAL) -> Any:
         """Run on eager tensors of the right types and shapes, or inside a graph.
 
         Parameters
         ----------
         *tensors : tf.Tensor
             Its arguments.
-        place : Place, optional
+        place : ExecutionTarget, optional
             Where to run.
         """
         if self._eager:
             return self._function(*tensors)
         eager = tf.executing_eagerly()
-        if not eager and place is HERE:
+        if not eager and place is LOCAL:
             return self._chosen(*tensors)
         if eager and self.uses_xla is None:
             self.choose(*tensors, place=place)
         return self._run(self._chosen, tensors, place)
 
-    def _run(self, concrete: Any, tensors: Sequence[tf.Tensor], place: Place) -> Any:
+    def _run(self, concrete: Any, tensors: Sequence[tf.Tensor], place: ExecutionTarget) -> Any:
         try:
-            if place is HERE:
+            if place is LOCAL:
                 captured = concrete.captured_inputs
-                return call_flat(concrete, tensors, captured, briefly=self._briefly)
+                return call_flat(
+                    concrete, tensors, captured, light_optimization=self._light_optimization
+                )
             return self._run_there(concrete, tensors, place)
         except tf.errors.OpError as error:
             original = error_of_python(error) or refusal_of(error)
@@ -120,12 +122,16 @@ class Compiled:
                 raise
             raise original from error
 
-    def _run_there(self, concrete: Any, tensors: Sequence[tf.Tensor], place: Place) -> Any:
+    def _run_there(
+        self, concrete: Any, tensors: Sequence[tf.Tensor], place: ExecutionTarget
+    ) -> Any:
         if not place.runs_xla:
             concrete = self._within(concrete)
         with place.scope():
             captured = place.captured(concrete.captured_inputs)
-            return call_flat(concrete, tensors, captured, briefly=self._briefly)
+            return call_flat(
+                concrete, tensors, captured, light_optimization=self._light_optimization
+            )
 
     def inline(self, *tensors: tf.Tensor) -> Any:
         """Add a call of the function to the graph being traced, which decides how to compile it.
@@ -145,14 +151,14 @@ class Compiled:
         """The graph. Names of its operations may differ between processes."""
         return self._chosen.graph
 
-    def choose(self, *tensors: tf.Tensor, place: Place = HERE) -> None:
+    def choose(self, *tensors: tf.Tensor, place: ExecutionTarget = LOCAL) -> None:
         """Choose, with these arguments, whether XLA compiles the function, if not chosen yet."""
         if self.uses_xla is not None:
             return
         with Uninterrupted():
             self._choose(tensors, place)
 
-    def _choose(self, tensors: Sequence[tf.Tensor], place: Place) -> None:
+    def _choose(self, tensors: Sequence[tf.Tensor], place: ExecutionTarget) -> None:
         # If XLA was demanded, its graph has been traced already; otherwise it is traced now.
         first = self._chosen
         demanded = self._jit_compile is True
@@ -184,7 +190,7 @@ class Compiled:
                 self._calling = self._calling.get_concrete_function(*self._specs)
         return self._calling
 
-    def _run_one(self, concrete: Any, place: Place, *tensors: tf.Tensor) -> Any:
+    def _run_one(self, concrete: Any, place: ExecutionTarget, *tensors: tf.Tensor) -> Any:
         return self._run(concrete, tensors, place)
 
     def choose_for(self, symbolic: Sequence[tf.Tensor], rest: Sequence[tf.Tensor]) -> None:

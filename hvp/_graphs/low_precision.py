@@ -107,7 +107,7 @@ def in_low_precision(
     }
     products = {n.name for n in part.node if _is_product(n) and _is_worthwhile(n, sizes)}
     lowered = type(part)(versions=part.versions, library=part.library)
-    lowered.node.extend(_Rewriting(dtype, sizes, rounded).run(part.node, products))
+    lowered.node.extend(_Lowering(dtype, sizes, rounded).run(part.node, products))
     return Lowered(without_unused(lowered, results), sizes, set(rounded), len(products))
 
 
@@ -150,7 +150,7 @@ def is_fast(dtype: tf.DType) -> bool:
     return best[dtype] < _FAST * best[tf.float32]
 
 
-class _Rewriting:
+class _Lowering:
     """Rewrites the nodes of a graph.
 
     Parameters

@@ -79,7 +79,11 @@ def copies_of(handle: tf.Tensor) -> list[tf.Variable]:
 
 
 def call_flat(
-    concrete: Any, tensors: Sequence[tf.Tensor], captured: Sequence[tf.Tensor], *, briefly: bool
+    concrete: Any,
+    tensors: Sequence[tf.Tensor],
+    captured: Sequence[tf.Tensor],
+    *,
+    light_optimization: bool,
 ) -> Any:
     """Call a concrete function on eager tensors of the right types and shapes.
 
@@ -95,11 +99,11 @@ def call_flat(
         Its arguments.
     captured : sequence of tf.Tensor
         What it reads in the place of the tensors that it captured; or these themselves.
-    briefly : bool
+    light_optimization : bool
         Whether to leave out, before the first call, the optimizations of the graph that take long
         and gain nothing for a graph without functions on a CPU.
     """
-    if not briefly:
+    if not light_optimization:
         return concrete._call_flat(list(tensors), list(captured))
     now = context.context()
     before = now.function_call_options

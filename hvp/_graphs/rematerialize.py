@@ -110,7 +110,7 @@ class Rematerialization:
         return self._with_late_views(list(steps))
 
     def _with_late_views(self, order: list[str]) -> list[str]:
-        """Place views right before their first use, after what has moved.
+        """ExecutionTarget views right before their first use, after what has moved.
 
         What waits for a view uses it, too.
         """

@@ -20,7 +20,7 @@ from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from hvp._graphs.parts import data_inputs, node_of, with_index
-from hvp._graphs.sizes import BORROWED, DEAR, ENTRYWISE, Sizes, are_few, is_small, size_of
+from hvp._graphs.sizes import BORROWED, ENTRYWISE, EXPENSIVE, Sizes, are_few, is_small, size_of
 
 # Operations that run again in any case. Their inputs are smaller than the result or share its
 # buffer: constants, views and repetitions.
@@ -31,7 +31,7 @@ _FREE = frozenset(
 )
 # What it costs to run an operation again, as the share of its result's bytes that this must save.
 _ENTRYWISE_COST = 0.2
-_DEAR_COST = 0.5
+_EXPENSIVE_COST = 0.5
 # The unit of capacities, which are 32-bit integers, and what stands for infinity.
 _UNITS_IN_TOTAL = 2**28
 _INFINITE = 2**30
@@ -163,7 +163,7 @@ class _Network:
             return 0
         if node.op not in ENTRYWISE or is_small(size):
             return np.inf
-        return size * (_DEAR_COST if node.op in DEAR else _ENTRYWISE_COST)
+        return size * (_EXPENSIVE_COST if node.op in EXPENSIVE else _ENTRYWISE_COST)
 
     @staticmethod
     def _start(i: int) -> int:

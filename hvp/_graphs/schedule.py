@@ -17,7 +17,7 @@ from typing import Any
 from hvp._graphs.lifetimes import Lifetimes
 from hvp._graphs.parts import cut_out
 from hvp._graphs.rematerialize import Rematerialization, add_own_views
-from hvp._graphs.sizes import DEAR, ENTRYWISE, VIEWS, Sizes, are_few, is_small
+from hvp._graphs.sizes import ENTRYWISE, EXPENSIVE, VIEWS, Sizes, are_few, is_small
 
 # Where the order is not strict, large values are computed in groups of this size, each after the
 # group before the last one.
@@ -65,7 +65,7 @@ def in_order(part: Any, sizes: Sizes, results: Sequence[str], *, strict: bool = 
     add_own_views(ordered, sizes)
     lives = Lifetimes(ordered.node, sizes, results)
     order = _late(lives, _greedy(lives))
-    twice = ENTRYWISE if strict else ENTRYWISE - DEAR
+    twice = ENTRYWISE if strict else ENTRYWISE - EXPENSIVE
     peak = lives.peak(order)
     for _ in range(_ROUNDS):
         order = Rematerialization(ordered, order, sizes, set(results), twice).run()

@@ -34,7 +34,7 @@ ENTRYWISE = frozenset(
     """.split()
 )
 # Those among them that take longer than it takes to write their result to memory.
-DEAR = frozenset(
+EXPENSIVE = frozenset(
     """
     Cos Elu Erf Erfc Exp Expm1 Log Log1p Pow Selu Sigmoid Sin Softplus Tanh Xdivy Xlog1py Xlogy
     """.split()

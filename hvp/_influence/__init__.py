@@ -1,1 +1,1 @@
-"""Layer 3: which training examples are responsible for a prediction."""
+"""Which training examples are responsible for a prediction."""

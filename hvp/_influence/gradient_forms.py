@@ -149,7 +149,7 @@ class FactoredGradients(GradientForm):
     def restored(self, rows: np.ndarray) -> tf.Tensor:
         pieces = tf.split(tf.constant(rows), self._widths, axis=1)
         gradients = [
-            piece if shapes is None else layer.gradient(_apart(piece, shapes))
+            piece if shapes is None else layer.gradient(_unpack(piece, shapes))
             for piece, layer, shapes in zip(pieces, self._parts, self._shapes)
         ]
         return in_order(self._entries, [*gradients, pieces[-1]])
@@ -209,6 +209,6 @@ def _size(shape: Sequence[int]) -> int:
     return int(np.prod(shape))
 
 
-def _apart(rows: tf.Tensor, shapes: Sequence[Sequence[int]]) -> list[tf.Tensor]:
+def _unpack(rows: tf.Tensor, shapes: Sequence[Sequence[int]]) -> list[tf.Tensor]:
     parts = tf.split(rows, [_size(shape) for shape in shapes], axis=1)
     return [tf.reshape(part, [-1, *shape]) for part, shape in zip(parts, shapes)]

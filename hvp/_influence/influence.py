@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvp._data.budget import Share
+from hvp._data.budget import MemoryFraction
 from hvp._data.elements import checked_loss
 from hvp._engines.options import Options, declared, without
 from hvp._engines.rule import HessianRule
@@ -242,8 +242,8 @@ class InfluenceFunctions(FromKeras, OneProcess):
         # Half of the limit is for the batches, a quarter for gradients and a quarter for solutions.
         quarter = None
         if checked.memory_limit is not None:
-            options["memory_limit"] = Share(checked.memory_limit, 1 / 2)
-            quarter = Share(checked.memory_limit, 1 / 4).nbytes
+            options["memory_limit"] = MemoryFraction(checked.memory_limit, 1 / 2)
+            quarter = MemoryFraction(checked.memory_limit, 1 / 4).nbytes
         own = {name: value for name, value in options.items() if name != "progress"}
         inverse: Any = None
         if solver in _FACTORED or isinstance(curvature, KFAC):
@@ -313,7 +313,7 @@ class InfluenceFunctions(FromKeras, OneProcess):
             for name in of_matrix:
                 del options[name]
             if options.get("memory_limit") is not None:
-                of_matrix["memory_limit"] = Share(options["memory_limit"], 1 / 2)
+                of_matrix["memory_limit"] = MemoryFraction(options["memory_limit"], 1 / 2)
         if kind is not None:
             options["curvature"] = kind.from_keras(
                 model, compiled.data, variables=variables, training=bool(training), **of_matrix

@@ -289,15 +289,15 @@ class LayerGradients:
         tokens, rest = [], []
         for vector in vectors:
             by_position: Any = tf.zeros([elements.examples, length], vector.dtype)
-            of_none = tf.linalg.matvec(gradients, tf.gather(vector, others))
+            unpositioned = tf.linalg.matvec(gradients, tf.gather(vector, others))
             for layer, parts in layers:
                 for product in layer.products(parts, tf.gather(vector, layer.entries)):
                     if product.shape[1] == length:
                         by_position += product
                     else:
-                        of_none += tf.reduce_sum(product, axis=1)
+                        unpositioned += tf.reduce_sum(product, axis=1)
             tokens.append(by_position)
-            rest.append(of_none)
+            rest.append(unpositioned)
         return tf.stack(tokens).numpy(), tf.stack(rest).numpy()
 
     def has_positions(self, elements: Elements, length: int) -> bool:

@@ -150,9 +150,11 @@ class Scoring:
                 solutions = self.inverse.apply(rows) / self._train.count
                 end = first + len(rows)
                 for columns, part in self._chosen(numbers, layers.at_once(self._few()), length):
-                    by_position, of_none = layers.products(part, tf.constant(solutions), length)
+                    by_position, unpositioned = layers.products(
+                        part, tf.constant(solutions), length
+                    )
                     tokens[first:end, columns] = by_position
-                    rest[first:end, columns] = of_none
+                    rest[first:end, columns] = unpositioned
                 bar.update(len(rows))
         return tokens, rest
 

@@ -1,1 +1,1 @@
-"""Layer 3: Kronecker-factored approximations of curvature, with inverses in closed form."""
+"""Kronecker-factored approximations of curvature, with inverses in closed form."""

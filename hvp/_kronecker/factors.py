@@ -13,7 +13,7 @@ from hvp._errors import ClosedOperatorError
 from hvp._graphs.private import is_for_xla
 from hvp._kronecker.block import Block
 from hvp._vectors.resources import differ
-from hvp._vectors.slot import Slot
+from hvp._vectors.tensor_cell import TensorCell
 from hvp._vectors.watch import Watch
 
 Blocks = Sequence[Block]
@@ -52,8 +52,8 @@ class Factors:
         self._check = None if check is None else weakref.WeakMethod(check)
         self.version, self._made_at = 0, -1
         self._made: list[Block] = []
-        self._cells: list[Slot] = []
-        self._watched: list[Slot] = []
+        self._cells: list[TensorCell] = []
+        self._watched: list[TensorCell] = []
         self._followers: weakref.WeakSet[Factors] = weakref.WeakSet()
 
     @property
@@ -137,9 +137,9 @@ class Factors:
 
         def make() -> None:
             if not self._cells:
-                self._cells = [Slot(tensor, tensor.shape) for tensor in tensors]
+                self._cells = [TensorCell(tensor, tensor.shape) for tensor in tensors]
             if not self._watched and self._watch is not None:
-                self._watched = [Slot(v, tf.TensorShape(None)) for v in self._watch.values]
+                self._watched = [TensorCell(v, tf.TensorShape(None)) for v in self._watch.values]
 
         # A tf.function that is being traced claims all variables created in its thread.
         with ThreadPoolExecutor(1) as pool:

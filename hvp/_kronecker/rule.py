@@ -18,7 +18,7 @@ from hvp._engines.rule import Evaluated, Parts, Rule
 from hvp._errors import HvpError
 from hvp._keras.unrolled import unrolled
 from hvp._kronecker.layers import EntrywiseLayer, Layer, MatrixLayer
-from hvp._kronecker.statistics import ExactBlock, Factors, Scales, Statistic
+from hvp._kronecker.statistics import ExactBlock, FactorStatistic, ScaleStatistic, Statistic
 from hvp._kronecker.traced_model import TracedModel
 from hvp._vectors.variables import VariableNest
 
@@ -137,7 +137,9 @@ class StatisticsRule(Rule):
         arrangement = self.arrangement
         if isinstance(layer, EntrywiseLayer):
             return ExactBlock(layer, arrangement.dtype, arrangement.is_exact(layer))
-        return Factors(layer, arrangement.reduces, arrangement.dtype, arrangement.full(layer))
+        return FactorStatistic(
+            layer, arrangement.reduces, arrangement.dtype, arrangement.full(layer)
+        )
 
     def multiply(self, state: Any, vector: Parts) -> Parts:
         """Statistics are not linear in anything, and have no product."""
@@ -166,5 +168,5 @@ class ScalesRule(StatisticsRule):
         """Return what to compute for a layer."""
         if self.bases[place] is None:
             return None
-        # Scales are those of whole gradients of examples, whatever the factors are of.
-        return Scales(layer, False, self.arrangement.dtype, self.bases[place])
+        # ScaleStatistic are those of whole gradients of examples, whatever the factors are of.
+        return ScaleStatistic(layer, False, self.arrangement.dtype, self.bases[place])

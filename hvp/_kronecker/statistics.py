@@ -83,7 +83,7 @@ class _OfMatrix(Statistic):
         return tf.reduce_sum(whole, axis=2, keepdims=True) if self._reduces else whole
 
 
-class Factors(_OfMatrix):
+class FactorStatistic(_OfMatrix):
     """The Kronecker factors `A` of what enters, and `G` of the gradients.
 
     Parameters
@@ -114,7 +114,7 @@ class Factors(_OfMatrix):
         return [moment / (self._count * self._positions), sums[0] / self._count]
 
 
-class Scales(_OfMatrix):
+class ScaleStatistic(_OfMatrix):
     """The second moments of gradients along products of eigenvectors, as EK-FAC keeps them.
 
     Parameters

@@ -1,1 +1,1 @@
-"""Layer 3: minimization of a loss with its Hessian."""
+"""Minimization of a loss with its Hessian."""

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import numpy as np
-from scipy.sparse.linalg import LinearOperator
-
 from hvp._engines.options import Options, declared, without
 from hvp._minimize.points import Points
 from hvp._minimize.scipy_functions import ScipyFunctions
@@ -19,7 +16,7 @@ OPERATOR_OPTIONS = without("on_stale", "progress")
 
 
 @declared(OPERATOR_OPTIONS)
-class ScipyObjective(OneProcess):
+class ScipyObjective(ScipyFunctions, OneProcess):
     """A loss as the functions that `scipy.optimize.minimize` asks for.
 
     Value, gradient and Hessian-vector products at one point come from one evaluation. The last two
@@ -92,9 +89,7 @@ class ScipyObjective(OneProcess):
     ) -> None:
         refuse_forks()
         Options.of("ScipyObjective", options, OPERATOR_OPTIONS)
-        self._points = Points.of(loss, variables, data, on_stale=on_stale, **options)
-        self._functions = ScipyFunctions(self._points)
-        self.x0 = self._functions.x0
+        super().__init__(Points.of(loss, variables, data, on_stale=on_stale, **options))
 
     def __repr__(self) -> str:
         return (
@@ -117,102 +112,6 @@ class ScipyObjective(OneProcess):
         """Number of evaluations in which the loss or its gradient was not finite."""
         return self._points.work.non_finite
 
-    def fun(self, x: Any) -> float:
-        """Return the loss.
-
-        Parameters
-        ----------
-        x : array_like
-            The point, of shape `(n,)`.
-
-        Returns
-        -------
-        float
-            The loss. It is infinite if the loss, its gradient or `x` is not finite.
-        """
-        return self._functions.fun(x)
-
-    def jac(self, x: Any) -> np.ndarray:
-        """Return the gradient.
-
-        Parameters
-        ----------
-        x : array_like
-            The point, of shape `(n,)`.
-
-        Returns
-        -------
-        ndarray
-            The gradient in float64, of shape `(n,)`.
-        """
-        return self._functions.jac(x)
-
-    def fun_and_jac(self, x: Any) -> tuple[float, np.ndarray]:
-        """Return the loss and the gradient, for ``jac=True``.
-
-        Parameters
-        ----------
-        x : array_like
-            The point, of shape `(n,)`.
-
-        Returns
-        -------
-        float, ndarray
-        """
-        return self.fun(x), self.jac(x)
-
-    def hessp(self, x: Any, p: Any) -> np.ndarray:
-        """Return the product of the Hessian at `x` with `p`, for ``trust-ncg``, ``trust-krylov``.
-
-        Parameters
-        ----------
-        x, p : array_like
-            The point and the vector, finite and of shape `(n,)`.
-
-        Returns
-        -------
-        ndarray
-            The product in float64, of shape `(n,)`.
-        """
-        return self._functions.hessp(x, p)
-
-    def hess(self, x: Any) -> LinearOperator:
-        """Return the Hessian at `x`, for ``Newton-CG`` and ``trust-constr``.
-
-        Parameters
-        ----------
-        x : array_like
-            The point, of shape `(n,)`.
-
-        Returns
-        -------
-        LinearOperator
-            The Hessian in float64. It stays the Hessian at `x` after scipy moves on to other
-            points. If `x` is no longer one of the two cached points, the next product evaluates the
-            gradient again.
-        """
-        return self._functions.hess(x)
-
-    def hess_dense(self, x: Any) -> np.ndarray:
-        """Return the Hessian at `x` as a matrix, for ``trust-exact`` and ``dogleg``.
-
-        Parameters
-        ----------
-        x : array_like
-            The point, of shape `(n,)`.
-
-        Returns
-        -------
-        ndarray
-            The Hessian in float64, of shape `(n, n)`. It takes `n` products.
-
-        Raises
-        ------
-        TooLargeError
-            If `n` is more than 4096.
-        """
-        return self._functions.hess_dense(x)
-
     @Uninterrupted()
     def assign(self, x: Any) -> None:
         """Write a vector to the variables.
@@ -222,8 +121,7 @@ class ScipyObjective(OneProcess):
         x : array_like
             The vector, finite and of shape `(n,)`.
         """
-        position = self._points.position
-        position.write(position.checked(x))
+        self._position.write(self._position.checked(x))
 
     def close(self) -> None:
         """Release the linearizations of the cached points."""

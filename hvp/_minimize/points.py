@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import tensorflow as tf
 
-from hvp._data.budget import Share
+from hvp._data.budget import MemoryFraction
 from hvp._errors import HvpError, NonFiniteError, StaleOperatorError
 from hvp._minimize.position import Position
 from hvp._operators.core import Core
@@ -27,7 +27,7 @@ from hvp._vectors.watch import Watch
 
 
 @dataclass
-class Work:
+class WorkCounts:
     """Counts and times over all points.
 
     Attributes
@@ -59,7 +59,7 @@ class Point:
         The Hessian at this point.
     """
 
-    def __init__(self, snapshot: Snapshot, work: Work) -> None:
+    def __init__(self, snapshot: Snapshot, work: WorkCounts) -> None:
         self.snapshot = snapshot
         self.operator = SymmetricOperator(Core(snapshot), 0.0)
         self._work = work
@@ -171,7 +171,7 @@ class Points:
     ----------
     position : Position
         Position of the variables.
-    work : Work
+    work : WorkCounts
         Counts and times so far.
     origin : tf.Tensor
         The values of the variables before the first step.
@@ -189,7 +189,7 @@ class Points:
         plan = snapshot.plan
         self.position = position or Position(plan.nest)
         self.origin = self.position.read()
-        self.work = Work()
+        self.work = WorkCounts()
         self._on_stale = on_stale
         trained = {id(variable.handle) for variable in plan.nest.variables}
         self._watch = Watch([r for r in plan.facts.reads if id(r.handle) not in trained])
@@ -264,7 +264,7 @@ class Points:
                 "for a compiled Keras model pass hvp.HessianOperator.from_keras(model, data) alone",
             )
         if options.get("memory_limit") is not None:
-            options["memory_limit"] = Share(options["memory_limit"], 1 / capacity)
+            options["memory_limit"] = MemoryFraction(options["memory_limit"], 1 / capacity)
         position = Position(collect_variables(variables))
         origin = position.read()
         with position.restored(only_on_error=True):

@@ -1,1 +1,1 @@
-"""Layer 2: linear maps of layer 1 as operators, with a life cycle, for scipy and TensorFlow."""
+"""Linear maps as operators for scipy and TensorFlow, with a life cycle."""

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from hvp._engines.linear_map import LinearMap
 from hvp._engines.options import ROUNDING, Engine, Options
-from hvp._engines.plan import Remarks
+from hvp._engines.plan import DerivativeReport
 from hvp._engines.restricted import Restricted, Selection
 from hvp._engines.rule import Rule
 from hvp._errors import HvpError, StaleOperatorError, quoted
@@ -288,7 +288,7 @@ class Core:
         return self.snapshot.plan.fingerprint()
 
     @property
-    def remarks(self) -> Remarks | None:
+    def remarks(self) -> DerivativeReport | None:
         """What the graph of the loss tells about its derivatives; None if there is none."""
         return self.snapshot.facts.remarks
 

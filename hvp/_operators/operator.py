@@ -482,8 +482,8 @@ class EvaluatedOperator(Operator):
         return self._snapshot.belonging(product)
 
     def _properties(self) -> list[str]:
-        stats, standing = self.stats, self._snapshot.standing
+        stats, status = self.stats, self._snapshot.status
         properties = [*super()._properties(), f"engine {stats.engine!r}"]
         if stats.batches_kept is not None:
             properties.append(f"{stats.batches} batches")
-        return [*properties, *filter(None, [standing])]
+        return [*properties, *filter(None, [status])]

@@ -8,12 +8,12 @@ from typing import Any, Optional
 
 import tensorflow as tf
 
-from hvp._derivatives.doubts import Doubt
+from hvp._derivatives.suspects import SuspectOperation
 from hvp._recompute.recorded import Recorded
 
 # Takes the places of some inputs of an order (None for all of them), and returns the operations
 # between these inputs and the results that have no derivative.
-FindMissing = Callable[[Optional[frozenset[int]]], list[Doubt]]
+FindMissing = Callable[[Optional[frozenset[int]]], list[SuspectOperation]]
 
 
 @dataclass(frozen=True, eq=False)

@@ -31,7 +31,7 @@ from hvp._recompute.variable_reads import read_from_inputs
 
 
 @dataclass(frozen=True)
-class Trace:
+class OrderTrace:
     """A trace of one order of derivative.
 
     Attributes
@@ -89,7 +89,7 @@ class Programs:
         """How many inputs of a derivative come before the cotangents."""
         return len(self._specs) + len(self._state_names)
 
-    def compile_first(self, trace: Trace) -> Any:
+    def compile_first(self, trace: OrderTrace) -> Any:
         """Compile the function itself, which returns its results and then the state."""
         graph = self._graph_of(trace)
         pure = replay(graph.flat, graph.results, [*graph.inputs, *graph.captured])
@@ -102,7 +102,7 @@ class Programs:
 
     def compile_derivative(
         self,
-        trace: Trace,
+        trace: OrderTrace,
         *,
         tangents: Sequence[int] = (),
         held_back: int = 0,
@@ -112,7 +112,7 @@ class Programs:
 
         Parameters
         ----------
-        trace : Trace
+        trace : OrderTrace
             The trace of the derivative.
         tangents : sequence of int, optional
             Places of results that are computed before the first cotangents are used.
@@ -148,7 +148,7 @@ class Programs:
             part, graph.captured, names, specs, graph.results, whole=True, precision=precision
         )
 
-    def _graph_of(self, trace: Trace) -> _Graph:
+    def _graph_of(self, trace: OrderTrace) -> _Graph:
         """Make reads of variables and random draws in a trace repeatable."""
         concrete = trace.concrete
         flat, rename = inline_calls(replace_operations(trace.graph_def))

@@ -26,14 +26,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvp._derivatives.doubts import (
-    Doubt,
-    derivative_errors,
-    find_doubts,
-    refuse_missing_derivatives,
-)
 from hvp._derivatives.exact import exact_functions
 from hvp._derivatives.gradient import densify
+from hvp._derivatives.suspects import (
+    SuspectOperation,
+    derivative_errors,
+    find_suspects,
+    refuse_missing_derivatives,
+)
 from hvp._errors import RecomputeError
 from hvp._graphs.concrete import captures, concrete_function
 from hvp._graphs.dataflow import Dataflow
@@ -41,7 +41,7 @@ from hvp._graphs.low_precision import dtype_of_recomputed
 from hvp._graphs.sizes import graph_def_with_shapes
 from hvp._recompute.captured import CapturedVariable, captured_tensors, captured_variables
 from hvp._recompute.order import FindMissing, Order, has_derivatives, spec_of
-from hvp._recompute.programs import Programs, Trace
+from hvp._recompute.programs import OrderTrace, Programs
 from hvp._recompute.recorded import Recorded, apart, is_watched, run_unseen
 
 # The name scope of the function's operations.
@@ -136,7 +136,7 @@ class Segment:
             return self._low[order, precision]
 
     def _make_order(self, order: int, precision: tf.DType | None = None) -> Order:
-        """Trace and compile an order; the orders below exist already."""
+        """OrderTrace and compile an order; the orders below exist already."""
         present: list[int] = []
 
         def traced(*tensors: tf.Tensor) -> list[tf.Tensor]:
@@ -150,7 +150,7 @@ class Segment:
             concrete = apart(lambda: concrete_function(traced, *self._specs, *cotangents))
         graph_def = graph_def_with_shapes(concrete.graph)
         flow = Dataflow(graph_def, concrete.graph)
-        trace = Trace(concrete, graph_def, self._function_results, cotangents)
+        trace = OrderTrace(concrete, graph_def, self._function_results, cotangents)
         if order == 0:
             self._variables = captured_variables(concrete, flow)
             self._tensors = captured_tensors(concrete)
@@ -238,18 +238,18 @@ class Segment:
         # not watched. Results of the function, and derivatives by cotangents, are always used.
         inputs = present if order else [base] * len(results)
 
-        def missing(watched: frozenset[int] | None) -> list[Doubt]:
+        def missing(watched: frozenset[int] | None) -> list[SuspectOperation]:
             used = frozenset(range(len(sources))) if watched is None else watched
             starts = [s for i, s in enumerate(sources) if s is not None and i in used]
             targets = [r for i, r in zip(inputs, results) if i in used or i >= base]
-            doubts = find_doubts(flow, starts + cotangents, targets)
-            return doubts.missing + doubts.wrong_at_values
+            suspects = find_suspects(flow, starts + cotangents, targets)
+            return suspects.missing + suspects.wrong_at_values
 
         # If nothing is missing for any input, later calls do not need the graph.
         return missing if missing(None) else _nothing_is_missing
 
 
-def _nothing_is_missing(watched: frozenset[int] | None) -> list[Doubt]:
+def _nothing_is_missing(watched: frozenset[int] | None) -> list[SuspectOperation]:
     del watched
     return []
 

@@ -27,7 +27,7 @@ from hvp._engines.graph_program import Results
 from hvp._engines.in_graph import InGraph
 from hvp._engines.linear_map import LinearMap
 from hvp._engines.options import ROUNDING, OnStale
-from hvp._engines.plan import Facts, Plan
+from hvp._engines.plan import Plan, TraceSummary
 from hvp._engines.rule import Rule
 from hvp._errors import (
     ClosedOperatorError,
@@ -117,7 +117,7 @@ class Snapshot(OneProcess, LinearMap):
         return twin
 
     @property
-    def facts(self) -> Facts:
+    def facts(self) -> TraceSummary:
         """What is known about the plan by now."""
         return self.plan.facts
 
@@ -167,7 +167,7 @@ class Snapshot(OneProcess, LinearMap):
         )
 
     @property
-    def standing(self) -> str:
+    def status(self) -> str:
         """What keeps it from being used, if anything: closed, or stale."""
         if self._map is None:
             return "closed"

@@ -1,1 +1,1 @@
-"""Layer 3: linear systems with an operator, preconditioners and inverses."""
+"""Linear systems with an operator, preconditioners and inverses."""

@@ -26,7 +26,7 @@ _FIRST_RANK = 8
 
 
 @dataclass(frozen=True)
-class Plan:
+class RankPlan:
     """What a preconditioner is for.
 
     Attributes

@@ -41,7 +41,7 @@ from hvp._solve.preconditioners import (
     NystromPreconditioner,
     nystrom_precondition,
 )
-from hvp._solve.rank import Plan
+from hvp._solve.rank import RankPlan
 from hvp._solve.recycled import RecycledSpace
 from hvp._solve.right_hand_sides import RightHandSides
 from hvp._solve.rows import Rows, norms
@@ -367,7 +367,7 @@ def _methods(method: str, size: int, count: int) -> list[Method]:
     return [first] if size <= _DENSE else [first, MINRES]
 
 
-def _sketch_that_pays(
+def _choose_sketch(
     equations: Equations, columns: np.ndarray, methods: list[Method]
 ) -> NystromSketch | None:
     """Return the sketch of a rank that pays; None if nothing tells that one would pay."""
@@ -377,7 +377,7 @@ def _sketch_that_pays(
         return None
     nonzero = lengths > 0
     rtol = float(np.min(equations.tolerance[nonzero] / lengths[nonzero]))
-    plan = Plan(int(nonzero.sum()), not methods[0].separable, rtol)
+    plan = RankPlan(int(nonzero.sum()), not methods[0].separable, rtol)
     return plan.sketch(equations.rows, equations.damping)
 
 
@@ -385,7 +385,7 @@ def _precondition_that_pays(
     equations: Equations, columns: np.ndarray, methods: list[Method]
 ) -> tuple[TensorFunction, int]:
     """Return the preconditioner for `M="auto"`, and the number of products that it needed."""
-    sketch = _sketch_that_pays(equations, columns, methods)
+    sketch = _choose_sketch(equations, columns, methods)
     if sketch is None:
         return NO_PRECONDITION, 0
     factors = nystrom_factors(sketch.eigenvalues, equations.damping)
@@ -397,7 +397,7 @@ def _begin_recycling(
     equations: Equations, columns: np.ndarray, methods: list[Method], recycled: RecycledSpace
 ) -> int:
     """Fill an empty space with a sketch that pays; return the number of products."""
-    sketch = None if len(recycled) else _sketch_that_pays(equations, columns, methods)
+    sketch = None if len(recycled) else _choose_sketch(equations, columns, methods)
     if sketch is None:
         return 0
     recycled.add(sketch.basis, sketch.images)

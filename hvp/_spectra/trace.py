@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -10,7 +11,6 @@ import scipy.linalg
 from hvp._errors import HvpError
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.progress import check_progress, progress_bar
-from hvp._solve.rows import Rows
 from hvp._spectra.estimate import Estimate, estimate_of
 from hvp._spectra.layers import Layers
 from hvp._spectra.leave_one_out import LeaveOneOut
@@ -120,133 +120,107 @@ def trace(
             f"at most max_products = {max_products}",
             "raise max_products, or leave out method",
         )
-    run: Any = {
-        "auto": _Auto,
-        "exact": _Exact,
-        "hutchinson": _Hutchinson,
-        "hutch++": _HutchPlusPlus,
-        "xtrace": _XTrace,
-    }[method]
     total = stopping.max_products
     with (
         progress_bar(progress, total=total, unit="product") as bar,
         rows.in_full_precision() as exact,
     ):
-        return run(exact, Probes(exact, seed)).run(stopping, bar)
+        probes = Probes(exact, seed)
+        if method in _SAMPLERS:
+            return _doubled(method, probes, rows.size, stopping, bar)
+        run = {"auto": _auto, "exact": _summed, "hutchinson": _sampled}[method]
+        return run(probes, Layers(exact), rows.size, stopping, bar)
 
 
-class _Hutchinson:
-    """Samples `z' A z`, and their parts of the layers."""
+def _sampled(
+    probes: Probes, layers: Layers, size: int, stopping: Stopping, bar: Any, most: float = np.inf
+) -> Estimate:
+    """Sample `z' A z`, unless more than `most` random vectors are likely to be needed."""
+    del size
 
-    # The method is given up when more random vectors than this are likely to be needed.
-    most = np.inf
+    def draw(count: int) -> np.ndarray:
+        terms = _terms(probes, layers, probes.draw(count))
+        bar.update(count)
+        return terms
 
-    def __init__(self, rows: Rows, probes: Probes) -> None:
-        self._size, self._probes, self._layers = rows.size, probes, Layers(rows)
+    def total(samples: np.ndarray) -> tuple[float, float]:
+        return mean_and_error(samples.sum(axis=1))
 
-    def run(self, stopping: Stopping, bar: Any) -> Estimate:
-        def draw(count: int) -> np.ndarray:
-            terms = self.terms(self._probes.draw(count))
-            bar.update(count)
-            return terms
-
-        def total(samples: np.ndarray) -> tuple[float, float]:
-            return mean_and_error(samples.sum(axis=1))
-
-        samples = stopping.sample(
-            draw, fewest=_FEWEST, widest=self._probes.widest, summary=total, most=self.most
-        )
-        products, method = self._probes.products, "hutchinson"
-        layers = {
-            name: estimate_of(part, products, method, stopping)
-            for name, part in zip(self._layers.names, samples.T)
-        }
-        return estimate_of(samples.sum(axis=1), products, method, stopping, layers=layers)
-
-    def terms(self, vectors: np.ndarray) -> np.ndarray:
-        """Return `z' A z` for each row `z`, in parts for each layer, of shape `(k, parts)`."""
-        terms = vectors * self._probes.multiply(vectors)
-        if self._layers.names:
-            return self._layers.sums(terms)
-        return np.einsum("ij->i", terms, dtype=np.float64)[:, np.newaxis]
+    samples = stopping.sample(draw, fewest=_FEWEST, widest=probes.widest, summary=total, most=most)
+    of_layers = {
+        name: estimate_of(part, probes.products, "hutchinson", stopping)
+        for name, part in zip(layers.names, samples.T)
+    }
+    whole = samples.sum(axis=1)
+    return estimate_of(whole, probes.products, "hutchinson", stopping, layers=of_layers)
 
 
-class _Exact(_Hutchinson):
-    """Sums the diagonal."""
+def _summed(probes: Probes, layers: Layers, size: int, stopping: Stopping, bar: Any) -> Estimate:
+    """Sum the diagonal."""
+    del stopping
+    parts: Any = 0.0
+    for start in range(0, size, probes.widest):
+        count = min(probes.widest, size - start)
+        parts += _terms(probes, layers, probes.units(start, count)).sum(axis=0)
+        bar.update(count)
 
-    def run(self, stopping: Stopping, bar: Any) -> Estimate:
-        parts: Any = 0.0
-        for start in range(0, self._size, self._probes.widest):
-            count = min(self._probes.widest, self._size - start)
-            parts += self.terms(self._probes.units(start, count)).sum(axis=0)
-            bar.update(count)
-        layers = {name: self._exactly(part) for name, part in zip(self._layers.names, parts)}
-        return self._exactly(np.sum(parts), layers)
+    def exactly(value: Any, of_layers: Any = None) -> Estimate:
+        return Estimate(float(value), 0.0, probes.products, True, "exact", 0, of_layers or {})
 
-    def _exactly(self, value: Any, layers: Any = None) -> Estimate:
-        products = self._probes.products
-        return Estimate(float(value), 0.0, products, True, "exact", 0, layers or {})
+    return exactly(np.sum(parts), {n: exactly(part) for n, part in zip(layers.names, parts)})
 
 
-class _Auto(_Exact):
-    """Samples, unless the diagonal needs fewer products."""
+def _auto(probes: Probes, layers: Layers, size: int, stopping: Stopping, bar: Any) -> Estimate:
+    """Sample, unless the diagonal needs fewer products."""
+    arguments = probes, layers, size, stopping, bar
+    if size <= min(FEWEST_PRODUCTS, stopping.max_products):
+        return _summed(*arguments)
+    most = size if 2 * size <= stopping.max_products else np.inf
+    estimate = _sampled(*arguments, most)
+    if estimate.converged or probes.products + size > stopping.max_products:
+        return estimate
+    return _summed(*arguments)
 
-    def run(self, stopping: Stopping, bar: Any) -> Estimate:
-        if self._size <= min(FEWEST_PRODUCTS, stopping.max_products):
-            return super().run(stopping, bar)
-        if 2 * self._size <= stopping.max_products:
-            self.most = self._size
-        estimate = _Hutchinson.run(self, stopping, bar)
-        if estimate.converged or self._probes.products + self._size > stopping.max_products:
+
+def _terms(probes: Probes, layers: Layers, vectors: np.ndarray) -> np.ndarray:
+    """Return `z' A z` for each row `z`, in parts for each layer, of shape `(k, parts)`."""
+    terms = vectors * probes.multiply(vectors)
+    if layers.names:
+        return layers.sums(terms)
+    return np.einsum("ij->i", terms, dtype=np.float64)[:, np.newaxis]
+
+
+def _doubled(method: str, probes: Probes, size: int, stopping: Stopping, bar: Any) -> Estimate:
+    """Run a method with twice as many vectors until the error is small enough."""
+    sample, cost = _SAMPLERS[method]
+    count = _FEWEST_VECTORS
+    while True:
+        before = probes.products
+        samples = sample(probes, min(count, size))
+        bar.update(probes.products - before)
+        is_correlated = method == "xtrace"
+        estimate = estimate_of(samples, probes.products, method, stopping, correlated=is_correlated)
+        count *= 2
+        if estimate.converged or estimate.products + cost * count > stopping.max_products:
             return estimate
-        return super().run(stopping, bar)
 
 
-class _Doubling:
-    """Runs a method with twice as many vectors until the error is small enough."""
-
-    name = ""
-    # Products for each vector.
-    cost = 0
-    correlated = False
-
-    def __init__(self, rows: Rows, probes: Probes) -> None:
-        self._size, self._probes = rows.size, probes
-
-    def run(self, stopping: Stopping, bar: Any) -> Estimate:
-        count = _FEWEST_VECTORS
-        while True:
-            before = self._probes.products
-            samples = self.samples(min(count, self._size))
-            bar.update(self._probes.products - before)
-            estimate = estimate_of(
-                samples, self._probes.products, self.name, stopping, correlated=self.correlated
-            )
-            count *= 2
-            if estimate.converged or estimate.products + self.cost * count > stopping.max_products:
-                return estimate
-
-    def samples(self, count: int) -> np.ndarray:
-        """Return the samples of a run with this number of vectors."""
-        raise NotImplementedError
+def _hutch_plus_plus(probes: Probes, count: int) -> np.ndarray:
+    products = probes.multiply(probes.draw(count))
+    Q = np.ascontiguousarray(scipy.linalg.qr(products.T, mode="economic")[0].T)
+    exact = float(np.sum(Q * probes.multiply(Q), dtype=np.float64))
+    rest = probes.draw(count)
+    for _ in range(2):  # rounding makes a second pass necessary
+        rest -= (rest @ Q.T) @ Q
+    return exact + np.einsum("ij,ij->i", rest, probes.multiply(rest), dtype=np.float64)
 
 
-class _XTrace(_Doubling):
-    name, cost, correlated = "xtrace", 2, True
-
-    def samples(self, count: int) -> np.ndarray:
-        return LeaveOneOut(self._probes, self._probes.draw_on_sphere(count)).traces()
+def _xtrace(probes: Probes, count: int) -> np.ndarray:
+    return LeaveOneOut(probes, probes.draw_on_sphere(count)).traces()
 
 
-class _HutchPlusPlus(_Doubling):
-    name, cost = "hutch++", 3
-
-    def samples(self, count: int) -> np.ndarray:
-        probes = self._probes
-        products = probes.multiply(probes.draw(count))
-        Q = np.ascontiguousarray(scipy.linalg.qr(products.T, mode="economic")[0].T)
-        exact = float(np.sum(Q * probes.multiply(Q), dtype=np.float64))
-        rest = probes.draw(count)
-        for _ in range(2):  # rounding makes a second pass necessary
-            rest -= (rest @ Q.T) @ Q
-        return exact + np.einsum("ij,ij->i", rest, probes.multiply(rest), dtype=np.float64)
+# Functions that draw samples from so many vectors, and the products for each vector.
+_SAMPLERS: dict[str, tuple[Callable[[Probes, int], np.ndarray], int]] = {
+    "hutch++": (_hutch_plus_plus, 3),
+    "xtrace": (_xtrace, 2),
+}

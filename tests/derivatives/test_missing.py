@@ -12,7 +12,7 @@ import tensorflow as tf
 from tensorflow.python.framework import op_def_registry, ops
 
 import hvp
-from hvp._derivatives import doubts, missing
+from hvp._derivatives import missing, suspects
 from hvp._derivatives.missing import (
     CONSTANT_OPERATIONS,
     MISSING_DERIVATIVES,
@@ -414,7 +414,7 @@ def test_true_zeros_are_taken_for_zeros_because_of_their_row(kind, monkeypatch):
         want = np.diag(6 * constants * w.numpy() + 2 * lacks)
         np.testing.assert_allclose(H.to_dense(), want, rtol=1e-12, atol=1e-12)
     fewer = CONSTANT_OPERATIONS - {kind}
-    monkeypatch.setattr(doubts, "CONSTANT_OPERATIONS", fewer)
+    monkeypatch.setattr(suspects, "CONSTANT_OPERATIONS", fewer)
     with pytest.raises(hvp.SecondDerivativeError, match="HSVToRGB"):
         hvp.HessianOperator(loss, w)
 

@@ -103,9 +103,9 @@ def test_products_without_loops_are_optimized_briefly_and_evaluations_are_not(lo
     w, brief = tf.Variable(random(0, 5)), []
     original = compiled.call_flat
 
-    def call_flat(function, tensors, captured, *, briefly):
-        brief.append(briefly)
-        return original(function, tensors, captured, briefly=briefly)
+    def call_flat(function, tensors, captured, *, light_optimization):
+        brief.append(light_optimization)
+        return original(function, tensors, captured, light_optimization=light_optimization)
 
     def loss():
         if loops:

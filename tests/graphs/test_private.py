@@ -124,8 +124,8 @@ def test_a_brief_call_leaves_out_some_optimizations_and_keeps_what_is_set():
     before = tf.config.optimizer.get_experimental_options()
     tf.config.optimizer.set_experimental_options({"remapping": False})
     try:
-        call_flat(Function(), [], [], briefly=False)
-        call_flat(Function(), [], [], briefly=True)
+        call_flat(Function(), [], [], light_optimization=False)
+        call_flat(Function(), [], [], light_optimization=True)
     finally:
         tf.config.optimizer.set_experimental_options({"remapping": True, **before})
     plain, brief = seen
@@ -137,12 +137,15 @@ def test_a_brief_call_leaves_out_some_optimizations_and_keeps_what_is_set():
 def test_a_brief_call_leaves_the_options_alone():
     double = tf.function(lambda a: 2.0 * a).get_concrete_function(tf.TensorSpec([2]))
     before = context.context().function_call_options
-    assert call_flat(double, [tf.ones(2)], [], briefly=True).numpy().tolist() == [2.0, 2.0]
+    assert call_flat(double, [tf.ones(2)], [], light_optimization=True).numpy().tolist() == [
+        2.0,
+        2.0,
+    ]
     assert context.context().function_call_options is before
     checked = tf.function(lambda a: tf.debugging.check_numerics(a, "entries"), autograph=False)
     broken = checked.get_concrete_function(tf.TensorSpec([2]))
     with pytest.raises(tf.errors.InvalidArgumentError):
-        call_flat(broken, [tf.fill([2], np.nan)], [], briefly=True)
+        call_flat(broken, [tf.fill([2], np.nan)], [], light_optimization=True)
     assert context.context().function_call_options is before
 
 

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 import hvp
-from hvp._data.budget import Share
+from hvp._data.budget import MemoryFraction
 from hvp._minimize.points import Points
 from hvp._snapshots.problem import evaluate_loss
 from tests.cases import random
@@ -82,7 +82,7 @@ def test_a_limit_is_shared():
     points = Points.of(loss, w, data, **options)
     each = points.at(w.numpy().ravel()).operator.stats.batches_kept
     assert 0 < each <= alone / 2
-    assert Share("2GiB", 1 / 2).nbytes == 2**30
-    assert Share(1000, 1 / 4).nbytes == 250
+    assert MemoryFraction("2GiB", 1 / 2).nbytes == 2**30
+    assert MemoryFraction(1000, 1 / 4).nbytes == 250
     with pytest.raises(hvp.HvpError, match="memory_limit"):
-        _ = Share("much", 1 / 2).nbytes
+        _ = MemoryFraction("much", 1 / 2).nbytes

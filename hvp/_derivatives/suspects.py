@@ -46,7 +46,7 @@ _REMEDIES[_STOPPED] = (
 _REMEDIES.update({name: BY_NAME.format(name) for name in (_MOMENTS, _CUMULATIVE_LOGSUMEXP)})
 
 
-class Doubt(NamedTuple):
+class SuspectOperation(NamedTuple):
     """The name and type of an operation whose derivative is in doubt, and the line of its code."""
 
     name: str
@@ -65,30 +65,32 @@ class Doubt(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Doubts:
+class Suspects:
     """Operations between variables and results whose derivative is in doubt.
 
     Attributes
     ----------
-    missing : list of Doubt
+    missing : list of SuspectOperation
         Operations with a nonzero derivative that TensorFlow lacks.
-    wrong_at_values : list of Doubt
+    wrong_at_values : list of SuspectOperation
         Operations whose derivative is wrong at some values, if the values can be checked.
-    custom : list of Doubt
+    custom : list of SuspectOperation
         Operations whose derivative is defined by a `tf.custom_gradient`.
     """
 
-    missing: list[Doubt]
-    wrong_at_values: list[Doubt]
-    custom: list[Doubt]
+    missing: list[SuspectOperation]
+    wrong_at_values: list[SuspectOperation]
+    custom: list[SuspectOperation]
 
-    def without(self, kinds: Collection[str]) -> Doubts:
+    def without(self, kinds: Collection[str]) -> Suspects:
         """Return these without operations of some types."""
         lists = (self.missing, self.wrong_at_values, self.custom)
-        return Doubts(*([doubt for doubt in some if doubt.kind not in kinds] for some in lists))
+        return Suspects(
+            *([suspect for suspect in some if suspect.kind not in kinds] for some in lists)
+        )
 
 
-def find_doubts(flow: Dataflow, sources: Iterable[Vertex], targets: Iterable[Vertex]) -> Doubts:
+def find_suspects(flow: Dataflow, sources: Iterable[Vertex], targets: Iterable[Vertex]) -> Suspects:
     """Find the operations between sources and targets whose derivative is in doubt.
 
     Parameters
@@ -102,7 +104,7 @@ def find_doubts(flow: Dataflow, sources: Iterable[Vertex], targets: Iterable[Ver
 
     Returns
     -------
-    Doubts
+    Suspects
     """
 
     def passes(edge: Edge) -> bool:
@@ -130,22 +132,22 @@ def find_doubts(flow: Dataflow, sources: Iterable[Vertex], targets: Iterable[Ver
             continue
         if entering & set(missing.inputs) if missing.inputs else entering:
             without_derivative.add(vertex)
-    doubts = {doubt_of(flow, vertex) for vertex in without_derivative}
+    suspects = {suspect_of(flow, vertex) for vertex in without_derivative}
     for vertex in _moments_differentiated_twice(flow, depends, matters):
-        doubts.add(doubt_of(flow, vertex, _MOMENTS))
+        suspects.add(suspect_of(flow, vertex, _MOMENTS))
     for vertex in _logarithms_of_upstream(flow, depends & matters):
-        doubts.add(doubt_of(flow, vertex, _CUMULATIVE_LOGSUMEXP))
-    custom = [doubt_of(flow, v) for v in flow.custom_gradients & depends & matters]
-    return Doubts(
-        sorted(doubts),
-        sorted(doubt_of(flow, vertex) for vertex in wrong_at_values),
+        suspects.add(suspect_of(flow, vertex, _CUMULATIVE_LOGSUMEXP))
+    custom = [suspect_of(flow, v) for v in flow.custom_gradients & depends & matters]
+    return Suspects(
+        sorted(suspects),
+        sorted(suspect_of(flow, vertex) for vertex in wrong_at_values),
         sorted(custom),
     )
 
 
 def stopped_gradients(
     flow: Dataflow, sources: Iterable[Vertex], value: Iterable[Vertex], gradient: Iterable[Vertex]
-) -> list[Doubt]:
+) -> list[SuspectOperation]:
     """Find what stops derivatives in the gradient of a function, and not in the function itself.
 
     The gradient depends on the variables through it, so that its derivative is not what a tape
@@ -174,7 +176,7 @@ def stopped_gradients(
         stops -= flow.reachable(value, backward=True)
         stops &= flow.reachable(sources, passes=passes)
         stops &= flow.reachable(gradient, passes=passes, backward=True)
-    return sorted(doubt_of(flow, vertex, _STOPPED) for vertex in stops)
+    return sorted(suspect_of(flow, vertex, _STOPPED) for vertex in stops)
 
 
 def _is_maximum(flow: Dataflow, vertex: Vertex) -> bool:
@@ -185,19 +187,21 @@ def _is_maximum(flow: Dataflow, vertex: Vertex) -> bool:
     return any(flow.types.get(v) == "Max" for v in producers)
 
 
-def doubt_of(flow: Dataflow, vertex: Vertex, kind: str = "") -> Doubt:
+def suspect_of(flow: Dataflow, vertex: Vertex, kind: str = "") -> SuspectOperation:
     """Describe an operation."""
-    return Doubt(flow.names[vertex], kind or flow.types[vertex], flow.source_line(vertex))
+    return SuspectOperation(
+        flow.names[vertex], kind or flow.types[vertex], flow.source_line(vertex)
+    )
 
 
-def refuse_missing_derivatives(doubts: list[Doubt]) -> None:
-    """Raise `SecondDerivativeError` if there are doubts, naming operations and alternatives."""
-    if not doubts:
+def refuse_missing_derivatives(suspects: list[SuspectOperation]) -> None:
+    """Raise `SecondDerivativeError` if there are suspects, naming operations and alternatives."""
+    if not suspects:
         return
-    places = ", ".join(map(str, doubts[:5]))
-    if len(doubts) > 5:
-        places += f", and {len(doubts) - 5} more"
-    remedies = dict.fromkeys(_REMEDIES[doubt.kind] for doubt in doubts)
+    places = ", ".join(map(str, suspects[:5]))
+    if len(suspects) > 5:
+        places += f", and {len(suspects) - 5} more"
+    remedies = dict.fromkeys(_REMEDIES[suspect.kind] for suspect in suspects)
     raise SecondDerivativeError(
         f"TensorFlow has no derivative, or a wrong one, of {places}; a term that is not zero would "
         "be left out, and the product would be wrong",
@@ -245,7 +249,7 @@ def _first_of(kind: str) -> str:
     graph = tf.compat.v1.get_default_graph()
     for operation in graph.get_operations():
         if operation.type == kind:
-            return str(Doubt(operation.name, kind, source_line(graph, operation.name)))
+            return str(SuspectOperation(operation.name, kind, source_line(graph, operation.name)))
     return unknown
 
 

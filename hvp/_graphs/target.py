@@ -10,10 +10,10 @@ from typing import Any
 import tensorflow as tf
 
 from hvp._vectors.resources import Resource
-from hvp._vectors.slot import Slot
+from hvp._vectors.tensor_cell import TensorCell
 
 
-class Place:
+class ExecutionTarget:
     """Where a function runs; this one leaves it to TensorFlow.
 
     Attributes
@@ -37,12 +37,12 @@ class Place:
         """Return the variable that stands there for one that a function captured."""
         return resource
 
-    def put(self, slot: Slot, tensor: tf.Tensor) -> None:
+    def put(self, slot: TensorCell, tensor: tf.Tensor) -> None:
         """Let functions read a tensor there from a slot."""
         slot.assign(tensor)
 
 
-HERE = Place()
+LOCAL = ExecutionTarget()
 
 # Whether this thread runs operations on a device that functions must not be bound to when they are
 # traced: they run on others too.

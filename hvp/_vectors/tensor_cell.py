@@ -5,7 +5,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 
-class Slot:
+class TensorCell:
     """Holds a tensor that compiled functions read, and that can be replaced between calls.
 
     Parameters

@@ -12,9 +12,9 @@ import tensorflow as tf
 
 from hvp._devices.device import Device
 from hvp._graphs.parts import nbytes
-from hvp._graphs.place import Place, unbound
+from hvp._graphs.target import ExecutionTarget, unbound
 from hvp._vectors.resources import Resource, same
-from hvp._vectors.slot import Slot
+from hvp._vectors.tensor_cell import TensorCell
 
 # From this many bytes on, it pays to let a device fetch a tensor, which takes more operations.
 _LARGE = 2**24
@@ -36,7 +36,7 @@ def _assigning(dtype: tf.DType) -> Any:
 Values = Sequence[tuple[Resource, tf.Tensor]]
 
 
-class Site(Place):
+class DeviceReplica(ExecutionTarget):
     """A device, and copies there of variables and other tensors that functions read.
 
     Whatever computes with it runs in the device's own thread, one piece of work at a time.
@@ -67,7 +67,7 @@ class Site(Place):
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
-        return f"Site({self.device.name!r})"
+        return f"DeviceReplica({self.device.name!r})"
 
     @property
     def runs_xla(self) -> bool:  # type: ignore[override]
@@ -103,7 +103,7 @@ class Site(Place):
                 self._values[key] = value
                 self.variable_bytes += nbytes(value)
 
-    def put(self, slot: Slot, tensor: tf.Tensor) -> None:
+    def put(self, slot: TensorCell, tensor: tf.Tensor) -> None:
         """Let functions read a tensor there from a slot."""
         self._assign(slot.variable.handle, tensor)
 
@@ -207,16 +207,16 @@ class Site(Place):
         return copy.handle if isinstance(copy, tf.Variable) else copy
 
 
-class Moment:
+class VariableValues:
     """The values of variables at one moment; one that has not changed since is the same tensor.
 
     Parameters
     ----------
-    before : Moment, optional
+    before : VariableValues, optional
         An earlier moment. A variable that has the value it had then keeps its tensor.
     """
 
-    def __init__(self, before: Moment | None = None) -> None:
+    def __init__(self, before: VariableValues | None = None) -> None:
         self._before: dict[int, tf.Tensor] = {} if before is None else before.tensors
         self.tensors: dict[int, tf.Tensor] = {}
 

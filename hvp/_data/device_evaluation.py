@@ -13,7 +13,7 @@ from hvp._data.budget import Budget
 from hvp._data.elements import Elements
 from hvp._data.joint import JointProducts, JointWork, Part
 from hvp._devices.device import Device, LostDeviceError
-from hvp._devices.site import Moment, Site
+from hvp._devices.replica import DeviceReplica, VariableValues
 from hvp._devices.work import Work
 from hvp._engines.linear_map import LinearMap, Sum, Terms
 from hvp._errors import DeviceError
@@ -25,7 +25,7 @@ REGULARIZATION = -1
 
 
 @dataclass(frozen=True)
-class Item:
+class BatchTask:
     """A batch that is to be evaluated, in pieces that fit into memory.
 
     Attributes
@@ -34,7 +34,7 @@ class Item:
         The number of the batch.
     pieces : list of (Elements, float)
         Its examples, with their weights.
-    site : Site or None
+    site : DeviceReplica or None
         Where the data are; None while they are here.
     alone : bool
         Whether nothing else may run meanwhile.
@@ -42,7 +42,7 @@ class Item:
 
     index: int
     pieces: list[tuple[Elements, float]]
-    site: Site | None = None
+    site: DeviceReplica | None = None
     alone: bool = False
 
     @property
@@ -61,12 +61,12 @@ class Term:
 
 
 @dataclass(eq=False)
-class Share:
+class DeviceShard:
     """What one device holds of a moment.
 
     Attributes
     ----------
-    site : Site
+    site : DeviceReplica
         The device, and what stands there for variables.
     budget : Budget
         How much may be held there.
@@ -76,7 +76,7 @@ class Share:
         The linear maps that are held, by the number of the batch.
     """
 
-    site: Site
+    site: DeviceReplica
     budget: Budget
     load: int = 0
     terms: dict[int, Term] = field(default_factory=dict)
@@ -104,21 +104,21 @@ class Share:
 
 # Takes a share, an item and what the device computed from earlier items, None at first; returns a
 # function that runs on the device, and returns the same with this item.
-Step = Callable[[Share, Item, Any], Callable[[], Any]]
+Step = Callable[[DeviceShard, BatchTask, Any], Callable[[], Any]]
 
 
-class Deal:
+class DeviceEvaluation:
     """What all devices together hold of one moment.
 
     Parameters
     ----------
-    moment : Moment
+    moment : VariableValues
         The values of the variables.
-    sites : list of Site
+    sites : list of DeviceReplica
         Those of the devices that are there.
     devices : sequence of Device
         All devices, for the error if none is left.
-    memory_limit : int, str, Share or None
+    memory_limit : int, str, DeviceShard or None
         How much each of them may hold.
     seconds : float
         How long a remote device may take for one piece of work.
@@ -134,9 +134,9 @@ class Deal:
 
     Attributes
     ----------
-    moment : Moment
+    moment : VariableValues
         The same.
-    shares : list of Share
+    shares : list of DeviceShard
         What each device holds, of those that are there.
     streamed : set of int
         Batches that no device holds.
@@ -146,19 +146,19 @@ class Deal:
 
     def __init__(
         self,
-        moment: Moment,
-        sites: list[Site],
+        moment: VariableValues,
+        sites: list[DeviceReplica],
         devices: Sequence[Device],
         memory_limit: Any,
         seconds: float,
-        items: Callable[[set[int] | None], Iterable[Item]],
-        evaluate: Callable[[Deal, set[int]], None],
+        items: Callable[[set[int] | None], Iterable[BatchTask]],
+        evaluate: Callable[[DeviceEvaluation, set[int]], None],
         prepared: set[Any],
         joint: JointProducts,
     ) -> None:
         self.moment, self._seconds, self._devices = moment, seconds, devices
         self._items, self._evaluate = items, evaluate
-        self.shares = [Share(site, Budget(memory_limit)) for site in sites]
+        self.shares = [DeviceShard(site, Budget(memory_limit)) for site in sites]
         self.streamed: set[int] = set()
         self.scale = self.scale_of_regularization = 1.0
         self._prepared, self._joint = prepared, joint
@@ -184,10 +184,10 @@ class Deal:
         self,
         wanted: set[int] | None,
         step: Step,
-        give: Callable[[Share, Any], Callable[[], Any]],
-        take: Callable[[Share, Item, Any], Any] = lambda share, item, result: result,
-        forget: Callable[[Share, Iterable[int]], None] = lambda share, indices: None,
-        kept: Iterable[Item] = (),
+        give: Callable[[DeviceShard, Any], Callable[[], Any]],
+        take: Callable[[DeviceShard, BatchTask, Any], Any] = lambda share, item, result: result,
+        forget: Callable[[DeviceShard, Iterable[int]], None] = lambda share, indices: None,
+        kept: Iterable[BatchTask] = (),
     ) -> list[Any]:
         """Let devices work through batches; what a lost one did is done again by the others.
 
@@ -204,7 +204,7 @@ class Deal:
         forget : callable, optional
             Takes a share whose device is lost, and the numbers of batches that `take` got for it;
             they will be given to others.
-        kept : iterable of Item
+        kept : iterable of BatchTask
             Those of the batches whose data are on devices already.
 
         Returns
@@ -217,8 +217,8 @@ class Deal:
         first = list(kept)
         while every is None or every - finished:
             todo = None if every is None else every - finished
-            states: dict[Share, Any] = {}
-            done: dict[Share, set[int]] = {}
+            states: dict[DeviceShard, Any] = {}
+            done: dict[DeviceShard, set[int]] = {}
             seen: set[int] = set()
             if first:
                 self._pass(first, step, take, forget, states, done)
@@ -239,7 +239,7 @@ class Deal:
                     finished |= done[share]
         return collected
 
-    def forget(self, share: Share, indices: Iterable[int]) -> None:
+    def forget(self, share: DeviceShard, indices: Iterable[int]) -> None:
         """Forget what a lost share holds of batches that the others will be given."""
         for index in indices:
             share.terms.pop(index, None)
@@ -288,7 +288,7 @@ class Deal:
         return products, counted
 
     def _start_joint(
-        self, todo: dict[Share, list[int]], v: tf.Tensor, space: Space
+        self, todo: dict[DeviceShard, list[int]], v: tf.Tensor, space: Space
     ) -> JointWork | None:
         """Start to multiply on all workers that can do it together, if any."""
         parts = [Part(share.site, self._weighted(share, i)) for share, i in todo.items()]
@@ -297,17 +297,17 @@ class Deal:
 
     def _multiply_alone(
         self,
-        todo: dict[Share, list[int]],
+        todo: dict[DeviceShard, list[int]],
         v: tf.Tensor,
         space: Space,
         products: list[tf.Tensor],
         counted: set[int],
     ) -> None:
         """Multiply on each device by itself; add the products, and whose they are, to the last."""
-        works: list[tuple[Share, Work]] = []
+        works: list[tuple[DeviceShard, Work]] = []
         sent = self._sent(v, list(todo))
 
-        def finish(share: Share, work: Work) -> None:
+        def finish(share: DeviceShard, work: Work) -> None:
             result = self._result(share, work)
             if result is not None:
                 products.append(result[0])
@@ -326,11 +326,11 @@ class Deal:
     def _is_prepared(self, v: tf.Tensor, terms: Terms) -> bool:
         return _kinds(v, terms) <= self._prepared
 
-    def _weighted(self, share: Share, indices: Iterable[int]) -> Terms:
+    def _weighted(self, share: DeviceShard, indices: Iterable[int]) -> Terms:
         held = [(index, share.terms[index]) for index in indices]
         return [(self.weight_of(index, term.weight), term.map) for index, term in held]
 
-    def _sent(self, v: tf.Tensor, shares: Sequence[Share]) -> dict[Share, tf.Tensor]:
+    def _sent(self, v: tf.Tensor, shares: Sequence[DeviceShard]) -> dict[DeviceShard, tf.Tensor]:
         """Move a large vector to remote devices, before any of them computes.
 
         While one computes, TensorFlow would not let another one fetch it.
@@ -343,7 +343,9 @@ class Deal:
         results = [(share, self._result(share, work)) for share, work in works]
         return {share: result[0] for share, result in results if result is not None}
 
-    def _product(self, share: Share, terms: Terms, v: tf.Tensor, home: str, space: Space) -> Work:
+    def _product(
+        self, share: DeviceShard, terms: Terms, v: tf.Tensor, home: str, space: Space
+    ) -> Work:
         weights, maps = [weight for weight, _ in terms], [term for _, term in terms]
         # A remote operation takes as long as a hundred here: what all terms share comes last.
         common = weights[0] if len(set(weights)) == 1 else 1.0
@@ -362,12 +364,12 @@ class Deal:
             return weight * self.scale_of_regularization
         return weight * self.scale
 
-    def _replace_into(self, todo: dict[Share, list[int]], counted: set[int]) -> None:
+    def _replace_into(self, todo: dict[DeviceShard, list[int]], counted: set[int]) -> None:
         """Evaluate what lost devices held on the others, and add it to what is to be multiplied.
 
         Parameters
         ----------
-        todo : dict of Share to list of int
+        todo : dict of DeviceShard to list of int
             What is to be multiplied.
         counted : set of int
             Batches whose products are there already.
@@ -388,17 +390,17 @@ class Deal:
 
     def _pass(
         self,
-        items: Iterable[Item],
+        items: Iterable[BatchTask],
         step: Step,
-        take: Callable[[Share, Item, Any], Any],
-        forget: Callable[[Share, Iterable[int]], None],
-        states: dict[Share, Any],
-        done: dict[Share, set[int]],
+        take: Callable[[DeviceShard, BatchTask, Any], Any],
+        forget: Callable[[DeviceShard, Iterable[int]], None],
+        states: dict[DeviceShard, Any],
+        done: dict[DeviceShard, set[int]],
     ) -> None:
         """Deal items out, each device working at one at a time."""
-        running: dict[Share, tuple[Item, Work]] = {}
+        running: dict[DeviceShard, tuple[BatchTask, Work]] = {}
 
-        def finish(share: Share) -> None:
+        def finish(share: DeviceShard) -> None:
             if share not in running:
                 return
             item, work = running.pop(share)
@@ -434,14 +436,14 @@ class Deal:
         for share in list(running):
             finish(share)
 
-    def _share_for(self, item: Item) -> Share:
+    def _share_for(self, item: BatchTask) -> DeviceShard:
         live = [share for share in self.shares if share.site.is_there]
         if not live:
             raise no_device_left(self._devices)
         own = [share for share in live if share.site is item.site]
         return own[0] if own else min(live, key=lambda share: share.load)
 
-    def _result(self, share: Share, work: Work) -> tuple[Any] | None:
+    def _result(self, share: DeviceShard, work: Work) -> tuple[Any] | None:
         """Return the result, in a tuple; None if the device is lost."""
         try:
             return (work.result(self._seconds),)
@@ -477,7 +479,7 @@ def _union(sets: Iterable[set[int]]) -> set[int]:
     return set().union(*sets)
 
 
-def _noting(items: Iterable[Item], seen: set[int]) -> Iterator[Item]:
+def _noting(items: Iterable[BatchTask], seen: set[int]) -> Iterator[BatchTask]:
     for item in items:
         seen.add(item.index)
         yield item
