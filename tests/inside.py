@@ -19,18 +19,16 @@ from hvp._data import budget, joint
 from hvp._devices import device, replica, work
 from hvp._devices.device import LostDeviceError
 from hvp._engines import graph_map, graph_program, single_plan, trace
-from hvp._engines.linear_map import damped
 from hvp._graphs import low_precision, rematerialize, sizes
 from hvp._influence import damped_inverse, example_gradients, gradient_forms, gradient_store
 from hvp._operators import operator
-from hvp._operators.core import Core
-from hvp._operators.symmetric import core_of
+from hvp._operators.matrix import Evaluation
+from hvp._operators.symmetric import evaluation_of, matrix_of
 from hvp._runtime import checkpoint, guard
 from hvp._snapshots.nearby import Gradients
 from hvp._snapshots.snapshot import Snapshot
 from hvp._solve import equations, krylov, solve
 from hvp._solve.rank import RankPlan
-from hvp._solve.rows import Rows
 from hvp._spectra import eigsh
 from hvp._vectors import packing
 
@@ -71,7 +69,7 @@ def snapshot(operator: Any) -> Any:
     """What an operator evaluated last."""
     if isinstance(operator, hvp.JacobianOperator):
         return operator._snapshot
-    return core_of(operator).snapshot
+    return evaluation_of(operator).snapshot
 
 
 def held(operator: Any) -> Any:
@@ -91,29 +89,29 @@ def variables(operator: Any) -> Any:
 
 def solver_count(operator: Any) -> int:
     """The number of compiled solvers that are cached with an operator."""
-    return core_of(operator).cached_count
+    return evaluation_of(operator).cached_count
 
 
 def multiply_rows(operator: Any, rows: Any) -> Any:
     """Products with the rows of a block."""
-    return damped(core_of(operator).linear_map, operator.damping).apply(rows)
+    return evaluation_of(operator).damped_map.apply(rows)
 
 
 def multiply_in_float64(operator: Any, rows: Any) -> Any:
     """Float32 products with the rows of a block, computed in float64."""
-    with core_of(operator).in_float64() as core:
+    with evaluation_of(operator).in_float64() as core:
         assert core is not None, "there is no evaluation in float64"
-        return damped(core.linear_map, operator.damping).apply(rows)
+        return core.damped_map.apply(rows)
 
 
 def has_wide_evaluation(operator: Any) -> bool:
     """Whether a float32 operator has been evaluated in float64."""
-    return core_of(operator)._in_float64 is not None
+    return "float64" in evaluation_of(operator)._others
 
 
 def forbid_wide_residuals(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no solve compute residuals in float64 that are not float64 anyway."""
-    monkeypatch.setattr(Core, "may_be_wide", False)
+    monkeypatch.setattr(Evaluation, "may_be_wide", False)
 
 
 def fail_in_float64(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
@@ -127,12 +125,12 @@ def fail_in_float64(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
 
 def rank_that_pays(operator: Any, b: Any, damping: float) -> int:
     """The rank of the preconditioner `M="auto"` of conjugate gradients."""
-    return RankPlan(b.shape[1], False, 1e-5).sketch(Rows(operator), damping).rank
+    return RankPlan(b.shape[1], False, 1e-5).sketch(matrix_of(operator), damping).rank
 
 
 def fingerprint(operator: Any) -> dict[str, str]:
     """What tells an operator's weights, data and loss from others."""
-    return core_of(operator).fingerprint()
+    return evaluation_of(operator).fingerprint()
 
 
 def scoring(influence: hvp.InfluenceFunctions) -> Any:
@@ -224,7 +222,7 @@ def deal(operator: Any) -> Any:
 
 def space(operator: Any) -> Any:
     """Return the space of an operator's vectors."""
-    return core_of(operator).space
+    return evaluation_of(operator).space
 
 
 def sites(operator: Any) -> Any:

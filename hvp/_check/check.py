@@ -23,7 +23,7 @@ from hvp._check.products import ProductInspection
 from hvp._check.report import CheckReport, Finding
 from hvp._data.budget import amount, peak_nbytes
 from hvp._errors import GraphModeError, HvpError
-from hvp._operators.symmetric import SymmetricOperator, core_of
+from hvp._operators.symmetric import SymmetricOperator, evaluation_of
 from hvp._runtime.arguments import check_count
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.progress import check_progress, progress_bar
@@ -146,7 +146,7 @@ def check(
         raise GraphModeError("check was called while TensorFlow traces a graph", "eager execution")
     check_count(max_products, "max_products")
     check_progress(progress)
-    with core_of(H).snapshot.exclusively():  # because the variables may be moved
+    with evaluation_of(H).snapshot.exclusively():  # because the variables may be moved
         return _checked(H, rtol, max_products, seed, progress)
 
 

@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 
-from hvp._operators.symmetric import SymmetricOperator, core_of
+from hvp._operators.symmetric import SymmetricOperator, evaluation_of
 from hvp._runtime.interrupts import deliver_interrupt
 
 # Products in low precision count as equal if they differ by at most this many rounding units of the
@@ -30,7 +30,7 @@ class InspectedOperator:
         The operator.
     rng : numpy.random.Generator
         Draws the random vectors.
-    core : Core
+    core : Evaluation
         The internals of the operator.
     size : int
         Length of a vector.
@@ -45,7 +45,7 @@ class InspectedOperator:
 
     def __init__(self, operator: SymmetricOperator, rng: np.random.Generator) -> None:
         self.operator, self.rng = operator, rng
-        self.core = core_of(operator)
+        self.core = evaluation_of(operator)
         self.size = operator.shape[0]
         self.epsilon = float(np.finfo(operator.dtype).eps)
         self.tolerance = 3 * np.sqrt(self.epsilon)

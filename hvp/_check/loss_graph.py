@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from hvp._check.report import Finding, shortened
 from hvp._derivatives.missing import WRONG_AT_VALUES
-from hvp._operators.core import Core
+from hvp._operators.matrix import Evaluation
 
 
-def connected(core: Core) -> Iterator[Finding]:
+def connected(core: Evaluation) -> Iterator[Finding]:
     """Check that the loss depends on all variables."""
     names = core.unconnected()
     if not names:
@@ -20,7 +20,7 @@ def connected(core: Core) -> Iterator[Finding]:
     yield Finding("connected", "warning", text)
 
 
-def operations(core: Core) -> Iterator[Finding]:
+def operations(core: Evaluation) -> Iterator[Finding]:
     """Report the operations whose second derivatives deserve attention."""
     name, remarks = "operations", core.remarks
     if remarks is None:

@@ -134,8 +134,6 @@ class DeviceEvaluation:
 
     Attributes
     ----------
-    moment : VariableValues
-        The same.
     shares : list of DeviceShard
         What each device holds, of those that are there.
     streamed : set of int

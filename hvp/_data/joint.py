@@ -142,11 +142,6 @@ class JointWork:
         How long to wait.
     failed : callable
         Takes the error if there is no product.
-
-    Attributes
-    ----------
-    sites : list of DeviceReplica
-        The same.
     """
 
     def __init__(

@@ -64,8 +64,6 @@ class Device:
 
     Attributes
     ----------
-    name : str
-        The same.
     task : (str, int) or None
         The job and the number of the worker; None for a device of this process.
     address : str or None

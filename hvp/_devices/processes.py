@@ -45,11 +45,6 @@ class Processes:
         How many they are.
     seconds : float
         How long to wait for the others.
-
-    Attributes
-    ----------
-    count : int
-        The same.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, count: int, seconds: float) -> None:

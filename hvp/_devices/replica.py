@@ -48,8 +48,6 @@ class DeviceReplica(ExecutionTarget):
 
     Attributes
     ----------
-    device : Device
-        The same.
     sent, received : int
         Bytes that were moved there, and back.
     variable_bytes : int

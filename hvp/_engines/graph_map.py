@@ -39,11 +39,6 @@ class GraphMap(LinearMap):
         Where the residuals are, and products are computed.
     whole_blocks : bool, optional
         Whether all rows of a block are multiplied in one call, however many there are.
-
-    Attributes
-    ----------
-    program, residuals, domain, codomain, place
-        The same.
     """
 
     def __init__(

@@ -76,8 +76,6 @@ class GraphProduct:
 
     Attributes
     ----------
-    domain, codomain
-        The same.
     has_flat : bool
         Whether there are products with flat vectors.
     tells_changes : bool

@@ -118,6 +118,11 @@ class Adjoint(LinearMap):
         """Whether products of the map evaluate something again."""
         return self._plain.streams
 
+    @property
+    def calls_python(self) -> bool:  # type: ignore[override]
+        """Whether Python runs for products of the map."""
+        return self._plain.calls_python
+
     def apply(self, vector: Any, *, adjoint: bool = False) -> Any:
         """Multiply by a vector in any layout."""
         return self._plain.apply(vector, adjoint=not adjoint)
@@ -163,6 +168,11 @@ class Sum(LinearMap):
     def streams(self) -> bool:  # type: ignore[override]
         """Whether there are terms that are not held."""
         return self._streamed is not None or any(term.streams for _, term in self._held)
+
+    @property
+    def calls_python(self) -> bool:  # type: ignore[override]
+        """Whether Python runs for products of a term."""
+        return any(term.calls_python for _, term in self._held)
 
     @property
     def nbytes(self) -> int | None:  # type: ignore[override]

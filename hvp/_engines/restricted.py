@@ -23,8 +23,6 @@ class Selection:
 
     Attributes
     ----------
-    places : list of int
-        The same.
     space : Space
         The space of the vectors of these parts alone.
     runs : list of (int, int)
@@ -98,6 +96,11 @@ class Restricted(LinearMap):
     def streams(self) -> bool:  # type: ignore[override]
         """Whether products of the whole map evaluate something again."""
         return self._whole.streams
+
+    @property
+    def calls_python(self) -> bool:  # type: ignore[override]
+        """Whether Python runs for products of the whole map."""
+        return self._whole.calls_python
 
     def apply(self, vector: Any, *, adjoint: bool = False) -> Any:
         """Multiply by a vector in any layout."""

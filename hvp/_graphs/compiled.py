@@ -14,7 +14,7 @@ from typing import Any, Literal, Union
 import tensorflow as tf
 
 from hvp._errors import line_of
-from hvp._graphs.private import call_flat
+from hvp._graphs.private import MUST_COMPILE, call_flat
 from hvp._graphs.python_calls import error_of_python
 from hvp._graphs.refusals import refusal_of
 from hvp._graphs.target import LOCAL, ExecutionTarget, scope_of_tracing
@@ -182,7 +182,7 @@ class Compiled:
         """Return a function that calls another one, if that is compiled by XLA."""
         attributes = concrete.function_def.attr
         # Asking for an attribute that is not there would add it, and TensorFlow refuse to call it.
-        if "_XlaMustCompile" not in attributes or not attributes["_XlaMustCompile"].b:
+        if MUST_COMPILE not in attributes or not attributes[MUST_COMPILE].b:
             return concrete
         if self._calling is None:
             self._calling = tf.function(lambda *tensors: concrete(*tensors), autograph=False)

@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvp._graphs.private import op_def_registry
+from hvp._graphs.private import GRADIENT_SCOPE, GRADIENT_TYPE, TAPE_PREFIX, op_def_registry
 from hvp._graphs.source_lines import source_line
 
 # An operation is (scope, name), and a port of a called function is (scope, name, "arg" or "ret",
@@ -30,7 +30,7 @@ CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 # Part of the names of functions whose calls are not inlined.
 KEPT_WHOLE = "hvp_recomputed"
 # The name that TensorFlow gives to the gradient of an operation in a function, loop or branch.
-_IN_A_FUNCTION = re.compile(r"(?:.*gradients?(?:_\d+)?/)?(.+)_grad/([^/]+)")
+_IN_A_FUNCTION = re.compile(rf"(?:.*gradients?(?:_\d+)?/)?(.+){GRADIENT_SCOPE}([^/]+)")
 # Operations whose functions run on their inputs. Others that have functions among their attributes
 # (datasets) are treated as ordinary operations.
 _WITH_BODIES = CONTROL_FLOW | CALLS
@@ -218,7 +218,7 @@ class Dataflow:
             self.names[vertex] = node.name
             if "dtype" in node.attr:
                 self.dtypes[vertex] = tf.as_dtype(node.attr["dtype"].type)
-            gradient = node.attr["_gradient_op_type"].s if "_gradient_op_type" in node.attr else b""
+            gradient = node.attr[GRADIENT_TYPE].s if GRADIENT_TYPE in node.attr else b""
             if gradient.startswith((b"CustomGradient", RECOMPUTED_GRADIENT.encode())):
                 self._overridden.add(vertex)
                 if gradient.startswith(b"CustomGradient"):
@@ -411,7 +411,7 @@ def layer_of(operation_name: str) -> str:
     'while/SoftsignGrad'
     """
     name = _IN_A_FUNCTION.sub(_beside, operation_name)
-    return re.sub(r"^(gradient_tape/|gradients?(_\d+)?/)+", "", name)
+    return re.sub(rf"^({TAPE_PREFIX}|gradients?(_\d+)?/)+", "", name)
 
 
 def _beside(match: re.Match[str]) -> str:

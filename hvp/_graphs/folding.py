@@ -39,9 +39,12 @@ def fold_shapes(graph_def: Any) -> None:
             _make_constant(node, value)
 
 
+_MASKS = ("begin_mask", "end_mask", "ellipsis_mask", "new_axis_mask", "shrink_axis_mask")
+
+
 def _slice(node: Any, values: np.ndarray, *bounds: np.ndarray) -> np.ndarray | None:
     """Return a strided slice of a vector of sizes; None for other slices."""
-    masks = {name: node.attr[name].i for name in node.attr if name.endswith("_mask")}
+    masks = {name: node.attr[name].i for name in _MASKS}
     if values.ndim != 1 or masks.pop("ellipsis_mask", 0) or masks.pop("new_axis_mask", 0):
         return None
     begin, end, step = (int(bound[0]) for bound in bounds)

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from hvp._graphs.dataflow import CALLS, KEPT_WHOLE, functions_of, kept_whole, output_offset
 from hvp._graphs.parts import in_topological_order, node_of
+from hvp._graphs.private import COLOCATED_WITH
 from hvp._graphs.sizes import note_shapes, shapes_of
 
 _serials = itertools.count()
@@ -171,7 +172,7 @@ class _Inliner:
             del copy.input[:]
             copy.input.extend([*inputs, *dict.fromkeys(waits)])
             # This attribute names nodes to be colocated with, which may no longer exist.
-            copy.attr.pop("_class", None)
+            copy.attr.pop(COLOCATED_WITH, None)
             self._added[copy.name] = copy
         return scope
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from hvp._graphs.dataflow import is_stateful
 from hvp._graphs.parts import in_topological_order, node_of, with_index
+from hvp._graphs.private import SHAPES
 
 # Operations that are not merged: places of inputs, and what only orders others.
 _APART = frozenset(["NoOp", "Placeholder"])
@@ -58,7 +59,7 @@ def _key(node: Any) -> Any:
     attributes = sorted(
         (name, value.SerializeToString(deterministic=True))
         for name, value in node.attr.items()
-        if name != "_output_shapes"
+        if name != SHAPES
     )
     # A constant is the same whatever it waits for.
     inputs = [] if node.op == "Const" else map(with_index, node.input)

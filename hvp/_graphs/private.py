@@ -30,7 +30,23 @@ from tensorflow.python.framework import op_def_registry, ops
 # not even in a branch that never runs.
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
+# Attributes of nodes, which no documentation lists: the shapes of results; the function that
+# differentiates an operation; that a call is not dissolved; that XLA compiles a function; and which
+# operations have to be on one device.
+SHAPES, GRADIENT_TYPE, NO_INLINE = "_output_shapes", "_gradient_op_type", "_noinline"
+MUST_COMPILE, COLOCATED_WITH = "_XlaMustCompile", "_class"
+# What the names of operations begin with that tapes add, and of those in which `tf.gradients`
+# differentiates a call, loop or branch: nothing else tells which operations are derivatives.
+TAPE_PREFIX, GRADIENT_SCOPE = "gradient_tape/", "_grad/"
+
 __all__ = [
+    "COLOCATED_WITH",
+    "GRADIENT_SCOPE",
+    "GRADIENT_TYPE",
+    "MUST_COMPILE",
+    "NO_INLINE",
+    "SHAPES",
+    "TAPE_PREFIX",
     "addresses_of_workers",
     "call_flat",
     "change_cluster",
@@ -52,7 +68,7 @@ def is_for_xla() -> bool:
 
 def is_of_tape(name: str) -> bool:
     """Whether a tape made an operation for a derivative, as its name tells; nothing public does."""
-    return "gradient_tape/" in name
+    return TAPE_PREFIX in name
 
 
 def copies_of(handle: tf.Tensor) -> list[tf.Variable]:

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from hvp._graphs.dataflow import kept_whole, output_dtypes
 from hvp._graphs.parts import data_inputs, nbytes, node_of
+from hvp._graphs.private import SHAPES
 
 # Values of fewer bytes are small: they take little memory, and many of them can be computed at the
 # same time.
@@ -41,7 +42,6 @@ EXPENSIVE = frozenset(
 )
 
 # Where TensorFlow notes the shapes of results in a graph.
-_SHAPES = "_output_shapes"
 
 # From the name of an operation to the bytes of each of its results.
 Sizes = dict[str, list[int]]
@@ -92,7 +92,7 @@ def take_sizes(graph_def: Any, inputs: Mapping[str, tf.TensorSpec] | None = None
             sizes[node.name] = [nbytes(tf.TensorSpec(shape, dtype)) for shape, dtype in pairs]
         else:
             unknown.append(node)
-        node.attr.pop(_SHAPES, None)
+        node.attr.pop(SHAPES, None)
     for node in unknown:
         taken = (size_of(tensor, sizes) for tensor in data_inputs(node))
         sizes[node.name] = [max(taken, default=0)] * len(output_dtypes(node))
@@ -117,14 +117,14 @@ def size_of(tensor: str, sizes: Sizes) -> int:
 
 def shapes_of(node: Any) -> list[Any]:
     """Return the shapes that TensorFlow noted for the results of a node; none if it did not."""
-    return list(node.attr[_SHAPES].list.shape) if _SHAPES in node.attr else []
+    return list(node.attr[SHAPES].list.shape) if SHAPES in node.attr else []
 
 
 def note_shapes(node: Any, shapes: Sequence[Any]) -> None:
     """Note the shapes of the results of a node, as TensorFlow does."""
     if shapes:
-        del node.attr[_SHAPES].list.shape[:]
-        node.attr[_SHAPES].list.shape.extend(shapes)
+        del node.attr[SHAPES].list.shape[:]
+        node.attr[SHAPES].list.shape.extend(shapes)
 
 
 def _is_known(shapes: Any) -> bool:

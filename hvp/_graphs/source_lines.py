@@ -10,8 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-# Prefix of the names of operations that TensorFlow's tapes add.
-_TAPE = "gradient_tape/"
+from hvp._graphs.private import TAPE_PREFIX
 
 
 def source_line(graph: tf.Graph, operation_name: str) -> str:
@@ -37,7 +36,7 @@ def source_line(graph: tf.Graph, operation_name: str) -> str:
         operation = graph.get_operation_by_name(operation_name)
     except KeyError:  # in the gradient of a loop, for example, which TensorFlow adds later
         return ""
-    if operation_name.startswith(_TAPE):
+    if operation_name.startswith(TAPE_PREFIX):
         operation = _differentiated(graph, operation)
     if operation is None:
         return ""
@@ -57,13 +56,13 @@ def _differentiated(graph: tf.Graph, gradient: tf.Operation) -> tf.Operation | N
     The name of a gradient contains the scope of this operation, but not its name. The type of a
     gradient begins with the type of this operation, and the two mostly have an input in common.
     """
-    scope = gradient.name[len(_TAPE) :].rpartition("/")[0]
+    scope = gradient.name[len(TAPE_PREFIX) :].rpartition("/")[0]
     alike = [
         operation
         for operation in graph.get_operations()
         if operation.name.rpartition("/")[0] == scope
         and gradient.type.startswith(operation.type)
-        and not operation.name.startswith(_TAPE)
+        and not operation.name.startswith(TAPE_PREFIX)
     ]
     if not alike:
         return None

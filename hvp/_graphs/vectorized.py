@@ -24,6 +24,7 @@ import tensorflow as tf
 from hvp._graphs.dataflow import CALLS, CONTROL_FLOW, LOOPS
 from hvp._graphs.inline import inline_calls
 from hvp._graphs.parts import ancestors, cut_out, import_part, node_of
+from hvp._graphs.private import SHAPES
 
 _PRODUCT = "BatchMatMulV2"
 _DANGEROUS = (tf.float32, tf.float16, tf.bfloat16)
@@ -131,7 +132,7 @@ def _may_be_dangerous(left: tf.TensorShape, right: tf.TensorShape) -> bool:
 
 
 def _shape_of_result(node: Any) -> tf.TensorShape:
-    shapes = node.attr["_output_shapes"].list.shape
+    shapes = node.attr[SHAPES].list.shape
     return tf.TensorShape(shapes[0] if shapes else None)
 
 

@@ -23,12 +23,12 @@ from hvp._influence.scoring import Scoring
 from hvp._keras.compiled_loss import CompiledModel, loss_of_model
 from hvp._keras.from_keras import FromKeras
 from hvp._kronecker.kfac import EKFAC, KFAC
-from hvp._operators.core import evaluated
 from hvp._operators.curvature import Curvature, check_curvature, composed, rule_of
 from hvp._operators.damping import check_damping
 from hvp._operators.gauss_newton import GaussNewtonOperator
 from hvp._operators.hessian import HessianOperator
-from hvp._operators.symmetric import SymmetricOperator, core_of
+from hvp._operators.matrix import evaluated
+from hvp._operators.symmetric import SymmetricOperator, evaluation_of
 from hvp._runtime.arguments import check_count
 from hvp._runtime.guard import OneProcess
 from hvp._runtime.interrupts import Uninterrupted
@@ -253,12 +253,12 @@ class InfluenceFunctions(FromKeras, OneProcess):
             loss = composed(loss)
             rule, alone = HessianRule(checked_loss(loss)), Options(**own, products=False)
             core = evaluated(rule, variables, train_data, alone)
-            point = SymmetricOperator(core, damping)
+            point = SymmetricOperator(core.damped(check_damping(damping)))
         else:
             self.operator = _operator(curvature, loss, variables, train_data, own, damping)
             loss, point = composed(loss), self.operator
         self._point = point
-        snapshot = core_of(point).snapshot
+        snapshot = evaluation_of(point).snapshot
         if snapshot.facts.draws:
             raise HvpError(
                 "the loss draws random numbers, so the gradient at an example is not unique",
@@ -278,7 +278,7 @@ class InfluenceFunctions(FromKeras, OneProcess):
             form = gradient_form(own_gradients, inverse, random, train.first)
 
             def fingerprint() -> dict[str, str]:
-                digests = core_of(point).fingerprint()
+                digests = evaluation_of(point).fingerprint()
                 loss_now = own_gradients.fingerprint(train.first)
                 digests = {**digests, "training data": train.fingerprint()}
                 if form.whitens:
@@ -474,7 +474,7 @@ class InfluenceFunctions(FromKeras, OneProcess):
         HvpError
             If gradients are kept as projections.
         """
-        core = core_of(self._point)
+        core = evaluation_of(self._point)
         starts = np.cumsum([0, *core.space.sizes])
         places = {
             layer: np.concatenate([np.arange(starts[i], starts[i + 1]) for i in own])
@@ -624,7 +624,7 @@ def _operator(
             "an operator that was made with it",
             f"pass {given[0]} to the operator, and leave it out here",
         )
-    own = core_of(curvature).variables
+    own = evaluation_of(curvature).variables
     others = collect_variables(variables).variables
     if [id(v.handle) for v in own] != [id(v.handle) for v in others]:
         raise HvpError(

@@ -19,7 +19,7 @@ from hvp._influence.gradient_store import GradientStore
 from hvp._influence.layer_gradients import LayerGradients
 from hvp._influence.score_store import ScoreStore
 from hvp._operators.hessian import HessianOperator
-from hvp._operators.symmetric import core_of
+from hvp._operators.symmetric import evaluation_of
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.progress import progress_bar
 
@@ -334,7 +334,7 @@ class Scoring:
         def fingerprint() -> dict[str, str]:
             texts = {
                 "call": f"InfluenceFunctions.{call}",
-                **core_of(self._operator).fingerprint(),
+                **evaluation_of(self._operator).fingerprint(),
                 "training data": self._train.fingerprint(),
                 **self.inverse.fingerprint(),
                 "out": "" if out is None else str(Path(out).resolve()),

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hvp._keras.private import SCOPE_ATTRIBUTES, global_state
+from hvp._keras.private import SCOPE_ATTRIBUTES, global_state, state_of_thread
 
 
 class KerasScope:
@@ -56,19 +56,18 @@ def carried_over() -> Iterator[Callable[[Callable[[], Any]], Any]]:
 
     When the context ends, this thread gets the state that the function left.
     """
-    state = global_state()
-    if state is None:
+    if global_state() is None:
         yield lambda function: function()
         return
-    here = vars(state.GLOBAL_STATE_TRACKER)
+    here = state_of_thread()
     left: dict[str, Any] = {}
 
     def there(function: Callable[[], Any]) -> Any:
-        vars(state.GLOBAL_STATE_TRACKER).update(before)
+        state_of_thread().update(before)
         try:
             return function()
         finally:
-            left.update(vars(state.GLOBAL_STATE_TRACKER))
+            left.update(state_of_thread())
 
     before = dict(here)
     try:

@@ -43,7 +43,7 @@ class FactoredOperator(Operator):
         The matrix that this one is made from, which it keeps alive.
     """
 
-    _is_symmetric = True
+    is_symmetric = True
 
     def __init__(
         self,

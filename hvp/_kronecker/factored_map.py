@@ -28,11 +28,6 @@ class FactoredMap(LinearMap):
         The blocks, which together have all entries of the vectors.
     compiled : dict
         Compiled functions of matrices with blocks of the same forms.
-
-    Attributes
-    ----------
-    compiled : dict
-        The same.
     """
 
     def __init__(self, space: Space, factors: Factors, compiled: dict[str, Compiled]) -> None:

@@ -32,8 +32,8 @@ from hvp._kronecker.factors import Factors
 from hvp._kronecker.layers import EntrywiseLayer, Layer
 from hvp._kronecker.rule import Arrangement, ScalesRule, StatisticsRule
 from hvp._kronecker.traced_model import TracedModel
-from hvp._operators.core import evaluated
 from hvp._operators.fisher import fisher_rule
+from hvp._operators.matrix import evaluated
 from hvp._operators.predictions import checked_model, checked_output_loss, refuse_dict
 from hvp._operators.symmetric import SymmetricOperator
 from hvp._runtime.arguments import check_count
@@ -380,7 +380,7 @@ class KFAC(FromKeras, FactoredOperator):
     def _true_operator(self) -> SymmetricOperator:
         """Return the matrix that this one approximates."""
         core = evaluated(self._matrix, self._nest.source, self._data, self._options)
-        return SymmetricOperator(core, 0.0)
+        return SymmetricOperator(core)
 
     def _find_layers(self) -> None:
         """Trace the model once, and make variables that stand for the statistics."""

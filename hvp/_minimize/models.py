@@ -10,7 +10,7 @@ from hvp._engines.rule import Rule
 from hvp._errors import HvpError
 from hvp._minimize.points import Point, Points
 from hvp._minimize.samples import Samples
-from hvp._operators.core import Core
+from hvp._operators.matrix import Evaluation
 from hvp._operators.symmetric import SymmetricOperator
 from hvp._snapshots.problem import evaluate_loss
 
@@ -157,7 +157,7 @@ class SampledModel(WholeModel):
             inputs=self._samples.variables,
             **sample_options,
         )
-        self._operator = SymmetricOperator(Core(snapshot), 0.0)
+        self._operator = SymmetricOperator(Evaluation(snapshot))
 
     def current_point(self, iteration: int, moved: bool) -> Point:
         """Return the loss at the current values, over the gradient sample of this step."""

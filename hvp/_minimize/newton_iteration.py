@@ -19,7 +19,7 @@ from hvp._minimize.points import Point
 from hvp._minimize.steihaug import Ending, SteihaugResult
 from hvp._minimize.subproblem import Subproblem, euclidean_norm, to_float64
 from hvp._minimize.trust_region import is_accepted, next_damping, next_radius
-from hvp._operators.symmetric import SymmetricOperator, core_of
+from hvp._operators.symmetric import SymmetricOperator, evaluation_of
 from hvp._vectors.resources import Resource
 from hvp._vectors.watch import Watch
 
@@ -254,5 +254,5 @@ class NewtonIteration:
 
 def _model_error(hessian: SymmetricOperator) -> float:
     """Return the part of the gradient below which a model in low precision says nothing."""
-    core = core_of(hessian)
+    core = evaluation_of(hessian)
     return _LOW_ROUNDINGS * core.rounding if core.is_low else 0.0

@@ -17,8 +17,8 @@ import tensorflow as tf
 from hvp._data.budget import MemoryFraction
 from hvp._errors import HvpError, NonFiniteError, StaleOperatorError
 from hvp._minimize.position import Position
-from hvp._operators.core import Core
-from hvp._operators.symmetric import SymmetricOperator, core_of
+from hvp._operators.matrix import Evaluation
+from hvp._operators.symmetric import SymmetricOperator, evaluation_of
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._snapshots.problem import evaluate_loss
 from hvp._snapshots.snapshot import Snapshot
@@ -61,7 +61,7 @@ class Point:
 
     def __init__(self, snapshot: Snapshot, work: WorkCounts) -> None:
         self.snapshot = snapshot
-        self.operator = SymmetricOperator(Core(snapshot), 0.0)
+        self.operator = SymmetricOperator(Evaluation(snapshot))
         self._work = work
         self.x: np.ndarray | None = None
         self.value = math.inf
@@ -92,7 +92,7 @@ class Point:
     def gradient_tensor(self) -> tf.Tensor:
         """The gradient as a tensor on the device, in the operator's type."""
         if self._gradient_tensor is None:
-            self._gradient_tensor = core_of(self.operator).gradient()
+            self._gradient_tensor = evaluation_of(self.operator).gradient()
         return self._gradient_tensor
 
     @property
@@ -249,7 +249,9 @@ class Points:
             raise HvpError(f"the argument on_stale is {on_stale!r}", "'raise' or 'refresh'")
         if isinstance(loss, SymmetricOperator):
             _check_alone(loss, {"variables": variables, "data": data, **options})
-            points = cls(core_of(loss).snapshot, capacity=capacity, adopt=False, on_stale=on_stale)
+            points = cls(
+                evaluation_of(loss).snapshot, capacity=capacity, adopt=False, on_stale=on_stale
+            )
             position = points.position
             with position.restored(only_on_error=True):
                 start = position.read().numpy() if x0 is None else position.checked(x0)

@@ -17,10 +17,10 @@ from hvp._engines.prediction_rule import PredictionRule
 from hvp._errors import HvpError, InvalidDataError
 from hvp._keras.compiled_loss import CompiledModel
 from hvp._keras.from_keras import FromKeras
-from hvp._operators.core import evaluated
 from hvp._operators.damping import check_damping
+from hvp._operators.matrix import evaluated
 from hvp._operators.predictions import checked_model, checked_output_loss, refuse_dict
-from hvp._operators.symmetric import SymmetricOperator, core_of
+from hvp._operators.symmetric import SymmetricOperator, evaluation_of
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.strategies import outside_strategies
 from hvp._vectors.arrays import check_array
@@ -157,7 +157,7 @@ class FisherOperator(FromKeras, SymmetricOperator):
         functions = checked_model(model), checked_output_loss(output_loss)
         rule = fisher_rule(functions, checked.weight, kind, likelihood, samples, seed)
         self._rule = rule
-        super().__init__(evaluated(rule, variables, data, checked), damping)
+        super().__init__(evaluated(rule, variables, data, checked).damped(damping))
 
     @Uninterrupted()
     def standard_error(self, X: Any, *, replicates: int = 8) -> np.ndarray:
@@ -225,12 +225,12 @@ class FisherOperator(FromKeras, SymmetricOperator):
         seed = tf.Variable(seeds[0], trainable=False, dtype=tf.int32)
         rule = dataclasses.replace(drawn, seed=seed)
         products = []
-        with core_of(self).evaluated_with(rule) as core:
+        with evaluation_of(self).evaluated_with(rule) as core:
             for number, value in enumerate(seeds):
                 if number:
                     seed.assign(value)
                     core.snapshot.refresh()
-                products.append(SymmetricOperator(core, 0.0) @ X)
+                products.append(SymmetricOperator(core) @ X)
         return np.std(products, axis=0, ddof=1)
 
     @classmethod

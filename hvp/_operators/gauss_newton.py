@@ -11,9 +11,9 @@ from hvp._engines.options import Options, declared
 from hvp._errors import HvpError
 from hvp._keras.compiled_loss import CompiledModel
 from hvp._keras.from_keras import FromKeras
-from hvp._operators.core import evaluated
 from hvp._operators.curvature import gauss_newton_rule
 from hvp._operators.damping import check_damping
+from hvp._operators.matrix import evaluated
 from hvp._operators.predictions import refuse_dict
 from hvp._operators.symmetric import SymmetricOperator
 from hvp._runtime.strategies import outside_strategies
@@ -105,7 +105,7 @@ class GaussNewtonOperator(FromKeras, SymmetricOperator):
         refuse_dict(data)
         convex = _checked_flag("convex", convex)
         rule = gauss_newton_rule(model, output_loss, data, options, convex=convex)
-        super().__init__(evaluated(rule, variables, data, checked), damping)
+        super().__init__(evaluated(rule, variables, data, checked).damped(damping))
 
     @classmethod
     def _of_compiled(cls, compiled: CompiledModel, variables: Any) -> Sequence[Any]:

@@ -11,8 +11,8 @@ from hvp._data.elements import checked_loss
 from hvp._engines.options import Options, declared
 from hvp._engines.rule import HessianRule
 from hvp._keras.from_keras import FromKeras
-from hvp._operators.core import evaluated
 from hvp._operators.damping import check_damping
+from hvp._operators.matrix import evaluated
 from hvp._operators.symmetric import SymmetricOperator
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.strategies import outside_strategies
@@ -131,7 +131,7 @@ class HessianOperator(FromKeras, SymmetricOperator):
         damping = check_damping(damping)
         checked = Options.of(type(self).__name__, options)
         rule = HessianRule(checked_loss(loss))
-        super().__init__(evaluated(rule, variables, data, checked), damping)
+        super().__init__(evaluated(rule, variables, data, checked).damped(damping))
 
 
 @outside_strategies

@@ -45,7 +45,7 @@ class Operator(OneProcess, DtypePreserving):
 
     __signature__: inspect.Signature
     # Whether it is its own transpose.
-    _is_symmetric = False
+    is_symmetric = False
     # What it is the transpose of.
     _plain: Operator | None = None
 
@@ -168,11 +168,11 @@ class Operator(OneProcess, DtypePreserving):
 
     def rmatvec(self, x: Any) -> np.ndarray:
         """Multiply the transpose by one vector, of shape `(m,)` or `(m, 1)`; see `matvec`."""
-        return self.matvec(x) if self._is_symmetric else self.T.matvec(x)
+        return self.matvec(x) if self.is_symmetric else self.T.matvec(x)
 
     def rmatmat(self, X: Any) -> np.ndarray:
         """Multiply the transpose by a block of columns, of shape `(m, k)`; see `matmat`."""
-        return self.matmat(X) if self._is_symmetric else self.T.matmat(X)
+        return self.matmat(X) if self.is_symmetric else self.T.matmat(X)
 
     def dot(self, x: Any) -> Any:
         """Multiply by a scalar, an operator, or an array of one or two axes."""
@@ -348,7 +348,7 @@ class Operator(OneProcess, DtypePreserving):
             self._columns,
             self.shape,
             self.linear_map.codomain.dtype,
-            is_self_adjoint=self._is_symmetric,
+            is_self_adjoint=self.is_symmetric,
             is_positive_definite=is_positive_definite,
             name=name,
         )
@@ -372,7 +372,7 @@ class Operator(OneProcess, DtypePreserving):
         return check_product(product.astype(self.dtype, copy=False))
 
     def _adjoint(self) -> Operator:
-        if self._is_symmetric:
+        if self.is_symmetric:
             return self
         if self._plain is None:
             twin = self._over(self.linear_map.T)
@@ -389,9 +389,7 @@ class Operator(OneProcess, DtypePreserving):
 
     def _columns(self, block: tf.Tensor, adjoint: bool = False) -> tf.Tensor:
         """Multiply a tensor of shape `(n, k)`."""
-        rows = self.linear_map.apply(
-            tf.transpose(block), adjoint=adjoint and not self._is_symmetric
-        )
+        rows = self.linear_map.apply(tf.transpose(block), adjoint=adjoint and not self.is_symmetric)
         return self._belonging(tf.transpose(rows))
 
     def _belonging(self, product: Any) -> Any:

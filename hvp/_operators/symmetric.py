@@ -7,15 +7,20 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import numpy as np
+import scipy.sparse
 import tensorflow as tf
+from scipy.sparse.linalg import LinearOperator, aslinearoperator
 
-from hvp._engines.linear_map import damped
+from hvp._engines.array_map import ArrayMap
 from hvp._engines.restricted import Restricted, Selection
-from hvp._operators.core import Core
+from hvp._errors import HvpError
 from hvp._operators.damping import check_damping
-from hvp._operators.operator import EvaluatedOperator
+from hvp._operators.matrix import Evaluation, Matrix
+from hvp._operators.operator import EvaluatedOperator, Operator
 from hvp._runtime.interrupts import Uninterrupted
+from hvp._vectors.arrays import check_product
 from hvp._vectors.selection import groups, select
+from hvp._vectors.space import Space
 
 Self = TypeVar("Self", bound="SymmetricOperator")
 
@@ -25,22 +30,20 @@ class SymmetricOperator(EvaluatedOperator):
 
     Parameters
     ----------
-    core : Core
-        The snapshot with the linear map. Operators that differ in damping only share it.
-    damping : float
-        The multiple of the identity to add.
+    matrix : Evaluation
+        The matrix, with its damping.
     """
 
-    _is_symmetric = True
+    is_symmetric = True
 
-    def __init__(self, core: Core, damping: float) -> None:
-        self._core, self._damping = core, check_damping(damping)
-        super().__init__(damped(core.linear_map, self._damping), core.snapshot)
+    def __init__(self, matrix: Evaluation) -> None:
+        self._matrix = matrix
+        super().__init__(matrix.damped_map, matrix.snapshot)
 
     @property
     def damping(self) -> float:
         """The multiple of the identity that is added."""
-        return self._damping
+        return self._matrix.damping
 
     @property
     def is_positive_semidefinite(self) -> bool:
@@ -49,13 +52,13 @@ class SymmetricOperator(EvaluatedOperator):
         It is for Fisher matrices, and for Gauss-Newton matrices with ``convex=True``, unless a
         regularization is added.
         """
-        return self._core.is_positive_semidefinite and self._damping >= 0
+        return self._matrix.is_positive_semidefinite
 
     @property
     @Uninterrupted()
     def value(self) -> float:
         """The loss at the values of the last evaluation."""
-        return float(self._core.snapshot.value())
+        return float(self._matrix.snapshot.value())
 
     @property
     @Uninterrupted()
@@ -64,7 +67,7 @@ class SymmetricOperator(EvaluatedOperator):
 
         A new array of shape `(n,)` each time, in the operator's dtype. Damping is not part of it.
         """
-        return self._core.gradient().numpy()
+        return self._matrix.gradient().numpy()
 
     def damped(self: Self, lam: float) -> Self:
         """Return this operator plus `lam` times the identity.
@@ -80,8 +83,8 @@ class SymmetricOperator(EvaluatedOperator):
             It shares the residuals, `stats`, `refresh` and `close` with this one.
         """
         twin = copy.copy(self)
-        twin._damping = self._damping + check_damping(lam)
-        twin.linear_map = damped(self._core.linear_map, twin._damping)
+        twin._matrix = self._matrix.damped(check_damping(lam))
+        twin.linear_map = twin._matrix.damped_map
         return twin
 
     @Uninterrupted()
@@ -131,8 +134,8 @@ class SymmetricOperator(EvaluatedOperator):
         places = self._places(rows)
         if columns is None:
             return self._block(places)
-        selections = (Selection(self._core.space, p) for p in (places, self._places(columns)))
-        return EvaluatedOperator(Restricted(self._core.linear_map, *selections), self._snapshot)
+        selections = (Selection(self._matrix.space, p) for p in (places, self._places(columns)))
+        return EvaluatedOperator(Restricted(self._matrix.linear_map, *selections), self._snapshot)
 
     @Uninterrupted()
     def blocks(self) -> dict[str, BlockOperator]:
@@ -153,20 +156,20 @@ class SymmetricOperator(EvaluatedOperator):
         >>> {name: block.shape for name, block in H.blocks().items()}
         {'a': (2, 2), 'b': (1, 1)}
         """
-        by_layer = groups(self._core.variable_names)
+        by_layer = groups(self._matrix.variable_names)
         return {layer: self._block(places) for layer, places in by_layer.items()}
 
     def _places(self, chosen: Any) -> list[int]:
-        return select(chosen, self._core.variable_names, self._core.variables)
+        return select(chosen, self._matrix.variable_names, self._matrix.variables)
 
     def _block(self, places: Sequence[int]) -> BlockOperator:
-        return BlockOperator(self._core.block(places), self._damping)
+        return BlockOperator(self._matrix.block(places))
 
     def as_tf_operator(
         self, *, is_positive_definite: bool | None = None, name: str = "HessianOperator"
     ) -> tf.linalg.LinearOperator:
         """Return this operator as a `tf.linalg.LinearOperator`; see `Operator.as_tf_operator`."""
-        if is_positive_definite is None and self.is_positive_semidefinite and self._damping:
+        if is_positive_definite is None and self.is_positive_semidefinite and self.damping:
             is_positive_definite = True
         return super().as_tf_operator(is_positive_definite=is_positive_definite, name=name)
 
@@ -190,11 +193,11 @@ class SymmetricOperator(EvaluatedOperator):
         >>> H.gradient.round(3)
         array([0.333, 2.667], dtype=float32)
         """
-        self._core.snapshot.release_gradient()
+        self._matrix.snapshot.release_gradient()
 
     def _properties(self) -> list[str]:
         size, dtype, engine, *rest = super()._properties()
-        damping = [f"damping {self._damping:g}"] if self._damping else []
+        damping = [f"damping {self.damping:g}"] if self.damping else []
         return [size, dtype, engine, *damping, *rest]
 
 
@@ -206,11 +209,49 @@ class BlockOperator(SymmetricOperator):
     """
 
     def _properties(self) -> list[str]:
-        names = self._core.variable_names
+        names = self._matrix.variable_names
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         return [*super()._properties(), f"of {shown}"]
 
 
-def core_of(operator: SymmetricOperator) -> Core:
-    """Return what the rest of the package uses of an operator."""
-    return operator._core
+def evaluation_of(operator: SymmetricOperator) -> Evaluation:
+    """Return what the rest of the package uses of an operator of this package."""
+    return operator._matrix
+
+
+def matrix_of(operator: Any) -> Matrix:
+    """Return what solvers and estimators use of a symmetric operator.
+
+    Parameters
+    ----------
+    operator : Operator, Matrix, LinearOperator, ndarray or sparse array
+        Square and symmetric. One that is not of this package is called in Python.
+
+    Raises
+    ------
+    HvpError
+        If the operator has another type, or is not square or not real.
+    """
+    if isinstance(operator, Matrix):
+        return operator
+    if isinstance(operator, SymmetricOperator):
+        return evaluation_of(operator)
+    if isinstance(operator, Operator) and operator.is_symmetric:
+        return Matrix(operator.linear_map)
+    is_scipy = isinstance(operator, (LinearOperator, np.ndarray)) or scipy.sparse.issparse(operator)
+    if not is_scipy:
+        raise HvpError(
+            f"the operator is {type(operator).__name__}",
+            "a HessianOperator, or a scipy LinearOperator or matrix",
+        )
+    plain = aslinearoperator(operator)
+    if plain.shape[0] != plain.shape[1]:
+        raise HvpError(f"the operator has shape {plain.shape}", "a square, symmetric operator")
+    if np.dtype(plain.dtype).kind not in "fiub":
+        raise HvpError(f"the operator has dtype {plain.dtype}", "a real operator")
+    dtype = tf.float32 if plain.dtype == np.float32 else tf.float64
+
+    def multiply(rows: np.ndarray) -> np.ndarray:
+        return check_product(np.ascontiguousarray(plain.matmat(rows.T).T, rows.dtype))
+
+    return Matrix(ArrayMap(multiply, Space([0], ["vector"], [(plain.shape[0],)], [dtype])))

@@ -13,6 +13,7 @@ from hvp._graphs.dataflow import KEPT_WHOLE
 from hvp._graphs.low_precision import in_low_precision
 from hvp._graphs.merging import merge_equal_operations
 from hvp._graphs.parts import cut_out, import_part, node_of, without_names, without_unused
+from hvp._graphs.private import NO_INLINE
 from hvp._graphs.schedule import in_order
 from hvp._graphs.sizes import Sizes, take_sizes
 from hvp._recompute.order import spec_of
@@ -95,7 +96,7 @@ def compile_part(
     function = tf.function(
         hvp_recomputed if whole else run,
         autograph=False,
-        experimental_attributes={"_noinline": True} if whole else None,
+        experimental_attributes={NO_INLINE: True} if whole else None,
     )
     with Uninterrupted():
         compiled = function.get_concrete_function(*specs)

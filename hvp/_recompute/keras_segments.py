@@ -15,7 +15,13 @@ import tensorflow as tf
 from hvp._errors import RecomputeError
 from hvp._graphs.parts import nbytes
 from hvp._keras.losses import preserved_losses
-from hvp._keras.private import has_layers, layers_of, maker_of, one_at_a_time
+from hvp._keras.private import (
+    has_layers,
+    inputs_of_call,
+    layers_of,
+    maker_of,
+    one_at_a_time,
+)
 from hvp._recompute.partition import fewest_bytes, smallest_largest
 from hvp._recompute.recompute import recompute, refuse_losses
 from hvp._runtime.interrupts import Uninterrupted
@@ -351,7 +357,7 @@ def _link_sizes(model: Any, links: list[_Link]) -> list[int]:
         values = dict(zip(map(id, model.inputs), tensors))
         for place, (operation, node) in enumerate(_in_order(model)):
             before = len(graph.get_operations())
-            args, kwargs = node.arguments.fill_in(values)
+            args, kwargs = inputs_of_call(node, values)
             with tf.name_scope("link"):  # an outermost name may not begin with an underscore
                 results = tf.nest.flatten(operation(*args, **kwargs))
             values.update(zip(map(id, node.output_tensors), results))

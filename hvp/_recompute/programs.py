@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from hvp._derivatives.replace import replace_operations
 from hvp._graphs.inline import inline_calls
+from hvp._graphs.private import GRADIENT_TYPE
 from hvp._recompute.captured import CapturedVariable
 from hvp._recompute.compile_part import compile_part
 from hvp._recompute.order import spec_of
@@ -172,7 +173,7 @@ class Programs:
         # the graph: its derivatives are traced from Python, too. Without these names, equal layers
         # are equal.
         for node in flat.node:
-            node.attr.pop("_gradient_op_type", None)
+            node.attr.pop(GRADIENT_TYPE, None)
         return _Graph(
             flat=flat,
             results=[rename(tensor.name) for tensor in concrete.outputs],

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from hvp._graphs.dataflow import CALLS, CONTROL_FLOW, functions_of
 from hvp._graphs.inline import register_functions
+from hvp._graphs.private import SHAPES
 from hvp._graphs.sizes import note_shapes, shapes_of
 
 _serials = itertools.count()
@@ -104,7 +105,7 @@ class _Rewriter:
                 if i < len(shapes):
                     shapes[i].Clear()
                     shapes[i].unknown_rank = True
-        node.attr.pop("_output_shapes", None)
+        node.attr.pop(SHAPES, None)
 
     def _taking_values(self, name: str, types: dict[int, tf.DType]) -> str:
         """Return the name of the function that takes values where this one takes variables."""

@@ -147,6 +147,11 @@ class Snapshot(OneProcess, LinearMap):
         return self._map is not None and self._map.streams
 
     @property
+    def calls_python(self) -> bool:  # type: ignore[override]
+        """Whether Python runs for products inside graphs."""
+        return not isinstance(self._map, GraphMap)
+
+    @property
     def statistics(self) -> Statistics:
         """Counts, as they are now."""
         facts = self.facts

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from hvp._engines.linear_map import TensorFunction
+from hvp._operators.matrix import Matrix
 from hvp._runtime.checkpoint import Checkpoint
 from hvp._runtime.interrupts import deliver_interrupt
 from hvp._runtime.progress import progress_bar
@@ -19,7 +20,7 @@ from hvp._solve.method import Method
 from hvp._solve.outcome import SolveOutcome
 from hvp._solve.preconditioners import NO_PRECONDITION
 from hvp._solve.recycled import RecycledSpace
-from hvp._solve.rows import Rows, norms, system_residual
+from hvp._solve.rows import norms, system_residual
 
 # Upper bounds on the columns of a block and on the memory of its vectors, and the number of vectors
 # that an iteration needs for each column.
@@ -34,7 +35,7 @@ class Equations:
 
     Attributes
     ----------
-    rows : Rows
+    rows : Matrix
         The operator.
     damping : float
         Multiple of the identity that is added to the undamped operator.
@@ -42,17 +43,17 @@ class Equations:
         Shape `(k,)`: a column has converged when the norm of its residual is at most this.
     maxiter : int
         Upper bound on the iterations of each column.
-    low : Rows or None
+    low : Matrix or None
         The operator in low precision, for most of the iterations; None if there is none.
     recycled : RecycledSpace or None
         Receives the directions of the first iterations.
     """
 
-    rows: Rows
+    rows: Matrix
     damping: float
     tolerance: np.ndarray
     maxiter: int
-    low: Rows | None = None
+    low: Matrix | None = None
     recycled: RecycledSpace | None = None
 
     def residual(self, b: np.ndarray, x: np.ndarray) -> np.ndarray:
@@ -125,7 +126,7 @@ def solve_exactly(equations: Equations, b: np.ndarray) -> Solution:
     """
     solution = Solution.begin(b)
     rows = equations.rows
-    inverse = ExactInverse(rows.operator, damping=equations.damping - rows.damping)
+    inverse = ExactInverse(rows, damping=equations.damping - rows.damping)
     solution.x = _multiply_rows(inverse, b)
     solution.x += _multiply_rows(inverse, equations.residual(b, solution.x))
     solution.residual_norms = norms(equations.residual(b, solution.x))
@@ -294,7 +295,7 @@ class _BlockwiseSolver:
             run(Krylov(equations.low, method, precondition, equations.rows))
             progress.go_on_in_full_precision(equations.maxiter)
         exact, arguments = equations.rows, (method, precondition)
-        refines = exact.may_refine
+        refines = exact.may_be_wide
         if (progress.outcome == SolveOutcome.RUNNING).any() and not progress.is_refining:
             recycled = equations.recycled
             run(Krylov(exact, *arguments, recycled=recycled, stops_at_rounding=refines))

@@ -17,11 +17,12 @@ from hvp._errors import ConvergenceWarning, HvpError, TooLargeError
 from hvp._graphs.compiled import Compiled
 from hvp._graphs.python_calls import can_wait_for_python
 from hvp._operators.damping import check_damping
+from hvp._operators.matrix import Matrix
 from hvp._operators.operator import Operator
+from hvp._operators.symmetric import matrix_of
 from hvp._runtime.arguments import check_count
 from hvp._runtime.interrupts import Uninterrupted, deliver_interrupt
 from hvp._runtime.user_warning import warn
-from hvp._solve.rows import Rows
 
 # Eigenvalues below this many rounding units of the largest are taken for zero.
 _ROUNDING = 32
@@ -44,15 +45,15 @@ class _Inverse(Operator):
 
     Parameters
     ----------
-    rows : Rows
+    rows : Matrix
         The operator to invert.
     damping : float
         Multiple of the identity that is added to the operator's own damping.
     """
 
-    _is_symmetric = True
+    is_symmetric = True
 
-    def __init__(self, rows: Rows, damping: float) -> None:
+    def __init__(self, rows: Matrix, damping: float) -> None:
         self._rows = rows
         self.damping = rows.damping + check_damping(damping)
         # It is the inverse of this evaluation of the operator.
@@ -63,7 +64,7 @@ class _Inverse(Operator):
         """Apply a function of rows from now on, which does not refer to this object."""
         self.linear_map = ArrayMap(solve, self._rows.space)
 
-    def _multiply(self, X: np.ndarray, rows: Rows | None = None) -> np.ndarray:
+    def _multiply(self, X: np.ndarray, rows: Matrix | None = None) -> np.ndarray:
         """Multiply columns by the damped operator, or by that of other rows."""
         return _damped_product(rows or self._rows, self.damping, X)
 
@@ -80,7 +81,7 @@ def _not_yet(rows: np.ndarray) -> np.ndarray:
     raise HvpError("the inverse is used while it is made", "one that is complete")
 
 
-def _damped_product(rows: Rows, damping: float, X: np.ndarray) -> np.ndarray:
+def _damped_product(rows: Matrix, damping: float, X: np.ndarray) -> np.ndarray:
     deliver_interrupt()
     product = rows.multiply(tf.constant(np.ascontiguousarray(X.T))).numpy().T
     return product + np.asarray(damping, X.dtype) * X
@@ -154,7 +155,7 @@ class ExactInverse(_Inverse):
 
     @Uninterrupted()
     def __init__(self, H: Any, *, damping: float = 0.0, max_size: int = 4096) -> None:
-        super().__init__(Rows(H), damping)
+        super().__init__(matrix_of(H), damping)
         size = self.shape[0]
         if size > max_size:
             raise TooLargeError(
@@ -283,7 +284,7 @@ class ExactInverse(_Inverse):
         self, used: Any, units: np.ndarray, values: np.ndarray, vectors: np.ndarray, positive: Any
     ) -> None:
         """Warn if a Newton step would change the loss."""
-        gradient = self._rows.gradient()
+        gradient = self._rows.gradient_or_none()
         if gradient is None:
             return
         along = vectors[:, positive].T @ (gradient.astype(np.float64)[used] / units)
@@ -415,7 +416,7 @@ class NeumannInverse(_Inverse):
         scale: float | None = None,
     ) -> None:
         check_count(iterations, "iterations")
-        super().__init__(Rows(H), damping)
+        super().__init__(matrix_of(H), damping)
         if scale is None:
             scale = _SAFETY * abs(self._largest()) or 1.0
         elif not (math.isfinite(scale) and scale > 0):
@@ -439,7 +440,7 @@ class NeumannInverse(_Inverse):
         return float(self._eigen(1, _TOLERANCE)[0][0])
 
 
-def _iteration(rows: Rows) -> Callable[..., tf.Tensor]:
+def _iteration(rows: Matrix) -> Callable[..., tf.Tensor]:
     """Return a function for the solution after `count` more iterations, in a graph."""
 
     def iterate(
@@ -537,7 +538,7 @@ class ArnoldiInverse(_Inverse):
     @Uninterrupted()
     def __init__(self, H: Any, rank: int = 50, *, damping: float = 0.0, tol: float = 1e-4) -> None:
         check_count(rank, "rank")
-        super().__init__(Rows(H), damping)
+        super().__init__(matrix_of(H), damping)
         size = self.shape[0]
         if rank >= size:
             raise HvpError(f"the rank is {rank}", f"less than n = {size}", "use ExactInverse")

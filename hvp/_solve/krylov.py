@@ -19,13 +19,14 @@ import tensorflow as tf
 
 from hvp._engines.linear_map import TensorFunction
 from hvp._errors import HvpError, NonFiniteError
+from hvp._operators.matrix import Matrix
 from hvp._solve.block_progress import COUNTERS, BlockProgress
 from hvp._solve.krylov_graph import ENDED_PART, KrylovGraph
 from hvp._solve.method import Method
 from hvp._solve.outcome import SolveOutcome
 from hvp._solve.preconditioners import UNKNOWN
 from hvp._solve.recycled import RecycledSpace
-from hvp._solve.rows import Rows, norms, system_residual
+from hvp._solve.rows import norms, system_residual
 
 # Upper bound on the iterations in one call of the graph, and the seconds that a call should take.
 _MAX_ITERATIONS, _SECONDS = 32, 1.0
@@ -49,13 +50,13 @@ class Krylov:
 
     Parameters
     ----------
-    rows : Rows
+    rows : Matrix
         The operator.
     method : Method
         The Krylov method.
     precondition : TensorFunction
         The preconditioner, or `NO_PRECONDITION`.
-    exact : Rows, optional
+    exact : Matrix, optional
         The operator in a wider precision, in which residuals are computed: in full precision if
         `rows` multiplies in low precision, or in float64.
     recycled : RecycledSpace, optional
@@ -67,10 +68,10 @@ class Krylov:
 
     def __init__(
         self,
-        rows: Rows,
+        rows: Matrix,
         method: Method,
         precondition: TensorFunction,
-        exact: Rows | None = None,
+        exact: Matrix | None = None,
         recycled: RecycledSpace | None = None,
         *,
         stops_at_rounding: bool = False,

@@ -11,11 +11,11 @@ import tensorflow as tf
 from hvp._engines.linear_map import TensorFunction
 from hvp._graphs.compiled import Compiled
 from hvp._graphs.python_calls import can_wait_for_python
+from hvp._operators.matrix import Matrix
 from hvp._solve.block_progress import COUNTERS
 from hvp._solve.method import Method, System
 from hvp._solve.outcome import SolveOutcome
 from hvp._solve.preconditioners import UNKNOWN
-from hvp._solve.rows import Rows
 
 # Ended rows are removed once they are this part of the active rows.
 ENDED_PART = 0.25
@@ -53,7 +53,7 @@ class KrylovGraph:
 
     Parameters
     ----------
-    rows : Rows
+    rows : Matrix
         The operator.
     method : Method
         The Krylov method.
@@ -69,7 +69,7 @@ class KrylovGraph:
     """
 
     def __init__(
-        self, rows: Rows, method: Method, precondition: TensorFunction, *, continues: bool
+        self, rows: Matrix, method: Method, precondition: TensorFunction, *, continues: bool
     ) -> None:
         self._rows, self._method, self._precondition = rows, method, precondition
         self._continues = continues and method.continued_state is not None

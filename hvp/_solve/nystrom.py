@@ -9,8 +9,8 @@ import numpy as np
 import scipy.linalg
 import tensorflow as tf
 
+from hvp._operators.matrix import Matrix
 from hvp._runtime.interrupts import deliver_interrupt
-from hvp._solve.rows import Rows
 
 # Eigenvalues of a sketch are taken for zero below this many rounding units for each column.
 _ROUNDING = 8
@@ -29,7 +29,7 @@ class NystromSketch:
 
     Parameters
     ----------
-    rows : Rows
+    rows : Matrix
         The operator.
     seed : sequence of int
         Two integers.
@@ -40,7 +40,7 @@ class NystromSketch:
         Orthonormal vectors and their products, as rows, of shape `(rank, n)`.
     """
 
-    def __init__(self, rows: Rows, seed: Any) -> None:
+    def __init__(self, rows: Matrix, seed: Any) -> None:
         self._rows, self._seed = rows, seed
         # Rows rather than columns: the basis is Q^T, the images are (A Q)^T.
         self.basis = np.zeros((0, rows.size), rows.dtype.as_numpy_dtype)

@@ -16,14 +16,13 @@ import tensorflow as tf
 
 from hvp._engines.linear_map import LinearMap, TensorFunction
 from hvp._errors import HvpError, TooLargeError
-from hvp._operators.core import BlockCore
 from hvp._operators.damping import check_damping
+from hvp._operators.matrix import BlockEvaluation, Matrix
 from hvp._operators.operator import Operator
-from hvp._operators.symmetric import SymmetricOperator, core_of
+from hvp._operators.symmetric import SymmetricOperator, evaluation_of, matrix_of
 from hvp._runtime.arguments import check_count
 from hvp._runtime.interrupts import Uninterrupted, deliver_interrupt
 from hvp._solve.nystrom import NystromSketch, nystrom_factors
-from hvp._solve.rows import Rows
 from hvp._vectors.space import Space
 
 # Number of random sign vectors for the estimate of the diagonal, and the lower bound on the
@@ -68,7 +67,7 @@ UNKNOWN = "unknown"
 NO_PRECONDITION = TensorFunction(None, [], lambda rows, tensors: rows)
 
 
-def _diagonal(rows: Rows, samples: int, seed: Any) -> np.ndarray:
+def _diagonal(rows: Matrix, samples: int, seed: Any) -> np.ndarray:
     """Estimate the diagonal as the mean of `z * (A z)` over random sign vectors `z`.
 
     The undamped operator is used. See `DiagonalPreconditioner` for the reference.
@@ -80,7 +79,7 @@ def _diagonal(rows: Rows, samples: int, seed: Any) -> np.ndarray:
 
 def _make_diagonal(operator: SymmetricOperator, rank: int, seed: Any) -> list[tf.Tensor]:
     del rank
-    estimate = np.abs(_diagonal(Rows(operator), _SAMPLES, seed) + operator.damping)
+    estimate = np.abs(_diagonal(matrix_of(operator), _SAMPLES, seed) + operator.damping)
     return [tf.constant(_bounded(estimate))]
 
 
@@ -91,7 +90,7 @@ def _bounded(estimate: np.ndarray) -> np.ndarray:
 
 
 def _make_nystrom(operator: SymmetricOperator, rank: int, seed: Any) -> list[tf.Tensor]:
-    rows = Rows(operator)
+    rows = matrix_of(operator)
     sketch = NystromSketch(rows, seed)
     sketch.extend(rank)
     factors = nystrom_factors(sketch.eigenvalues, operator.damping)
@@ -180,7 +179,7 @@ class Preconditioner(Operator):
         Number of products with the operator that its construction needed.
     """
 
-    _is_symmetric = True
+    is_symmetric = True
     products = 0
 
     def __init__(
@@ -252,7 +251,7 @@ class NystromPreconditioner(Preconditioner):
     def __init__(
         self, H: Any, rank: int | None = None, *, damping: float = 0.0, seed: int = 0
     ) -> None:
-        rows = Rows(H)
+        rows = matrix_of(H)
         total = rows.damping + check_damping(damping)
         if rank is not None:
             check_count(rank, "rank")
@@ -323,7 +322,7 @@ class DiagonalPreconditioner(Preconditioner):
         self, H: Any, *, samples: int = _SAMPLES, damping: float = 0.0, seed: int = 0
     ) -> None:
         check_count(samples, "samples")
-        rows = Rows(H)
+        rows = matrix_of(H)
         total = rows.damping + check_damping(damping)
         self.products = samples
         self.diagonal: Any = _diagonal(rows, samples, (seed, 0))
@@ -409,12 +408,12 @@ class BlockDiagonalPreconditioner(Preconditioner):
             inverses.append(tf.constant(inverse.astype(H.dtype)))
         self.products = H.shape[0]
         places = [tf.constant(order, tf.int32), tf.constant(np.argsort(order), tf.int32)]
-        super().__init__("blocks", _solve_blocks, [*inverses, *places], core_of(H).space)
+        super().__init__("blocks", _solve_blocks, [*inverses, *places], evaluation_of(H).space)
 
 
 def _runs_of(block: SymmetricOperator) -> list[tuple[int, int]]:
-    core = core_of(block)
-    assert isinstance(core, BlockCore)
+    core = evaluation_of(block)
+    assert isinstance(core, BlockEvaluation)
     return core.selection.runs
 
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hvp._operators.matrix import Matrix
 from hvp._solve.nystrom import NystromSketch
-from hvp._solve.rows import Rows
 
 # The rank to begin with: what is spent where nothing pays.
 _FIRST_RANK = 8
@@ -43,7 +43,7 @@ class RankPlan:
     are_together: bool
     rtol: float
 
-    def sketch(self, rows: Rows, damping: float) -> NystromSketch:
+    def sketch(self, rows: Matrix, damping: float) -> NystromSketch:
         """Return the sketch of an operator that pays; the damping must be positive."""
         sketch = NystromSketch(rows, (0, 0))
         sketch.grow(

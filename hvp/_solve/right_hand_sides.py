@@ -8,9 +8,9 @@ import numpy as np
 import tensorflow as tf
 
 from hvp._errors import InvalidVectorError
-from hvp._operators.symmetric import core_of
-from hvp._solve.rows import Rows
+from hvp._operators.matrix import Matrix
 from hvp._vectors.arrays import check_array, make_array
+from hvp._vectors.nests import flattened, unflattened
 
 
 class RightHandSides:
@@ -18,7 +18,7 @@ class RightHandSides:
 
     Parameters
     ----------
-    rows : Rows
+    rows : Matrix
         The operator of the system.
     b : array_like, tf.Tensor or nest
         The right-hand sides, as the user passed them.
@@ -38,12 +38,12 @@ class RightHandSides:
         If `b` has another shape or type, or entries that are not finite.
     """
 
-    def __init__(self, rows: Rows, b: Any, name: str) -> None:
-        self._operator = rows.operator
-        self._nest = rows.native and self._is_nest(b, rows.size)
+    def __init__(self, rows: Matrix, b: Any, name: str) -> None:
+        self._space = rows.space
+        self._nest = rows.has_variables and self._is_nest(b, rows.size)
         self._tensor = not self._nest and tf.is_tensor(b)
         if self._nest:
-            b = self._operator.flatten(b)
+            b = flattened(self._space, b)
         if tf.is_tensor(b) or isinstance(b, tf.Variable):
             b = b.numpy()
         dtype = np.dtype(rows.dtype.as_numpy_dtype)
@@ -51,7 +51,7 @@ class RightHandSides:
         if array.ndim not in (1, 2) or array.shape[0] != rows.size:
             description = f"has shape {array.shape}" if array.ndim else f"is {type(b).__name__}"
             expected = f"shape ({rows.size},) or ({rows.size}, k)"
-            nest = ", or a nest like the variables" if rows.native else ""
+            nest = ", or a nest like the variables" if rows.has_variables else ""
             raise InvalidVectorError(f"{name} {description}", expected + nest)
         array = check_array(array, rows.size, dtype, ndims=(array.ndim,), name=name)
         self.single = array.ndim == 1
@@ -60,7 +60,7 @@ class RightHandSides:
     def like(self, rows: np.ndarray) -> Any:
         """Return rows in the form of the right-hand sides."""
         if self._nest:
-            return self._operator.unflatten(tf.constant(rows[0]))
+            return unflattened(self._space, tf.constant(rows[0]))
         array = rows[0] if self.single else np.ascontiguousarray(rows.T)
         return tf.constant(array) if self._tensor else array
 
@@ -69,7 +69,7 @@ class RightHandSides:
         return values[0].item() if self.single else values
 
     def _is_nest(self, b: Any, size: int) -> bool:
-        space = core_of(self._operator).space
+        space = self._space
         nested = tf.nest.is_nested(space.structure)
         if not tf.nest.is_nested(b):  # with a single variable, b may have the variable's shape
             shape = tuple(getattr(b, "shape", ()))

@@ -20,7 +20,9 @@ from hvp._engines.linear_map import TensorFunction
 from hvp._errors import ConvergenceWarning, GraphModeError, HvpError, InvalidVectorError
 from hvp._graphs.python_calls import call_python
 from hvp._operators.damping import check_damping
+from hvp._operators.matrix import Matrix
 from hvp._operators.operator import Operator
+from hvp._operators.symmetric import matrix_of
 from hvp._runtime.arguments import check_count
 from hvp._runtime.checkpoint import Checkpoint
 from hvp._runtime.digest import digest
@@ -44,7 +46,7 @@ from hvp._solve.preconditioners import (
 from hvp._solve.rank import RankPlan
 from hvp._solve.recycled import RecycledSpace
 from hvp._solve.right_hand_sides import RightHandSides
-from hvp._solve.rows import Rows, norms
+from hvp._solve.rows import norms
 
 _KRYLOV = {m.name: m for m in (CONJUGATE_GRADIENTS, BLOCK_CONJUGATE_GRADIENTS, MINRES)}
 _NAMES = ("auto", *_KRYLOV, "exact")
@@ -261,9 +263,8 @@ def solve_with(
     method, damping, M, progress = call.method, call.damping, call.M, call.progress
     rtol, atol, maxiter, checkpoint = call.rtol, call.atol, call.maxiter, call.checkpoint
     x0 = call.x0
-    rows = Rows(H)
-    if rows.native:
-        _ = H.value  # raises if the operator is closed or stale
+    rows = matrix_of(H)
+    rows.make_sure()
     _check(method, damping, rtol, atol, maxiter, M)
     check_progress(progress)
     right_hand_sides = RightHandSides(rows, b, "b")
@@ -404,14 +405,14 @@ def _begin_recycling(
     return sketch.rank
 
 
-def _precondition(rows: Rows, M: Any, damping: float) -> tuple[TensorFunction, int]:
+def _precondition(rows: Matrix, M: Any, damping: float) -> tuple[TensorFunction, int]:
     """Return the preconditioner, and the number of products that it needed."""
     products = 0
     if isinstance(M, str):
         if M not in _PRECONDITIONERS:
             names = ("auto", *_PRECONDITIONERS)
             raise HvpError(f"M is {M!r}", " or ".join(map(repr, names)))
-        M = _PRECONDITIONERS[M](rows.operator, damping=damping)
+        M = _PRECONDITIONERS[M](rows, damping=damping)
         products = M.products
     is_matrix = isinstance(M, (LinearOperator, np.ndarray)) or hasattr(M, "toarray")
     if not is_matrix or tuple(M.shape) != (rows.size, rows.size):
@@ -442,7 +443,7 @@ def _precondition(rows: Rows, M: Any, damping: float) -> tuple[TensorFunction, i
     return TensorFunction(UNKNOWN, [], apply), products
 
 
-def _fingerprint(precondition: TensorFunction, rows: Rows) -> str:
+def _fingerprint(precondition: TensorFunction, rows: Matrix) -> str:
     """Return a fingerprint of a preconditioner, which is the same in every process."""
     if precondition.key is not UNKNOWN:
         return " ".join([repr(precondition.key), *map(digest, precondition.tensors)])

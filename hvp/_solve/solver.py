@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hvp._errors import HvpError
+from hvp._operators.symmetric import matrix_of
 from hvp._runtime.arguments import check_count
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._solve.recycled import RecycledSpace
-from hvp._solve.rows import Rows
 from hvp._solve.solve import Call, SolveResult, solve_with
 
 # The default capacity, and the bytes that directions and their products may take.
@@ -110,7 +110,7 @@ class Solver:
     """
 
     def __init__(self, H: Any, *, capacity: int | None = None) -> None:
-        rows = Rows(H)
+        rows = matrix_of(H)
         if capacity is None:
             fit = _BYTES // (2 * rows.size * rows.dtype.size)
             capacity = max(1, min(_CAPACITY, fit))
@@ -201,7 +201,7 @@ class Solver:
         self._space.is_current, self._has_changed = False, True
 
     def _count_evaluations(self) -> int:
-        return self._H.stats.gradient_evaluations if self._rows.native else 0
+        return self._rows.evaluations
 
     def __repr__(self) -> str:
         return (

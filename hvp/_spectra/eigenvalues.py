@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 import scipy.linalg
 
-from hvp._solve.rows import Rows
+from hvp._operators.matrix import Matrix
 from hvp._spectra.basis import combined, orthogonalized, orthonormal
 from hvp._spectra.probes import multiply
 
@@ -70,7 +70,7 @@ class BlockLanczos:
 
     Parameters
     ----------
-    rows : Rows
+    rows : Matrix
         The operator; its damping counts.
     count : int
         How many eigenvalues are wanted.
@@ -88,7 +88,7 @@ class BlockLanczos:
 
     def __init__(
         self,
-        rows: Rows,
+        rows: Matrix,
         count: int,
         choose: Choose,
         by_size: bool,
@@ -229,7 +229,7 @@ class BlockLanczos:
         return pairs_of(self._rows, vectors, self._scale)
 
 
-def pairs_of(rows: Rows, vectors: np.ndarray, scale: float) -> EigenPairs:
+def pairs_of(rows: Matrix, vectors: np.ndarray, scale: float) -> EigenPairs:
     """Return Rayleigh quotients of unit vectors, with residuals by a product with each."""
     products = multiply(rows, vectors)
     values = np.einsum("ij,ij->i", vectors, products, dtype=np.float64)

@@ -10,12 +10,11 @@ import numpy as np
 import scipy.linalg
 
 from hvp._errors import ConvergenceWarning, HvpError
-from hvp._operators.symmetric import core_of
+from hvp._operators.matrix import Matrix
 from hvp._runtime.arguments import check_count
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.progress import check_progress, progress_bar
 from hvp._runtime.user_warning import warn
-from hvp._solve.rows import Rows
 from hvp._spectra.eigenvalues import CHOICES, BlockLanczos, EigenPairs
 from hvp._spectra.near_zero import NearZero
 from hvp._spectra.probes import check_seed, check_tolerance, multiply
@@ -243,7 +242,7 @@ def eigsh(
         pairs.residual_norms[order],
         converged[order],
         products,
-        core_of(A).space if rows.native else None,
+        rows.space if rows.has_variables else None,
     )
     if not converged.all():
         warn(
@@ -254,7 +253,7 @@ def eigsh(
     return result
 
 
-def _dense(rows: Rows, k: int, choose: Any) -> EigenPairs:
+def _dense(rows: Matrix, k: int, choose: Any) -> EigenPairs:
     """Compute all eigenvalues, and return those that are wanted."""
     dtype = rows.dtype.as_numpy_dtype
     matrix = multiply(rows, np.eye(rows.size, dtype=dtype)).astype(np.float64)

@@ -9,7 +9,7 @@ import numpy as np
 import scipy.linalg
 import tensorflow as tf
 
-from hvp._solve.rows import Rows
+from hvp._operators.matrix import Matrix
 from hvp._spectra.basis import Basis
 from hvp._spectra.probes import multiply
 
@@ -45,13 +45,13 @@ class Quadrature:
 
 
 def quadratures(
-    rows: Rows, starts: np.ndarray, steps: int, advance: Callable[[int], None]
+    rows: Matrix, starts: np.ndarray, steps: int, advance: Callable[[int], None]
 ) -> Quadrature:
     """Run the Lanczos method from several vectors.
 
     Parameters
     ----------
-    rows : Rows
+    rows : Matrix
         The operator; its damping counts.
     starts : ndarray
         The vectors, as rows of shape `(k, n)`.

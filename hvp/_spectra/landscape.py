@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvp._errors import HvpError, NonFiniteError
-from hvp._operators.symmetric import core_of
+from hvp._operators.symmetric import evaluation_of
 from hvp._runtime.arguments import check_count
 from hvp._runtime.interrupts import Uninterrupted, deliver_interrupt
 from hvp._runtime.progress import check_progress, progress_bar
@@ -122,7 +122,7 @@ def loss_slice(
     array([4., 5., 8.])
     """
     rows = symmetric_rows(H, "loss_slice")
-    if not rows.native:
+    if rows.snapshot is None:
         raise HvpError(f"the operator is {type(H).__name__}", "an operator of this package")
     vectors = np.asarray(directions)
     dimensions = (2,) if vectors.ndim == 2 else (1,)
@@ -144,7 +144,7 @@ def loss_slice(
     slope = vectors.astype(np.float64) @ H.gradient.astype(np.float64)
     quadratic = H.value + steps @ slope + np.einsum("ij,jk,ik->i", steps, curvature, steps) / 2
     losses = np.full(len(steps), np.nan)
-    gradients = core_of(H).gradients()
+    gradients = evaluation_of(H).gradients()
     if gradients is None:
         raise HvpError("the operator has no loss", "an operator of a loss")
     try:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hvp._operators.symmetric import core_of
-from hvp._solve.rows import Rows
+from hvp._operators.matrix import Matrix
 from hvp._vectors.selection import groups
 
 
@@ -14,7 +13,7 @@ class Layers:
 
     Parameters
     ----------
-    rows : Rows
+    rows : Matrix
         The operator. One that is not of this package has no layers.
 
     Attributes
@@ -23,13 +22,12 @@ class Layers:
         Their paths.
     """
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: Matrix) -> None:
         self.names: list[str] = []
-        if not rows.native:
+        if not rows.has_variables:
             return
-        core = core_of(rows.operator)
-        places = groups(core.variable_names)
-        self.names, sizes = list(places), core.space.sizes
+        places = groups(rows.space.paths)
+        self.names, sizes = list(places), rows.space.sizes
         self._starts = np.cumsum([0, *sizes[:-1]])
         self._membership = np.zeros((len(sizes), len(places)))
         for number, members in enumerate(places.values()):

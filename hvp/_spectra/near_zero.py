@@ -28,7 +28,7 @@ import numpy as np
 import scipy.linalg
 
 from hvp._errors import ConvergenceWarning
-from hvp._solve.rows import Rows
+from hvp._operators.matrix import Matrix
 from hvp._solve.solve import solve
 from hvp._spectra.basis import combined, orthonormal
 from hvp._spectra.eigenvalues import CHOICES, BlockLanczos, EigenPairs, pairs_of
@@ -51,7 +51,7 @@ class NearZero:
 
     Parameters
     ----------
-    rows : Rows
+    rows : Matrix
         The operator; its damping counts.
     count : int
         How many eigenvalues are wanted.
@@ -64,7 +64,7 @@ class NearZero:
     """
 
     def __init__(
-        self, rows: Rows, count: int, tol: float, seed: int, advance: Callable[[int], None]
+        self, rows: Matrix, count: int, tol: float, seed: int, advance: Callable[[int], None]
     ) -> None:
         self._rows, self._count, self._tol, self._seed = rows, count, tol, seed
         self._advance = advance
@@ -167,7 +167,7 @@ class NearZero:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)
             result = solve(
-                self._rows.operator,
+                self._rows,
                 np.ascontiguousarray(residuals.T),
                 method="minres",
                 rtol=_SYSTEM_RTOL,

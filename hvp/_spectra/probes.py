@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from hvp._errors import HvpError, NonFiniteError
+from hvp._operators.matrix import Matrix
 from hvp._runtime.interrupts import deliver_interrupt
-from hvp._solve.rows import Rows
 
 # The widest block, and the bytes that one may take.
 _WIDEST, _BYTES = 32, 2**28
@@ -20,7 +20,7 @@ class Probes:
 
     Parameters
     ----------
-    rows : Rows
+    rows : Matrix
         The operator.
     seed : int
         The random seed.
@@ -31,7 +31,7 @@ class Probes:
         How many vectors were multiplied so far.
     """
 
-    def __init__(self, rows: Rows, seed: int) -> None:
+    def __init__(self, rows: Matrix, seed: int) -> None:
         self._rows, self._random = rows, np.random.default_rng(seed)
         self.products = 0
 
@@ -61,12 +61,12 @@ class Probes:
         return multiply(self._rows, vectors)
 
 
-def block_width(rows: Rows) -> int:
+def block_width(rows: Matrix) -> int:
     """Return how many vectors a block should have at most."""
     return max(1, min(_WIDEST, _BYTES // (rows.size * rows.dtype.size)))
 
 
-def multiply(rows: Rows, vectors: np.ndarray) -> np.ndarray:
+def multiply(rows: Matrix, vectors: np.ndarray) -> np.ndarray:
     """Multiply rows by an operator, damping included, some at a time."""
     width, products = block_width(rows), np.empty_like(vectors)
     for start in range(0, len(vectors), width):

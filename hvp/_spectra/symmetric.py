@@ -7,10 +7,11 @@ from typing import Any
 import tensorflow as tf
 
 from hvp._errors import GraphModeError
-from hvp._solve.rows import Rows
+from hvp._operators.matrix import Matrix
+from hvp._operators.symmetric import matrix_of
 
 
-def symmetric_rows(A: Any, caller: str) -> Rows:
+def symmetric_rows(A: Any, caller: str) -> Matrix:
     """Return the rows of a symmetric operator.
 
     Parameters
@@ -35,7 +36,6 @@ def symmetric_rows(A: Any, caller: str) -> Rows:
             "eager execution",
             f"call {caller} outside of the tf.function",
         )
-    rows = Rows(A)
-    if rows.native:
-        _ = rows.operator.value  # raises if the operator is closed or stale
+    rows = matrix_of(A)
+    rows.make_sure()
     return rows

@@ -30,8 +30,6 @@ class Watch:
 
     Attributes
     ----------
-    read : tuple of Resource
-        The same.
     resources : tuple of Resource
         All that is watched: what is read, and then the copies.
     values : list of tf.Tensor

@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 from keras.src.backend.common import global_state
 
+import hvp
 from hvp._keras import private
 
 
@@ -85,3 +86,35 @@ def test_masks():
     private.set_mask(x, None)
     assert private.mask_of(x) is None
     assert private.mask_of(tf.ones(2)) is None
+
+
+@pytest.mark.parametrize("name", ["_MASK", "_LOGITS", "_LISTS_OF_LOSSES"])
+def test_names_that_have_moved_are_refused(monkeypatch, name):
+    """Instead of a loss without masks, logits or penalties."""
+    moved = ("_elsewhere",) if name == "_LISTS_OF_LOSSES" else "_elsewhere"
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, "softmax")])
+    model.compile(loss="sparse_categorical_crossentropy")
+    data = np.ones((2, 3), "float32"), np.array([0, 1])
+    with monkeypatch.context() as patch:
+        patch.setattr(private, name, moved)
+        private._missing_names.cache_clear()
+        with pytest.raises(hvp.HvpError, match="_elsewhere"):
+            hvp.GaussNewtonOperator.from_keras(model, data)
+    private._missing_names.cache_clear()
+    hvp.GaussNewtonOperator.from_keras(model, data).close()
+
+
+def test_looking_for_names_changes_nothing():
+    """Neither the names of layers nor random numbers."""
+    keras.utils.set_random_seed(0)
+    first = [keras.layers.Dense(2).name, keras.layers.Masking().name]
+    numbers = keras.random.normal((3,)).numpy()
+    keras.utils.set_random_seed(0)
+    keras.backend.clear_session()
+    private._missing_names.cache_clear()
+    private.refuse_other_names()
+    second = [keras.layers.Dense(2).name, keras.layers.Masking().name]
+    np.testing.assert_array_equal(keras.random.normal((3,)).numpy(), numbers)
+    keras.backend.clear_session()
+    assert second == [keras.layers.Dense(2).name, keras.layers.Masking().name]
+    assert [name.rstrip("_0123456789") for name in first] == ["dense", "masking"]

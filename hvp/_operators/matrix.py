@@ -1,29 +1,32 @@
-"""What the rest of the package uses of an operator, and its users do not."""
+"""Symmetric matrices as their products: what the rest of the package uses of an operator."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import tensorflow as tf
 
-from hvp._engines.linear_map import LinearMap
+from hvp._engines.linear_map import LinearMap, damped
 from hvp._engines.options import ROUNDING, Engine, Options
 from hvp._engines.plan import DerivativeReport
 from hvp._engines.restricted import Restricted, Selection
 from hvp._engines.rule import Rule
 from hvp._errors import HvpError, StaleOperatorError, quoted
+from hvp._runtime.digest import digest
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._snapshots.nearby import Gradients
 from hvp._snapshots.problem import Problem
 from hvp._snapshots.snapshot import Snapshot
-from hvp._vectors.nests import flattened, unflattened
+
+Self = TypeVar("Self", bound="Matrix")
 
 _log = logging.getLogger("hvp")
 
@@ -31,56 +34,85 @@ _log = logging.getLogger("hvp")
 _MOST_CACHED = 64
 
 
-class Core:
-    """A snapshot shared by operators that differ in damping only, and what was computed from it.
+class Matrix:
+    """A symmetric matrix as its products: what solvers and estimators use of an operator.
 
     Parameters
     ----------
-    snapshot : Snapshot
-        The results and the linear map.
-    evaluate_gradient : callable, optional
-        Returns a snapshot of the gradient alone, of a new trace: for checks.
-    problem : Problem, optional
-        What the matrix is of, to evaluate it in another way.
+    linear_map : LinearMap
+        The products, without damping.
+    damping : float, optional
+        A multiple of the identity that is added to it.
 
     Attributes
     ----------
-    snapshot : Snapshot
+    linear_map, damping
         The same.
     space : Space
         The space of its vectors.
-    linear_map : LinearMap
-        What multiplies.
+    has_variables : bool
+        Whether vectors are those of variables.
+    is_low : bool
+        Whether products are computed in low precision.
+    may_be_wide : bool
+        Whether a float32 matrix can be evaluated in float64.
+    snapshot : Snapshot or None
+        The evaluation that it is of, if any.
     problem : Problem or None
-        The same.
+        What it is of, to evaluate it in another way.
     """
 
-    def __init__(
-        self,
-        snapshot: Snapshot,
-        evaluate_gradient: Callable[[], Snapshot] | None = None,
-        *,
-        problem: Problem | None = None,
-    ) -> None:
-        self.snapshot = snapshot
-        self.space = snapshot.plan.space
-        self.linear_map: LinearMap = snapshot
-        self._evaluate_gradient = evaluate_gradient
-        self.problem = problem
-        self._in_full: Core | None = None
-        self._in_float64: Core | None = None
+    has_variables = False
+    is_low = False
+    may_be_wide = False
+    snapshot: Any = None
+    problem: Problem | None = None
+
+    def __init__(self, linear_map: LinearMap, damping: float = 0.0) -> None:
+        self.linear_map, self.damping = linear_map, damping
+        self.space = linear_map.domain
+        # Shared by matrices that differ in damping.
         self._cache: dict[Any, Any] = {}
-        # Without a cycle: the residuals are to be freed with the last operator.
-        self._blocks: weakref.WeakValueDictionary[Any, BlockCore] = weakref.WeakValueDictionary()
         self._lock = threading.RLock()
 
-    def flatten(self, nest: Any) -> Any:
-        """Concatenate a nest shaped like the variables into one vector; as the operator's own."""
-        return flattened(self.space, nest)
+    def damped(self: Self, damping: float) -> Self:
+        """Return the matrix with a further multiple of the identity; it shares everything."""
+        twin = copy.copy(self)
+        twin.damping = self.damping + damping
+        return twin
 
-    def unflatten(self, vector: Any) -> Any:
-        """Split a vector, or a block of columns, into a nest; as the operator's own."""
-        return unflattened(self.space, vector)
+    @property
+    def damped_map(self) -> LinearMap:
+        """The products, damping included."""
+        return damped(self.linear_map, self.damping)
+
+    @property
+    def size(self) -> int:
+        """The number of rows."""
+        return self.space.size
+
+    @property
+    def dtype(self) -> tf.DType:
+        """The type of products."""
+        return self.space.dtype
+
+    @property
+    def in_python(self) -> bool:
+        """Whether Python runs for each product, even inside a graph."""
+        return self.linear_map.calls_python
+
+    @property
+    def is_positive_semidefinite(self) -> bool:
+        """Whether it is known that no eigenvalue is negative, damping included."""
+        return False
+
+    def multiply(self, rows: tf.Tensor) -> tf.Tensor:
+        """Multiply each row by the undamped matrix, eagerly or in the graph being traced."""
+        return self.linear_map.apply(rows)
+
+    def multiply_damped(self, vectors: np.ndarray) -> np.ndarray:
+        """Multiply the rows of an array by the matrix with its damping, outside of graphs."""
+        return self.damped_map.apply(tf.constant(vectors)).numpy()
 
     def cached(self, key: Any, make: Callable[[], Any]) -> Any:
         """Return the object stored under a key, whatever the damping; make it at the first call.
@@ -94,11 +126,87 @@ class Core:
                 del self._cache[next(iter(self._cache))]
             return value
 
-    def block(self, places: Sequence[int]) -> BlockCore:
-        """Return the core of a diagonal block, the same one while it is in use."""
+    @property
+    def cached_count(self) -> int:
+        """How many objects are stored."""
+        return len(self._cache)
+
+    @contextlib.contextmanager
+    def in_full_precision(self) -> Iterator[Matrix]:
+        """Yield the matrix in full precision: this one, if it is."""
+        yield self
+
+    @contextlib.contextmanager
+    def in_float64(self) -> Iterator[Matrix | None]:
+        """Yield a float32 matrix computed in float64; None where there is none."""
+        yield None
+
+    def make_sure(self) -> None:
+        """Raise an error if the matrix is closed or stale."""
+
+    @property
+    def evaluations(self) -> int:
+        """How often it was evaluated."""
+        return 0
+
+    def make_sure_evaluated(self, evaluations: int) -> None:
+        """Raise `StaleOperatorError` if the matrix is at another point than it was then."""
+
+    def gradient_or_none(self) -> np.ndarray | None:
+        """Return the gradient of the loss, if the matrix is that of a loss and has it."""
+        return None
+
+    def probe(self) -> np.ndarray:
+        """Return a fixed random row, whose product distinguishes matrices."""
+        row = np.random.default_rng(0).standard_normal((1, self.size))
+        return row.astype(self.dtype.as_numpy_dtype)
+
+    def fingerprint(self) -> dict[str, str]:
+        """Return a fingerprint of the matrix, which is the same in every process."""
+        return {"operator": digest(self.multiply(tf.constant(self.probe())).numpy())}
+
+
+class Evaluation(Matrix):
+    """A matrix of a loss at the values that variables had, and what was computed from it.
+
+    Parameters
+    ----------
+    snapshot : Snapshot
+        The results and the linear map.
+    evaluate_gradient : callable, optional
+        Returns a snapshot of the gradient alone, of a new trace: for checks.
+    problem : Problem, optional
+        What the matrix is of, to evaluate it in another way.
+    damping : float, optional
+        A multiple of the identity that is added to it.
+    """
+
+    has_variables = True
+    snapshot: Snapshot
+
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        evaluate_gradient: Callable[[], Snapshot] | None = None,
+        *,
+        problem: Problem | None = None,
+        damping: float = 0.0,
+    ) -> None:
+        super().__init__(snapshot, damping)
+        self.snapshot, self.problem = snapshot, problem
+        self.space = snapshot.plan.space
+        self._evaluate_gradient = evaluate_gradient
+        # In full precision, and in float64; shared by matrices that differ in damping.
+        self._others: dict[str, Evaluation] = {}
+        # Without a cycle: the residuals are to be freed with the last operator.
+        self._blocks: weakref.WeakValueDictionary[Any, BlockEvaluation]
+        self._blocks = weakref.WeakValueDictionary()
+
+    def block(self, places: Sequence[int]) -> BlockEvaluation:
+        """Return a diagonal block, the same one while it is in use."""
         with self._lock:
-            key = tuple(places)
-            block = self._blocks.get(key) or BlockCore(self, places)
+            key = (*places, self.damping)
+            block = self._blocks.get(key) or BlockEvaluation(self, places, self.damping)
             self._blocks[key] = block
             return block
 
@@ -109,12 +217,17 @@ class Core:
         return low or float(np.finfo(self.space.dtype.as_numpy_dtype).eps)
 
     @property
-    def is_low(self) -> bool:
+    def engine(self) -> str:
+        """The engine that computes products."""
+        return self.snapshot.facts.engine
+
+    @property
+    def is_low(self) -> bool:  # type: ignore[override]
         """Whether products are computed in low precision."""
         return bool(self.snapshot.facts.precision)
 
     @contextlib.contextmanager
-    def in_full_precision(self) -> Iterator[Core]:
+    def in_full_precision(self) -> Iterator[Evaluation]:
         """Evaluate the same matrix in full precision, and release what that keeps afterwards.
 
         If products are in full precision anyway, this is the object itself.
@@ -133,18 +246,18 @@ class Core:
         assert self.problem is not None
         with self._lock:  # other threads wait, since the evaluation is shared and closed
             with self.snapshot.with_seeds():
-                if self._in_full is None:
+                if "full" not in self._others:
                     snapshot = self.problem.snapshot(on_stale="ignore", precision=None)
-                    self._in_full = Core(snapshot, problem=self.problem)
+                    self._others["full"] = Evaluation(snapshot, problem=self.problem)
                 else:
-                    self._in_full.snapshot.refresh()
+                    self._others["full"].snapshot.refresh()
             try:
-                yield self._in_full
+                yield self._others["full"].damped(self.damping)
             finally:
-                self._in_full.snapshot.close()
+                self._others["full"].snapshot.close()
 
     @property
-    def may_be_wide(self) -> bool:
+    def may_be_wide(self) -> bool:  # type: ignore[override]
         """Whether the matrix is float32 and can be evaluated in float64, but for missing kernels.
 
         Not on tapes, nor with devices of its own, nor of losses that draw random numbers, nor at
@@ -161,7 +274,7 @@ class Core:
         return facts.engine == "graph" and is_repeatable and not is_bounded and not has_devices
 
     @contextlib.contextmanager
-    def in_float64(self) -> Iterator[Core | None]:
+    def in_float64(self) -> Iterator[Evaluation | None]:
         """Evaluate a float32 matrix in float64, and release what that keeps afterwards.
 
         Vectors and products stay float32; what is computed between them does not. Yields None if
@@ -177,26 +290,26 @@ class Core:
             try:
                 try:
                     with self.snapshot.with_seeds():
-                        if self._in_float64 is None:
+                        if "float64" not in self._others:
                             snapshot = self.problem.snapshot(on_stale="ignore", **wide)
-                            self._in_float64 = Core(snapshot)
+                            self._others["float64"] = Evaluation(snapshot)
                         else:
-                            self._in_float64.snapshot.refresh()
+                            self._others["float64"].snapshot.refresh()
                     zeros = tf.zeros([1, self.space.size], self.space.dtype)
-                    self._in_float64.linear_map.apply(zeros)
+                    self._others["float64"].multiply(zeros)
                 except (tf.errors.OpError, HvpError) as error:
                     _log.info("the operator cannot be evaluated in float64: %s", error)
                     yield None
                     return
                 # On tapes, where a graph failed, it would be float32.
-                is_wide = self._in_float64.snapshot.facts.engine == "graph"
-                yield self._in_float64 if is_wide else None
+                other = self._others["float64"]
+                yield other.damped(self.damping) if other.engine == "graph" else None
             finally:
-                if self._in_float64 is not None:
-                    self._in_float64.snapshot.close()
+                if "float64" in self._others:
+                    self._others["float64"].snapshot.close()
 
     @contextlib.contextmanager
-    def evaluated_alone(self, part: Problem) -> Iterator[Core]:
+    def evaluated_alone(self, part: Problem) -> Iterator[Evaluation]:
         """Evaluate a part of the data, at the present values, and release it afterwards."""
         engine: Engine = "tape" if self.snapshot.facts.engine == "tape" else "graph"
         part = dataclasses.replace(part, options=Options(on_stale="ignore", engine=engine))
@@ -208,7 +321,7 @@ class Core:
             core.snapshot.close()
 
     @contextlib.contextmanager
-    def evaluated_with(self, rule: Rule) -> Iterator[Core]:
+    def evaluated_with(self, rule: Rule) -> Iterator[Evaluation]:
         """Evaluate another matrix of the same problem in the same way, and release it after.
 
         Raises
@@ -222,19 +335,20 @@ class Core:
         self._refuse_another_matrix("with other targets", "")
         problem = dataclasses.replace(self.problem, rule=rule)
         with self.snapshot.with_seeds():
-            core = Core(problem.snapshot(on_stale="ignore"))
+            core = Evaluation(problem.snapshot(on_stale="ignore"))
             try:
                 yield core
             finally:
                 core.snapshot.close()
 
-    def _of_part(self, snapshot: Snapshot) -> Core:
-        return Core(snapshot)
+    def _of_part(self, snapshot: Snapshot) -> Evaluation:
+        return Evaluation(snapshot)
 
     @property
     def is_positive_semidefinite(self) -> bool:
-        """Whether it is known that no eigenvalue is negative."""
-        return self.problem is not None and self.problem.is_positive_semidefinite
+        """Whether it is known that no eigenvalue is negative, damping included."""
+        known = self.problem is not None and self.problem.is_positive_semidefinite
+        return known and self.damping >= 0
 
     def _refuse_another_matrix(self, how: str, instead: str) -> None:
         """Refuse to evaluate again where that would be another matrix.
@@ -262,11 +376,6 @@ class Core:
                 "the values at which the operator was evaluated",
                 f"call refresh(){instead}",
             )
-
-    @property
-    def cached_count(self) -> int:
-        """How many objects are stored."""
-        return len(self._cache)
 
     def gradients(self, places: Sequence[int] | None = None) -> Gradients | None:
         """Return the gradient as a function of the point, traced anew; None if there is none.
@@ -311,16 +420,52 @@ class Core:
         """Return the gradient as one vector, of shape `(n,)`."""
         return self.space.join(self.snapshot.gradient())
 
+    def gradient_or_none(self) -> np.ndarray | None:
+        """Return the gradient, unless it was released or cannot be had."""
+        try:
+            return self.gradient().numpy()
+        except HvpError:
+            return None
 
-class BlockCore(Core):
-    """The core of a diagonal block of an operator.
+    def make_sure(self) -> None:
+        """Raise an error if the matrix is closed or stale."""
+        self.snapshot.value()
+
+    @property
+    def evaluations(self) -> int:
+        """How often it was evaluated."""
+        return self.snapshot.statistics.gradient_evaluations
+
+    def make_sure_evaluated(self, evaluations: int) -> None:
+        """Raise `StaleOperatorError` if the matrix is at another point than it was then.
+
+        What was computed from a matrix that is closed now remains valid.
+        """
+        snapshot = self.snapshot
+        if snapshot.held is None:
+            return
+        changed = snapshot.changed() if snapshot.on_stale == "raise" else []
+        if changed or self.evaluations != evaluations:
+            names = f" ({quoted(changed)})" if changed else ""
+            raise StaleOperatorError(
+                f"the operator was evaluated again, or its variables have changed{names}, since "
+                "this was computed from it",
+                "the values of then",
+                "compute it again from the operator, after a refresh() if variables have changed",
+            )
+
+
+class BlockEvaluation(Evaluation):
+    """A diagonal block of a matrix of a loss.
 
     Parameters
     ----------
-    whole : Core
-        That of the operator.
+    whole : Evaluation
+        The matrix.
     places : sequence of int
         Which of its variables the block belongs to, in increasing order.
+    damping : float
+        A multiple of the identity that is added to the block.
 
     Attributes
     ----------
@@ -328,8 +473,8 @@ class BlockCore(Core):
         What the block is of the operator.
     """
 
-    def __init__(self, whole: Core, places: Sequence[int]) -> None:
-        super().__init__(whole.snapshot, problem=whole.problem)
+    def __init__(self, whole: Evaluation, places: Sequence[int], damping: float) -> None:
+        super().__init__(whole.snapshot, problem=whole.problem, damping=damping)
         self._whole, self.selection = whole, Selection(whole.space, places)
         self.space = self.selection.space
         self.linear_map = Restricted(whole.linear_map, self.selection, self.selection)
@@ -340,29 +485,32 @@ class BlockCore(Core):
         return [self._whole.variables[place] for place in self.selection.places]
 
     @contextlib.contextmanager
-    def in_full_precision(self) -> Iterator[Core]:
-        """Evaluate the same block in full precision, as `Core` does."""
+    def in_full_precision(self) -> Iterator[Evaluation]:
+        """Evaluate the same block in full precision, as `Evaluation` does."""
         with self._whole.in_full_precision() as whole:
-            yield self if whole is self._whole else BlockCore(whole, self.selection.places)
+            yield self if whole is self._whole else self._of(whole)
 
     @property
-    def may_be_wide(self) -> bool:
+    def may_be_wide(self) -> bool:  # type: ignore[override]
         """Whether the whole matrix may be wide."""
         return self._whole.may_be_wide
 
     @contextlib.contextmanager
-    def in_float64(self) -> Iterator[Core | None]:
-        """Evaluate the same block in float64, as `Core` does."""
+    def in_float64(self) -> Iterator[Evaluation | None]:
+        """Evaluate the same block in float64, as `Evaluation` does."""
         with self._whole.in_float64() as whole:
-            yield None if whole is None else BlockCore(whole, self.selection.places)
+            yield None if whole is None else self._of(whole)
+
+    def _of(self, whole: Evaluation) -> BlockEvaluation:
+        return BlockEvaluation(whole, self.selection.places, self.damping)
 
     def gradients(self, places: Sequence[int] | None = None) -> Gradients | None:
         """Return the gradient as a function of the point, in the variables of the block alone."""
         own = self.selection.places
         return self._whole.gradients(own if places is None else [own[place] for place in places])
 
-    def _of_part(self, snapshot: Snapshot) -> Core:
-        return BlockCore(Core(snapshot), self.selection.places)
+    def _of_part(self, snapshot: Snapshot) -> Evaluation:
+        return self._of(Evaluation(snapshot))
 
     def fingerprint(self) -> dict[str, str]:
         """Return digests of the weights, the data and the loss, and the name of the block."""
@@ -379,7 +527,7 @@ class BlockCore(Core):
 
 
 @Uninterrupted()
-def evaluated(rule: Rule, variables: Any, data: Any, options: Options) -> Core:
+def evaluated(rule: Rule, variables: Any, data: Any, options: Options) -> Evaluation:
     """Evaluate a matrix at the values the variables have now.
 
     Parameters
@@ -392,7 +540,7 @@ def evaluated(rule: Rule, variables: Any, data: Any, options: Options) -> Core:
         The options of the call.
     """
     problem = Problem.of(rule, variables, data, options)
-    return Core(
+    return Evaluation(
         problem.snapshot(),
         lambda: problem.snapshot(on_stale="ignore", products=False),
         problem=problem,
