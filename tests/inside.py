@@ -99,9 +99,9 @@ def multiply_rows(operator: Any, rows: Any) -> Any:
 
 def multiply_in_float64(operator: Any, rows: Any) -> Any:
     """Float32 products with the rows of a block, computed in float64."""
-    with evaluation_of(operator).in_float64() as core:
-        assert core is not None, "there is no evaluation in float64"
-        return core.damped_map.apply(rows)
+    with evaluation_of(operator).in_float64() as evaluation:
+        assert evaluation is not None, "there is no evaluation in float64"
+        return evaluation.damped_map.apply(rows)
 
 
 def has_wide_evaluation(operator: Any) -> bool:

@@ -162,8 +162,8 @@ def _checked(
         gradients.same_each_time,
         lambda: _differences(inspected, gradients, products),
         lambda: examples(inspected),
-        lambda: connected(inspected.core),
-        lambda: operations(inspected.core),
+        lambda: connected(inspected.evaluation),
+        lambda: operations(inspected.evaluation),
         lambda: products.spectrum(rtol, max_products, seed),
         products.low_precision,
     ]
@@ -194,7 +194,7 @@ def _differences(
     inspected: InspectedOperator, gradients: GradientInspection, products: ProductInspection
 ) -> Iterator[Finding]:
     """Compare products with differences: of gradients, or of what the matrix is made of."""
-    if inspected.core.snapshot.is_hessian:
+    if inspected.evaluation.snapshot.is_hessian:
         return gradients.differences(products_are_finite=bool(products.eigenvalues.size))
     return PredictionInspection(inspected).differences()
 

@@ -53,7 +53,7 @@ class GradientInspection:
         """Check that the loss, from a new trace and evaluated twice, is the operator's loss."""
         name = "same each time"
         inspected = self._inspected
-        self._gradients = inspected.core.gradients()
+        self._gradients = inspected.evaluation.gradients()
         if self._gradients is None:
             yield Finding(name, "warning", "not checked: there is no loss to evaluate again")
             return
@@ -73,7 +73,7 @@ class GradientInspection:
                 distance = float(np.linalg.norm(gradient - other_gradient))
                 differences.append(f"gradients in {shortened(variables)} differ by {distance:.2g}")
             if differences:
-                remarks = inspected.core.remarks
+                remarks = inspected.evaluation.remarks
                 draws = remarks.random if remarks is not None else []
                 if draws:
                     differences.append(f"the loss draws random numbers: {shortened(draws)}")
@@ -117,7 +117,7 @@ class GradientInspection:
         rounding = self._rounding * max(sizes)
         parts = zip(self._gradients.parts(one), self._gradients.parts(other))
         distances = [np.linalg.norm(a - b) for a, b in parts]
-        names = self._inspected.core.variable_names
+        names = self._inspected.evaluation.variable_names
         return [repr(name) for name, distance in zip(names, distances) if distance > rounding]
 
     def differences(self, products_are_finite: bool) -> Iterator[Finding]:
@@ -250,4 +250,4 @@ class GradientInspection:
         """Return the name of the variable with the largest part of a vector."""
         assert self._gradients is not None
         norms = [np.linalg.norm(part) for part in self._gradients.parts(vector)]
-        return repr(self._inspected.core.variable_names[int(np.argmax(norms))])
+        return repr(self._inspected.evaluation.variable_names[int(np.argmax(norms))])

@@ -17,14 +17,14 @@ _ROUNDINGS = 1000
 
 def examples(inspected: InspectedOperator) -> Iterator[Finding]:
     """Check that the loss of a few examples is the mean of their losses."""
-    core = inspected.core
-    problem = core.problem
+    evaluation = inspected.evaluation
+    problem = evaluation.problem
     if problem is None or problem.source is NO_DATA:
         return
     if not isinstance(problem.rule, (HessianRule, PredictionRule)):
         return
     few = problem.few_examples()
-    losses, count = joint_and_mean_loss(problem.rule, core.snapshot, few), few.examples
+    losses, count = joint_and_mean_loss(problem.rule, evaluation.snapshot, few), few.examples
     if losses is None or count == 1:
         return
     together, mean = losses

@@ -30,7 +30,7 @@ class InspectedOperator:
         The operator.
     rng : numpy.random.Generator
         Draws the random vectors.
-    core : Evaluation
+    evaluation : Evaluation
         The internals of the operator.
     size : int
         Length of a vector.
@@ -45,12 +45,12 @@ class InspectedOperator:
 
     def __init__(self, operator: SymmetricOperator, rng: np.random.Generator) -> None:
         self.operator, self.rng = operator, rng
-        self.core = evaluation_of(operator)
+        self.evaluation = evaluation_of(operator)
         self.size = operator.shape[0]
         self.epsilon = float(np.finfo(operator.dtype).eps)
         self.tolerance = 3 * np.sqrt(self.epsilon)
-        if self.core.is_low:
-            self.tolerance = max(self.tolerance, _ROUNDINGS * self.core.rounding)
+        if self.evaluation.is_low:
+            self.tolerance = max(self.tolerance, _ROUNDINGS * self.evaluation.rounding)
         self.seconds: list[float] = []
 
     def random_unit_vector(self) -> np.ndarray:

@@ -9,9 +9,9 @@ from hvp._derivatives.missing import WRONG_AT_VALUES
 from hvp._operators.matrix import Evaluation
 
 
-def connected(core: Evaluation) -> Iterator[Finding]:
+def connected(evaluation: Evaluation) -> Iterator[Finding]:
     """Check that the loss depends on all variables."""
-    names = core.unconnected()
+    names = evaluation.unconnected()
     if not names:
         yield Finding("connected", "ok", "the graph of the loss leads to all variables")
         return
@@ -20,9 +20,9 @@ def connected(core: Evaluation) -> Iterator[Finding]:
     yield Finding("connected", "warning", text)
 
 
-def operations(core: Evaluation) -> Iterator[Finding]:
+def operations(evaluation: Evaluation) -> Iterator[Finding]:
     """Report the operations whose second derivatives deserve attention."""
-    name, remarks = "operations", core.remarks
+    name, remarks = "operations", evaluation.remarks
     if remarks is None:
         yield Finding(
             name,

@@ -44,8 +44,8 @@ class PredictionInspection:
 
     def differences(self) -> Iterator[Finding]:
         """Compare a product with differences."""
-        name, core = "differences", self._inspected.core
-        problem = core.problem
+        name, evaluation = "differences", self._inspected.evaluation
+        problem = evaluation.problem
         rule = None if problem is None else problem.rule
         if problem is None or not isinstance(rule, PredictionRule):
             yield Finding(name, "note", "not compared: the matrix is none of a model's predictions")
@@ -53,19 +53,19 @@ class PredictionInspection:
         if isinstance(rule, FisherRule) and rule.samples:
             yield Finding(name, "note", "not compared: the matrix is a random estimate")
             return
-        if core.snapshot.facts.draws:
+        if evaluation.snapshot.facts.draws:
             yield Finding(name, "warning", "not checked: the loss draws random numbers")
             return
         batch = problem.first_batch()
         alone = dataclasses.replace(problem, source=batch)
         # Each entry moves in proportion to its own scale, because scales may differ widely.
-        rng, dtype = self._inspected.rng, core.space.dtype.as_numpy_dtype
-        scales = entry_scales(core.variables)
+        rng, dtype = self._inspected.rng, evaluation.space.dtype.as_numpy_dtype
+        scales = entry_scales(evaluation.variables)
         u, v = (scales * rng.standard_normal(len(scales)) for _ in range(2))
         u, v = u.astype(dtype), v.astype(dtype)
         try:
             product = self._product(alone, u, v)
-            with core.snapshot.preserving():
+            with evaluation.snapshot.preserving():
                 estimates = [self._estimate(rule, batch, u, v, step) for step in _STEPS]
         except (HvpError, tf.errors.OpError) as error:
             yield Finding(name, "warning", f"not checked: {error}")
@@ -74,8 +74,8 @@ class PredictionInspection:
 
     def _product(self, alone: Problem, u: np.ndarray, v: np.ndarray) -> tuple[float, float]:
         """Return `u' G v` for the first batch, and what it is at most."""
-        core = self._inspected.core
-        with core.evaluated_alone(alone) as part:
+        evaluation = self._inspected.evaluation
+        with evaluation.evaluated_alone(alone) as part:
             rows = tf.cast(np.stack([u, v]), part.linear_map.domain.dtype)
             Gu, Gv = part.linear_map.apply(rows).numpy().astype(np.float64)
         u, v = u.astype(np.float64), v.astype(np.float64)
@@ -121,10 +121,10 @@ class PredictionInspection:
         step: float,
     ) -> list[np.ndarray]:
         """Return the derivative of the predictions in a direction, by a central difference."""
-        core = self._inspected.core
-        variables = core.variables
+        evaluation = self._inspected.evaluation
+        variables = evaluation.variables
         h = step * float(np.cbrt(self._inspected.epsilon))
-        parts = core.space.split(tf.constant(direction, core.space.dtype))
+        parts = evaluation.space.split(tf.constant(direction, evaluation.space.dtype))
         ends = []
         for sign in (1.0, -1.0):
             with restored([Resource.of(variable) for variable in variables]):

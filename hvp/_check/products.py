@@ -75,13 +75,13 @@ class ProductInspection:
     def low_precision(self) -> Iterator[Finding]:
         """Compare products in low precision with those in full precision."""
         inspected = self._inspected
-        if not (inspected.core.is_low and self.eigenvalues.size):
+        if not (inspected.evaluation.is_low and self.eigenvalues.size):
             return
         low, full = inspected.operator.stats.precision, inspected.operator.dtype.name
         vectors = [inspected.random_unit_vector() for _ in range(_COMPARED)]
         products = [inspected.multiply(v) for v in vectors]
-        with inspected.core.in_full_precision() as core:
-            exact = [core.linear_map.apply(tf.constant(v)).numpy() for v in vectors]
+        with inspected.evaluation.in_full_precision() as evaluation:
+            exact = [evaluation.linear_map.apply(tf.constant(v)).numpy() for v in vectors]
         pairs = [
             (float(np.linalg.norm(product - want)), float(np.linalg.norm(want)))
             for product, want in zip(products, exact)
@@ -151,7 +151,7 @@ class ProductInspection:
         inspected = self._inspected
         if inspected.operator.is_positive_semidefinite:
             yield self._of_semidefinite()
-        elif inspected.size <= max_products and not inspected.core.is_low:
+        elif inspected.size <= max_products and not inspected.evaluation.is_low:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", ConvergenceWarning)  # where products are asymmetric
                 result = eigsh(inspected.operator, inspected.size, "SA", seed=seed)
@@ -164,7 +164,7 @@ class ProductInspection:
     @property
     def _rounding(self) -> float:
         """The size of eigenvalues that rounding errors may make of zero."""
-        return max(100 * self._inspected.epsilon, self._inspected.core.rounding) * self._norm
+        return max(100 * self._inspected.epsilon, self._inspected.evaluation.rounding) * self._norm
 
     def _of_semidefinite(self) -> Finding:
         lowest, highest = self.eigenvalues[[0, -1]]
@@ -196,7 +196,7 @@ class ProductInspection:
         inspected = self._inspected
         lowest, highest = self.eigenvalues[[0, -1]]
         products, is_smallest, error = len(self.eigenvalues), False, 0.0
-        if not inspected.core.is_low:
+        if not inspected.evaluation.is_low:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", ConvergenceWarning)  # the text says so
                 smallest = eigsh(

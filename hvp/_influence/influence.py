@@ -252,8 +252,8 @@ class InfluenceFunctions(FromKeras, OneProcess):
             self.operator = matrix.damped(damping)
             loss = composed(loss)
             rule, alone = HessianRule(checked_loss(loss)), Options(**own, products=False)
-            core = evaluated(rule, variables, train_data, alone)
-            point = SymmetricOperator(core.damped(check_damping(damping)))
+            evaluation = evaluated(rule, variables, train_data, alone)
+            point = SymmetricOperator(evaluation.damped(check_damping(damping)))
         else:
             self.operator = _operator(curvature, loss, variables, train_data, own, damping)
             loss, point = composed(loss), self.operator
@@ -474,11 +474,11 @@ class InfluenceFunctions(FromKeras, OneProcess):
         HvpError
             If gradients are kept as projections.
         """
-        core = evaluation_of(self._point)
-        starts = np.cumsum([0, *core.space.sizes])
+        evaluation = evaluation_of(self._point)
+        starts = np.cumsum([0, *evaluation.space.sizes])
         places = {
             layer: np.concatenate([np.arange(starts[i], starts[i + 1]) for i in own])
-            for layer, own in groups(core.variable_names).items()
+            for layer, own in groups(evaluation.variable_names).items()
         }
         return self._scoring.scores_by_part(test_data, places)
 

@@ -379,8 +379,8 @@ class KFAC(FromKeras, FactoredOperator):
 
     def _true_operator(self) -> SymmetricOperator:
         """Return the matrix that this one approximates."""
-        core = evaluated(self._matrix, self._nest.source, self._data, self._options)
-        return SymmetricOperator(core)
+        evaluation = evaluated(self._matrix, self._nest.source, self._data, self._options)
+        return SymmetricOperator(evaluation)
 
     def _find_layers(self) -> None:
         """Trace the model once, and make variables that stand for the statistics."""

@@ -254,5 +254,5 @@ class NewtonIteration:
 
 def _model_error(hessian: SymmetricOperator) -> float:
     """Return the part of the gradient below which a model in low precision says nothing."""
-    core = evaluation_of(hessian)
-    return _LOW_ROUNDINGS * core.rounding if core.is_low else 0.0
+    evaluation = evaluation_of(hessian)
+    return _LOW_ROUNDINGS * evaluation.rounding if evaluation.is_low else 0.0

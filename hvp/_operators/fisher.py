@@ -225,20 +225,20 @@ class FisherOperator(FromKeras, SymmetricOperator):
         seed = tf.Variable(seeds[0], trainable=False, dtype=tf.int32)
         rule = dataclasses.replace(drawn, seed=seed)
         products = []
-        with evaluation_of(self).evaluated_with(rule) as core:
+        with evaluation_of(self).evaluated_with(rule) as evaluation:
             for number, value in enumerate(seeds):
                 if number:
                     seed.assign(value)
-                    core.snapshot.refresh()
-                products.append(SymmetricOperator(core) @ X)
+                    evaluation.snapshot.refresh()
+                products.append(SymmetricOperator(evaluation) @ X)
         return np.std(products, axis=0, ddof=1)
 
     @classmethod
     def _of_compiled(cls, compiled: CompiledModel, variables: Any) -> Sequence[Any]:
         options = compiled.options
         options["regularization"] = compiled.regularization
-        if options.get("kind") != "empirical":
-            options["likelihood"] = options.get("likelihood") or compiled.likelihoods
+        if options.get("kind") != "empirical" and options.get("likelihood") is None:
+            options["likelihood"] = compiled.likelihoods
         return compiled.model, compiled.output_loss, variables
 
 

@@ -41,13 +41,11 @@ class Matrix:
     ----------
     linear_map : LinearMap
         The products, without damping.
-    damping : float, optional
-        A multiple of the identity that is added to it.
 
     Attributes
     ----------
-    linear_map, damping
-        The same.
+    damping : float
+        A multiple of the identity that is added to them.
     space : Space
         The space of its vectors.
     has_variables : bool
@@ -68,17 +66,21 @@ class Matrix:
     snapshot: Any = None
     problem: Problem | None = None
 
-    def __init__(self, linear_map: LinearMap, damping: float = 0.0) -> None:
-        self.linear_map, self.damping = linear_map, damping
+    def __init__(self, linear_map: LinearMap) -> None:
+        self.linear_map, self.damping = linear_map, 0.0
         self.space = linear_map.domain
+        self._undamped: Matrix | None = None
         # Shared by matrices that differ in damping.
         self._cache: dict[Any, Any] = {}
         self._lock = threading.RLock()
 
     def damped(self: Self, damping: float) -> Self:
         """Return the matrix with a further multiple of the identity; it shares everything."""
+        if not damping:
+            return self
         twin = copy.copy(self)
         twin.damping = self.damping + damping
+        twin._undamped = self  # a block is found again for as long as one of them lives
         return twin
 
     @property
@@ -177,8 +179,6 @@ class Evaluation(Matrix):
         Returns a snapshot of the gradient alone, of a new trace: for checks.
     problem : Problem, optional
         What the matrix is of, to evaluate it in another way.
-    damping : float, optional
-        A multiple of the identity that is added to it.
     """
 
     has_variables = True
@@ -190,9 +190,8 @@ class Evaluation(Matrix):
         evaluate_gradient: Callable[[], Snapshot] | None = None,
         *,
         problem: Problem | None = None,
-        damping: float = 0.0,
     ) -> None:
-        super().__init__(snapshot, damping)
+        super().__init__(snapshot)
         self.snapshot, self.problem = snapshot, problem
         self.space = snapshot.plan.space
         self._evaluate_gradient = evaluate_gradient
@@ -205,10 +204,10 @@ class Evaluation(Matrix):
     def block(self, places: Sequence[int]) -> BlockEvaluation:
         """Return a diagonal block, the same one while it is in use."""
         with self._lock:
-            key = (*places, self.damping)
-            block = self._blocks.get(key) or BlockEvaluation(self, places, self.damping)
+            key = tuple(places)
+            block = self._blocks.get(key) or BlockEvaluation(self, places)
             self._blocks[key] = block
-            return block
+            return block.damped(self.damping)
 
     @property
     def rounding(self) -> float:
@@ -314,11 +313,11 @@ class Evaluation(Matrix):
         engine: Engine = "tape" if self.snapshot.facts.engine == "tape" else "graph"
         part = dataclasses.replace(part, options=Options(on_stale="ignore", engine=engine))
         with self.snapshot.with_seeds():
-            core = self._of_part(part.snapshot())
+            evaluation = self._of_part(part.snapshot())
         try:
-            yield core
+            yield evaluation
         finally:
-            core.snapshot.close()
+            evaluation.snapshot.close()
 
     @contextlib.contextmanager
     def evaluated_with(self, rule: Rule) -> Iterator[Evaluation]:
@@ -335,11 +334,11 @@ class Evaluation(Matrix):
         self._refuse_another_matrix("with other targets", "")
         problem = dataclasses.replace(self.problem, rule=rule)
         with self.snapshot.with_seeds():
-            core = Evaluation(problem.snapshot(on_stale="ignore"))
+            evaluation = Evaluation(problem.snapshot(on_stale="ignore"))
             try:
-                yield core
+                yield evaluation
             finally:
-                core.snapshot.close()
+                evaluation.snapshot.close()
 
     def _of_part(self, snapshot: Snapshot) -> Evaluation:
         return Evaluation(snapshot)
@@ -464,8 +463,6 @@ class BlockEvaluation(Evaluation):
         The matrix.
     places : sequence of int
         Which of its variables the block belongs to, in increasing order.
-    damping : float
-        A multiple of the identity that is added to the block.
 
     Attributes
     ----------
@@ -473,8 +470,8 @@ class BlockEvaluation(Evaluation):
         What the block is of the operator.
     """
 
-    def __init__(self, whole: Evaluation, places: Sequence[int], damping: float) -> None:
-        super().__init__(whole.snapshot, problem=whole.problem, damping=damping)
+    def __init__(self, whole: Evaluation, places: Sequence[int]) -> None:
+        super().__init__(whole.snapshot, problem=whole.problem)
         self._whole, self.selection = whole, Selection(whole.space, places)
         self.space = self.selection.space
         self.linear_map = Restricted(whole.linear_map, self.selection, self.selection)
@@ -502,7 +499,7 @@ class BlockEvaluation(Evaluation):
             yield None if whole is None else self._of(whole)
 
     def _of(self, whole: Evaluation) -> BlockEvaluation:
-        return BlockEvaluation(whole, self.selection.places, self.damping)
+        return BlockEvaluation(whole, self.selection.places).damped(self.damping)
 
     def gradients(self, places: Sequence[int] | None = None) -> Gradients | None:
         """Return the gradient as a function of the point, in the variables of the block alone."""

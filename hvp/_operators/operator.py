@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
 from types import TracebackType
@@ -38,9 +37,7 @@ class Operator(OneProcess, DtypePreserving):
     Parameters
     ----------
     linear_map : LinearMap
-        What multiplies.
-    dtype : numpy.dtype, optional
-        The type of arrays that are returned; by default the wider one of vectors and products.
+        What multiplies. Arrays have the wider type of its vectors and products.
     """
 
     __signature__: inspect.Signature
@@ -186,7 +183,7 @@ class Operator(OneProcess, DtypePreserving):
             return self.matvec(other)
         return self.dot(other) if type(other) is np.ndarray else super().__matmul__(other)
 
-    def damped(self: Self, lam: float) -> Self:
+    def damped(self, lam: float) -> Operator:
         """Return this operator plus `lam` times the identity.
 
         Parameters
@@ -196,8 +193,8 @@ class Operator(OneProcess, DtypePreserving):
 
         Returns
         -------
-        operator of the same kind
-            It shares everything with this one.
+        Operator
+            It shares everything with this one. A matrix of a loss stays one of its kind.
 
         Raises
         ------
@@ -205,9 +202,8 @@ class Operator(OneProcess, DtypePreserving):
             If the operator is not square.
         """
         self._refuse_rectangular("damped", "for a least-squares problem pass damp to scipy's lsqr")
-        twin = copy.copy(self)
-        twin.linear_map = damped(self.linear_map, check_damping(lam))
-        twin._plain = None if self._plain is None else self._plain.damped(lam)
+        twin = self._over(damped(self.linear_map, check_damping(lam)))
+        twin.is_symmetric = self.is_symmetric
         return twin
 
     @Uninterrupted()
@@ -315,7 +311,7 @@ class Operator(OneProcess, DtypePreserving):
         return unflattened(self.linear_map.domain, vector)
 
     def as_tf_operator(
-        self, *, is_positive_definite: bool | None = None, name: str = "HessianOperator"
+        self, *, is_positive_definite: bool | None = None, name: str = "Operator"
     ) -> tf.linalg.LinearOperator:
         """Return this operator as a `tf.linalg.LinearOperator`.
 
@@ -389,7 +385,8 @@ class Operator(OneProcess, DtypePreserving):
 
     def _columns(self, block: tf.Tensor, adjoint: bool = False) -> tf.Tensor:
         """Multiply a tensor of shape `(n, k)`."""
-        rows = self.linear_map.apply(tf.transpose(block), adjoint=adjoint and not self.is_symmetric)
+        adjoint = adjoint and not self.is_symmetric
+        rows = self.linear_map.apply(tf.transpose(block), adjoint=adjoint)
         return self._belonging(tf.transpose(rows))
 
     def _belonging(self, product: Any) -> Any:

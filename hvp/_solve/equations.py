@@ -35,7 +35,7 @@ class Equations:
 
     Attributes
     ----------
-    rows : Matrix
+    matrix : Matrix
         The operator.
     damping : float
         Multiple of the identity that is added to the undamped operator.
@@ -49,7 +49,7 @@ class Equations:
         Receives the directions of the first iterations.
     """
 
-    rows: Matrix
+    matrix: Matrix
     damping: float
     tolerance: np.ndarray
     maxiter: int
@@ -58,7 +58,7 @@ class Equations:
 
     def residual(self, b: np.ndarray, x: np.ndarray) -> np.ndarray:
         """Return the residual of the system, by a product."""
-        return system_residual(self.rows, b, x, self.damping)
+        return system_residual(self.matrix, b, x, self.damping)
 
 
 @dataclass
@@ -125,14 +125,14 @@ def solve_exactly(equations: Equations, b: np.ndarray) -> Solution:
     With the exact inverse `G`: `x_1 = G b`, `x_2 = x_1 + G (b - A x_1)`.
     """
     solution = Solution.begin(b)
-    rows = equations.rows
-    inverse = ExactInverse(rows, damping=equations.damping - rows.damping)
+    matrix = equations.matrix
+    inverse = ExactInverse(matrix, damping=equations.damping - matrix.damping)
     solution.x = _multiply_rows(inverse, b)
     solution.x += _multiply_rows(inverse, equations.residual(b, solution.x))
     solution.residual_norms = norms(equations.residual(b, solution.x))
-    solution.products = rows.size + 2 * len(b)
+    solution.products = matrix.size + 2 * len(b)
     converged = solution.residual_norms <= equations.tolerance
-    singular = inverse.rank < rows.size
+    singular = inverse.rank < matrix.size
     otherwise = SolveOutcome.LEAST_SQUARES if singular else SolveOutcome.STALLED
     solution.outcome = np.where(converged, int(SolveOutcome.CONVERGED), int(otherwise))
     if inverse.eigenvalues[0] < 0 and inverse.is_nonzero[0]:
@@ -292,9 +292,9 @@ class _BlockwiseSolver:
             )
 
         if progress.is_low and equations.low is not None:
-            run(Krylov(equations.low, method, precondition, equations.rows))
+            run(Krylov(equations.low, method, precondition, equations.matrix))
             progress.go_on_in_full_precision(equations.maxiter)
-        exact, arguments = equations.rows, (method, precondition)
+        exact, arguments = equations.matrix, (method, precondition)
         refines = exact.may_be_wide
         if (progress.outcome == SolveOutcome.RUNNING).any() and not progress.is_refining:
             recycled = equations.recycled

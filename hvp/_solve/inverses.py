@@ -45,46 +45,42 @@ class _Inverse(Operator):
 
     Parameters
     ----------
-    rows : Matrix
-        The operator to invert.
+    matrix : Matrix
+        The operator that is inverted.
     damping : float
-        Multiple of the identity that is added to the operator's own damping.
+        Multiple of the identity that is added to the undamped operator.
+    solve : callable
+        Takes an array of rows, and returns the solutions. It must not refer to this object.
     """
 
     is_symmetric = True
 
-    def __init__(self, rows: Matrix, damping: float) -> None:
-        self._rows = rows
-        self.damping = rows.damping + check_damping(damping)
-        # It is the inverse of this evaluation of the operator.
-        self._make_sure = functools.partial(rows.make_sure_evaluated, rows.evaluations)
-        super().__init__(ArrayMap(_not_yet, rows.space))
-
-    def _solve_by(self, solve: Callable[[np.ndarray], np.ndarray]) -> None:
-        """Apply a function of rows from now on, which does not refer to this object."""
-        self.linear_map = ArrayMap(solve, self._rows.space)
-
-    def _multiply(self, X: np.ndarray, rows: Matrix | None = None) -> np.ndarray:
-        """Multiply columns by the damped operator, or by that of other rows."""
-        return _damped_product(rows or self._rows, self.damping, X)
-
-    def _eigen(self, rank: int, tol: float) -> tuple[np.ndarray, np.ndarray]:
-        """Return the eigenvalues of largest absolute value, and eigenvectors as columns."""
-        damped = LinearOperator(
-            self.shape, lambda x: self._multiply(x.reshape(-1, 1)).ravel(), dtype=self.dtype
-        )
-        start = np.random.default_rng(0).standard_normal(self.shape[0]).astype(self.dtype)
-        return eigsh(damped, k=rank, which="LM", tol=tol, v0=start)
+    def __init__(
+        self, matrix: Matrix, damping: float, solve: Callable[[np.ndarray], np.ndarray]
+    ) -> None:
+        self.damping = damping
+        super().__init__(ArrayMap(solve, matrix.space))
 
 
-def _not_yet(rows: np.ndarray) -> np.ndarray:
-    raise HvpError("the inverse is used while it is made", "one that is complete")
-
-
-def _damped_product(rows: Matrix, damping: float, X: np.ndarray) -> np.ndarray:
+def _damped_product(matrix: Matrix, damping: float, X: np.ndarray) -> np.ndarray:
+    """Multiply columns by a matrix with other damping than its own."""
     deliver_interrupt()
-    product = rows.multiply(tf.constant(np.ascontiguousarray(X.T))).numpy().T
+    product = matrix.multiply(tf.constant(np.ascontiguousarray(X.T))).numpy().T
     return product + np.asarray(damping, X.dtype) * X
+
+
+def _largest_eigenpairs(
+    matrix: Matrix, damping: float, rank: int, tol: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the eigenvalues of largest absolute value, and eigenvectors as columns."""
+    size, dtype = matrix.size, matrix.dtype.as_numpy_dtype
+
+    def multiply(x: np.ndarray) -> np.ndarray:
+        return _damped_product(matrix, damping, x.reshape(-1, 1)).ravel()
+
+    start = np.random.default_rng(0).standard_normal(size).astype(dtype)
+    damped = LinearOperator((size, size), multiply, dtype=dtype)
+    return eigsh(damped, k=rank, which="LM", tol=tol, v0=start)
 
 
 class ExactInverse(_Inverse):
@@ -155,39 +151,42 @@ class ExactInverse(_Inverse):
 
     @Uninterrupted()
     def __init__(self, H: Any, *, damping: float = 0.0, max_size: int = 4096) -> None:
-        super().__init__(matrix_of(H), damping)
-        size = self.shape[0]
+        matrix = matrix_of(H)
+        total, size = matrix.damping + check_damping(damping), matrix.size
+        dtype = matrix.dtype.as_numpy_dtype
         if size > max_size:
             raise TooLargeError(
                 f"the exact inverse was requested for a {size} x {size} matrix",
                 f"a matrix of at most {max_size} x {max_size}",
                 "use conjugate gradients, or pass a larger max_size",
             )
+        # It is the inverse of this evaluation of the operator.
+        make_sure = functools.partial(matrix.make_sure_evaluated, matrix.evaluations)
         dense = np.empty((size, size))
-        with self._rows.in_full_precision() as rows:
+        with matrix.in_full_precision() as exact:
             for start in range(0, size, _BLOCK):
-                columns = np.eye(size, min(_BLOCK, size - start), -start, self.dtype)
-                dense[:, start : start + _BLOCK] = self._multiply(columns, rows)
+                columns = np.eye(size, min(_BLOCK, size - start), -start, dtype)
+                dense[:, start : start + _BLOCK] = _damped_product(exact, total, columns)
         dense = (dense + dense.T) / 2
         self.eigenvalues, self.eigenvectors = scipy.linalg.eigh(dense)
-        rounding = _ROUNDING * np.finfo(self.dtype).eps
+        rounding = _ROUNDING * np.finfo(dtype).eps
         zero = np.abs(self.eigenvalues) <= rounding * np.abs(self.eigenvalues).max()
         if zero.any():
             graded = _eigen_of_graded(dense, rounding)
             if graded is not None:
                 self.eigenvalues, self.eigenvectors = graded
                 zero = self.eigenvalues == 0
-        self._matrix = dense
+        self._dense, self._make_sure, self._gradient = dense, make_sure, matrix.gradient_or_none
         self.rank = int(size - zero.sum())
         self.is_nonzero = ~zero
         self._reciprocals = np.where(zero, 0, 1 / np.where(zero, 1, self.eigenvalues))
-        make_sure, basis, reciprocals = self._make_sure, self.eigenvectors, self._reciprocals
+        basis, reciprocals = self.eigenvectors, self._reciprocals
 
         def solve(rows: np.ndarray) -> np.ndarray:
             make_sure()
             return (rows.astype(np.float64) @ basis * reciprocals) @ basis.T
 
-        self._solve_by(solve)
+        super().__init__(matrix, total, solve)
 
     @property
     def diagonal(self) -> np.ndarray:  # type: ignore[override]
@@ -242,13 +241,13 @@ class ExactInverse(_Inverse):
         array([0.1])
         """
         size, rounding = self.shape[0], _ROUNDING * np.finfo(self.dtype).eps
-        used = np.any(self._matrix, axis=0)
+        used = np.any(self._dense, axis=0)
         variances = np.full(size, np.inf)
         if not used.any():
             return variances
-        units = np.sqrt(np.abs(self._matrix.diagonal()[used]))
+        units = np.sqrt(np.abs(self._dense.diagonal()[used]))
         units[units == 0] = 1
-        values, vectors = scipy.linalg.eigh(_scaled(self._matrix, used, units))
+        values, vectors = scipy.linalg.eigh(_scaled(self._dense, used, units))
         # Eigenvalues next to those that are positive only by rounding, or by what the gradient is
         # away from zero.
         smallest = np.sqrt(np.finfo(self.dtype).eps) * abs(values[-1])
@@ -284,7 +283,7 @@ class ExactInverse(_Inverse):
         self, used: Any, units: np.ndarray, values: np.ndarray, vectors: np.ndarray, positive: Any
     ) -> None:
         """Warn if a Newton step would change the loss."""
-        gradient = self._rows.gradient_or_none()
+        gradient = self._gradient()
         if gradient is None:
             return
         along = vectors[:, positive].T @ (gradient.astype(np.float64)[used] / units)
@@ -416,38 +415,44 @@ class NeumannInverse(_Inverse):
         scale: float | None = None,
     ) -> None:
         check_count(iterations, "iterations")
-        super().__init__(matrix_of(H), damping)
+        matrix = matrix_of(H)
+        total = matrix.damping + check_damping(damping)
         if scale is None:
-            scale = _SAFETY * abs(self._largest()) or 1.0
+            scale = _SAFETY * abs(_largest_eigenvalue(matrix, total)) or 1.0
         elif not (math.isfinite(scale) and scale > 0):
             raise HvpError(f"the argument scale is {scale}", "a positive number")
         self.scale = float(scale)
-        rows, scale, damping = self._rows, self.scale, self.damping
-        block = tf.TensorSpec([None, self.shape[0]], rows.dtype)
-        integer, number = tf.TensorSpec([], tf.int32), tf.TensorSpec([], rows.dtype)
-        specs, iterate = [block, block, integer, number, number], _iteration(rows)
-        if rows.in_python and not can_wait_for_python():
+        block = tf.TensorSpec([None, matrix.size], matrix.dtype)
+        integer, number = tf.TensorSpec([], tf.int32), tf.TensorSpec([], matrix.dtype)
+        specs, iterate = [block, block, integer, number, number], _iteration(matrix)
+
+        def compiled() -> Compiled:
+            return Compiled(iterate, specs, False, forgets=True)
+
+        if matrix.in_python and not can_wait_for_python():
             advance = Compiled(iterate, specs, False, eager=True)
         else:
-            advance = rows.cached("neumann", lambda: Compiled(iterate, specs, False, forgets=True))
-        self._solve_by(lambda b: _neumann_series(advance, b, iterations, scale, damping))
-
-    def _largest(self) -> float:
-        """Return the eigenvalue of largest absolute value, approximately."""
-        size = self.shape[0]
-        if size < 3:  # too small for ARPACK
-            return float(np.linalg.norm(self._multiply(np.eye(size, dtype=self.dtype)), 2))
-        return float(self._eigen(1, _TOLERANCE)[0][0])
+            advance = matrix.cached("neumann", compiled)
+        arguments = iterations, self.scale, total
+        super().__init__(matrix, total, lambda rows: _neumann_series(advance, rows, *arguments))
 
 
-def _iteration(rows: Matrix) -> Callable[..., tf.Tensor]:
+def _largest_eigenvalue(matrix: Matrix, damping: float) -> float:
+    """Return the eigenvalue of largest absolute value, approximately."""
+    if matrix.size < 3:  # too small for ARPACK
+        unit = np.eye(matrix.size, dtype=matrix.dtype.as_numpy_dtype)
+        return float(np.linalg.norm(_damped_product(matrix, damping, unit), 2))
+    return float(_largest_eigenpairs(matrix, damping, 1, _TOLERANCE)[0][0])
+
+
+def _iteration(matrix: Matrix) -> Callable[..., tf.Tensor]:
     """Return a function for the solution after `count` more iterations, in a graph."""
 
     def iterate(
         b: tf.Tensor, x: tf.Tensor, count: tf.Tensor, scale: tf.Tensor, damping: tf.Tensor
     ) -> tf.Tensor:
         def add_residual(j: tf.Tensor, x: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            return j + 1, x + (b - rows.multiply(x) - damping * x) / scale
+            return j + 1, x + (b - matrix.multiply(x) - damping * x) / scale
 
         start = (tf.constant(0), x)
         return tf.while_loop(lambda j, x: j < count, add_residual, start, parallel_iterations=1)[1]
@@ -538,26 +543,27 @@ class ArnoldiInverse(_Inverse):
     @Uninterrupted()
     def __init__(self, H: Any, rank: int = 50, *, damping: float = 0.0, tol: float = 1e-4) -> None:
         check_count(rank, "rank")
-        super().__init__(matrix_of(H), damping)
-        size = self.shape[0]
+        matrix = matrix_of(H)
+        total, size = matrix.damping + check_damping(damping), matrix.size
         if rank >= size:
             raise HvpError(f"the rank is {rank}", f"less than n = {size}", "use ExactInverse")
-        values, self._vectors = self._eigen(rank, tol)
+        make_sure = functools.partial(matrix.make_sure_evaluated, matrix.evaluations)
+        values, vectors = _largest_eigenpairs(matrix, total, rank, tol)
         order = np.argsort(-np.abs(values), kind="stable")
-        self.eigenvalues, self._vectors = values[order], self._vectors[:, order]
+        eigenvalues, vectors = values[order], vectors[:, order]
+        self.eigenvalues = eigenvalues
         if not np.all(self.eigenvalues):
             raise HvpError(
                 f"some of the {rank} largest eigenvalues are zero",
                 "a rank that leaves out the eigenvalues that are zero",
                 "lower rank",
             )
-        make_sure, vectors, eigenvalues = self._make_sure, self._vectors, self.eigenvalues
 
         def solve(rows: np.ndarray) -> np.ndarray:
             make_sure()
             return (rows @ vectors / eigenvalues) @ vectors.T
 
-        self._solve_by(solve)
+        super().__init__(matrix, total, solve)
 
 
 def _or_one(tensor: tf.Tensor) -> tf.Tensor:

@@ -50,7 +50,7 @@ class Krylov:
 
     Parameters
     ----------
-    rows : Matrix
+    matrix : Matrix
         The operator.
     method : Method
         The Krylov method.
@@ -68,7 +68,7 @@ class Krylov:
 
     def __init__(
         self,
-        rows: Matrix,
+        matrix: Matrix,
         method: Method,
         precondition: TensorFunction,
         exact: Matrix | None = None,
@@ -77,18 +77,18 @@ class Krylov:
         stops_at_rounding: bool = False,
     ) -> None:
         self._stops = stops_at_rounding
-        self._reduction = _REDUCTION if rows.is_low else _REDUCTION_IN_FLOAT32
-        self._rows, self._method, self._precondition = rows, method, precondition
-        self._exact, self._is_low = exact or rows, exact is not None
+        self._reduction = _REDUCTION if matrix.is_low else _REDUCTION_IN_FLOAT32
+        self._matrix, self._method, self._precondition = matrix, method, precondition
+        self._exact, self._is_low = exact or matrix, exact is not None
         # The rows that a cycle has ended for, and its state, to go on from.
         self._ended: tuple[np.ndarray, list[tf.Tensor]] | None = None
         self._recycled = recycled if method.product is not None else None
-        graph = KrylovGraph(rows, method, precondition, continues=self._is_low)
+        graph = KrylovGraph(matrix, method, precondition, continues=self._is_low)
         if precondition.key is UNKNOWN or graph.eager:
             self._compiled = graph.compile()
         else:
             key = method.name, precondition.key, self._is_low
-            self._compiled = rows.cached(key, graph.compile)
+            self._compiled = matrix.cached(key, graph.compile)
 
     def run(
         self,
@@ -166,7 +166,7 @@ class Krylov:
     ) -> None:
         """Call the graph until no row is running or the iterations are used up."""
         # The number of iterations in a call grows until a call takes about `_SECONDS`.
-        per_call = 1 if self._rows.in_python else 4
+        per_call = 1 if self._matrix.in_python else 4
         while True:
             running = progress.active_outcome == SolveOutcome.RUNNING
             used = int(progress.active_iterations[running].max(initial=0))

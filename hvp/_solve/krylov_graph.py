@@ -53,7 +53,7 @@ class KrylovGraph:
 
     Parameters
     ----------
-    rows : Matrix
+    matrix : Matrix
         The operator.
     method : Method
         The Krylov method.
@@ -69,11 +69,11 @@ class KrylovGraph:
     """
 
     def __init__(
-        self, rows: Matrix, method: Method, precondition: TensorFunction, *, continues: bool
+        self, matrix: Matrix, method: Method, precondition: TensorFunction, *, continues: bool
     ) -> None:
-        self._rows, self._method, self._precondition = rows, method, precondition
+        self._matrix, self._method, self._precondition = matrix, method, precondition
         self._continues = continues and method.continued_state is not None
-        calls_python = rows.in_python or precondition.key is UNKNOWN
+        calls_python = matrix.in_python or precondition.key is UNKNOWN
         self.eager = calls_python and not can_wait_for_python()
 
     def compile(self) -> CompiledMethod:
@@ -82,7 +82,7 @@ class KrylovGraph:
         The compiled functions forget this object, because they are cached with the operator and
         must not keep it alive.
         """
-        dtype, size = self._rows.dtype, self._rows.size
+        dtype, size = self._matrix.dtype, self._matrix.size
         numbers, number = tf.TensorSpec([None], dtype), tf.TensorSpec([], dtype)
         integers, integer = tf.TensorSpec([None], tf.int32), tf.TensorSpec([], tf.int32)
         counters = [integers, integers, numbers, integers, numbers]
@@ -120,7 +120,7 @@ class KrylovGraph:
         tolerance, damping, *tensors = parameters
         apply = self._precondition.apply
         return System(
-            multiply=lambda rows: self._rows.multiply(rows) + damping * rows,
+            multiply=lambda rows: self._matrix.multiply(rows) + damping * rows,
             precondition=lambda rows: apply(rows, tensors),
             tolerance=tolerance,
         )
@@ -131,7 +131,7 @@ class KrylovGraph:
         """Return counters and state after some iterations, and the number of products."""
         separable = self._method.separable
         rows = tf.shape(variables[0])[0]
-        eps = float(np.finfo(self._rows.dtype.as_numpy_dtype).eps)
+        eps = float(np.finfo(self._matrix.dtype.as_numpy_dtype).eps)
         patience = _PATIENCE if separable else tf.maximum(_MIN_PATIENCE, _PATIENCE // rows)
         # Rows cannot be removed inside the graph: it returns when enough of them have ended.
         enough = tf.cast(rows, tf.float64) * (1 - ENDED_PART) if separable else 0.0

@@ -29,7 +29,7 @@ class NystromSketch:
 
     Parameters
     ----------
-    rows : Matrix
+    matrix : Matrix
         The operator.
     seed : sequence of int
         Two integers.
@@ -40,10 +40,10 @@ class NystromSketch:
         Orthonormal vectors and their products, as rows, of shape `(rank, n)`.
     """
 
-    def __init__(self, rows: Matrix, seed: Any) -> None:
-        self._rows, self._seed = rows, seed
+    def __init__(self, matrix: Matrix, seed: Any) -> None:
+        self._matrix, self._seed = matrix, seed
         # Rows rather than columns: the basis is Q^T, the images are (A Q)^T.
-        self.basis = np.zeros((0, rows.size), rows.dtype.as_numpy_dtype)
+        self.basis = np.zeros((0, matrix.size), matrix.dtype.as_numpy_dtype)
         self.images = self.basis.copy()
         self._eigen: tuple[np.ndarray, np.ndarray] | None = None
 
@@ -64,7 +64,7 @@ class NystromSketch:
 
     def grow(self, first_rank: int, suffices: Callable[[], bool]) -> None:
         """Double the rank until it suffices, or is half of `n`."""
-        max_rank = max(1, int(_MAX_PART * self._rows.size))
+        max_rank = max(1, int(_MAX_PART * self._matrix.size))
         self.extend(min(first_rank, max_rank))
         while self.rank < max_rank and not suffices():
             deliver_interrupt()
@@ -74,13 +74,13 @@ class NystromSketch:
         """Add random vectors to the basis until it has `rank` of them, and multiply these."""
         size, self._eigen = self.rank, None
         seed = [int(self._seed[0]), int(self._seed[1]) + size]
-        shape = (rank - size, self._rows.size)
-        draws = tf.random.stateless_normal(shape, seed, dtype=self._rows.dtype).numpy()
+        shape = (rank - size, self._matrix.size)
+        draws = tf.random.stateless_normal(shape, seed, dtype=self._matrix.dtype).numpy()
         for _ in range(2):  # rounding makes a second pass of orthogonalization necessary
             draws -= (draws @ self.basis.T) @ self.basis
         draws = np.ascontiguousarray(scipy.linalg.qr(draws.T, mode="economic")[0].T)
         self.basis = np.concatenate([self.basis, draws])
-        images = self._rows.multiply(tf.constant(draws)).numpy()
+        images = self._matrix.multiply(tf.constant(draws)).numpy()
         self.images = np.concatenate([self.images, images])
 
     def _eigenpairs(self) -> tuple[np.ndarray, np.ndarray]:

@@ -67,14 +67,14 @@ UNKNOWN = "unknown"
 NO_PRECONDITION = TensorFunction(None, [], lambda rows, tensors: rows)
 
 
-def _diagonal(rows: Matrix, samples: int, seed: Any) -> np.ndarray:
+def _diagonal(matrix: Matrix, samples: int, seed: Any) -> np.ndarray:
     """Estimate the diagonal as the mean of `z * (A z)` over random sign vectors `z`.
 
     The undamped operator is used. See `DiagonalPreconditioner` for the reference.
     """
-    bits = tf.random.stateless_uniform((samples, rows.size), seed, 0, 2, tf.int32)
-    signs = tf.cast(2 * bits - 1, rows.dtype)
-    return tf.reduce_mean(signs * rows.multiply(signs), axis=0).numpy()
+    bits = tf.random.stateless_uniform((samples, matrix.size), seed, 0, 2, tf.int32)
+    signs = tf.cast(2 * bits - 1, matrix.dtype)
+    return tf.reduce_mean(signs * matrix.multiply(signs), axis=0).numpy()
 
 
 def _make_diagonal(operator: SymmetricOperator, rank: int, seed: Any) -> list[tf.Tensor]:
@@ -90,11 +90,11 @@ def _bounded(estimate: np.ndarray) -> np.ndarray:
 
 
 def _make_nystrom(operator: SymmetricOperator, rank: int, seed: Any) -> list[tf.Tensor]:
-    rows = matrix_of(operator)
-    sketch = NystromSketch(rows, seed)
+    matrix = matrix_of(operator)
+    sketch = NystromSketch(matrix, seed)
     sketch.extend(rank)
     factors = nystrom_factors(sketch.eigenvalues, operator.damping)
-    return [tf.constant(sketch.eigenvectors), tf.constant(factors, rows.dtype)]
+    return [tf.constant(sketch.eigenvectors), tf.constant(factors, matrix.dtype)]
 
 
 def _solve_nystrom(rows: tf.Tensor, tensors: Tensors) -> tf.Tensor:
@@ -251,14 +251,14 @@ class NystromPreconditioner(Preconditioner):
     def __init__(
         self, H: Any, rank: int | None = None, *, damping: float = 0.0, seed: int = 0
     ) -> None:
-        rows = matrix_of(H)
-        total = rows.damping + check_damping(damping)
+        matrix = matrix_of(H)
+        total = matrix.damping + check_damping(damping)
         if rank is not None:
             check_count(rank, "rank")
-            if rank > rows.size:
-                raise HvpError(f"the rank is {rank}", f"at most n = {rows.size}")
+            if rank > matrix.size:
+                raise HvpError(f"the rank is {rank}", f"at most n = {matrix.size}")
 
-        sketch = NystromSketch(rows, (seed, 0))
+        sketch = NystromSketch(matrix, (seed, 0))
         if rank is None:
             sketch.grow(_FIRST_RANK, lambda: bool(sketch.eigenvalues[-1] <= _SMALL * total))
         else:
@@ -266,9 +266,9 @@ class NystromPreconditioner(Preconditioner):
         self.eigenvalues, self.products = sketch.eigenvalues, sketch.rank
         tensors = [
             tf.constant(sketch.eigenvectors),
-            tf.constant(nystrom_factors(self.eigenvalues, total), rows.dtype),
+            tf.constant(nystrom_factors(self.eigenvalues, total), matrix.dtype),
         ]
-        super().__init__("nystrom", _solve_nystrom, tensors, rows.space)
+        super().__init__("nystrom", _solve_nystrom, tensors, matrix.space)
 
 
 class DiagonalPreconditioner(Preconditioner):
@@ -322,13 +322,13 @@ class DiagonalPreconditioner(Preconditioner):
         self, H: Any, *, samples: int = _SAMPLES, damping: float = 0.0, seed: int = 0
     ) -> None:
         check_count(samples, "samples")
-        rows = matrix_of(H)
-        total = rows.damping + check_damping(damping)
+        matrix = matrix_of(H)
+        total = matrix.damping + check_damping(damping)
         self.products = samples
-        self.diagonal: Any = _diagonal(rows, samples, (seed, 0))
+        self.diagonal: Any = _diagonal(matrix, samples, (seed, 0))
         self.diagonal += np.asarray(total, self.diagonal.dtype)
         bounded = tf.constant(_bounded(np.abs(self.diagonal)))
-        super().__init__("diagonal", _solve_diagonal, [bounded], rows.space)
+        super().__init__("diagonal", _solve_diagonal, [bounded], matrix.space)
 
 
 class BlockDiagonalPreconditioner(Preconditioner):
@@ -412,9 +412,9 @@ class BlockDiagonalPreconditioner(Preconditioner):
 
 
 def _runs_of(block: SymmetricOperator) -> list[tuple[int, int]]:
-    core = evaluation_of(block)
-    assert isinstance(core, BlockEvaluation)
-    return core.selection.runs
+    evaluation = evaluation_of(block)
+    assert isinstance(evaluation, BlockEvaluation)
+    return evaluation.selection.runs
 
 
 def _positive_inverse(matrix: np.ndarray, damping: float) -> np.ndarray:

@@ -43,9 +43,9 @@ class RankPlan:
     are_together: bool
     rtol: float
 
-    def sketch(self, rows: Matrix, damping: float) -> NystromSketch:
+    def sketch(self, matrix: Matrix, damping: float) -> NystromSketch:
         """Return the sketch of an operator that pays; the damping must be positive."""
-        sketch = NystromSketch(rows, (0, 0))
+        sketch = NystromSketch(matrix, (0, 0))
         sketch.grow(
             _FIRST_RANK, lambda: not self._pays(sketch.eigenvalues, damping, 2 * sketch.rank)
         )

@@ -18,7 +18,7 @@ class RightHandSides:
 
     Parameters
     ----------
-    rows : Matrix
+    matrix : Matrix
         The operator of the system.
     b : array_like, tf.Tensor or nest
         The right-hand sides, as the user passed them.
@@ -38,22 +38,22 @@ class RightHandSides:
         If `b` has another shape or type, or entries that are not finite.
     """
 
-    def __init__(self, rows: Matrix, b: Any, name: str) -> None:
-        self._space = rows.space
-        self._nest = rows.has_variables and self._is_nest(b, rows.size)
+    def __init__(self, matrix: Matrix, b: Any, name: str) -> None:
+        self._space = matrix.space
+        self._nest = matrix.has_variables and self._is_nest(b, matrix.size)
         self._tensor = not self._nest and tf.is_tensor(b)
         if self._nest:
             b = flattened(self._space, b)
         if tf.is_tensor(b) or isinstance(b, tf.Variable):
             b = b.numpy()
-        dtype = np.dtype(rows.dtype.as_numpy_dtype)
+        dtype = np.dtype(matrix.dtype.as_numpy_dtype)
         array = make_array(b)
-        if array.ndim not in (1, 2) or array.shape[0] != rows.size:
+        if array.ndim not in (1, 2) or array.shape[0] != matrix.size:
             description = f"has shape {array.shape}" if array.ndim else f"is {type(b).__name__}"
-            expected = f"shape ({rows.size},) or ({rows.size}, k)"
-            nest = ", or a nest like the variables" if rows.has_variables else ""
+            expected = f"shape ({matrix.size},) or ({matrix.size}, k)"
+            nest = ", or a nest like the variables" if matrix.has_variables else ""
             raise InvalidVectorError(f"{name} {description}", expected + nest)
-        array = check_array(array, rows.size, dtype, ndims=(array.ndim,), name=name)
+        array = check_array(array, matrix.size, dtype, ndims=(array.ndim,), name=name)
         self.single = array.ndim == 1
         self.rows = np.array(np.atleast_2d(array.T), order="C")
 

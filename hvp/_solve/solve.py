@@ -263,32 +263,32 @@ def solve_with(
     method, damping, M, progress = call.method, call.damping, call.M, call.progress
     rtol, atol, maxiter, checkpoint = call.rtol, call.atol, call.maxiter, call.checkpoint
     x0 = call.x0
-    rows = matrix_of(H)
-    rows.make_sure()
+    matrix = matrix_of(H)
+    matrix.make_sure()
     _check(method, damping, rtol, atol, maxiter, M)
     check_progress(progress)
-    right_hand_sides = RightHandSides(rows, b, "b")
+    right_hand_sides = RightHandSides(matrix, b, "b")
     columns = right_hand_sides.rows
-    start = None if x0 is None else RightHandSides(rows, x0, "x0").rows
+    start = None if x0 is None else RightHandSides(matrix, x0, "x0").rows
     if start is not None and start.shape != columns.shape:
         raise InvalidVectorError(
             f"x0 has {len(start)} columns, but b has {len(columns)}", "the same number of columns"
         )
-    with rows.in_full_precision() as exact:
+    with matrix.in_full_precision() as exact:
         equations = Equations(
             exact,
-            float(rows.damping + damping),
+            float(matrix.damping + damping),
             np.maximum(rtol * norms(columns), atol),
-            _ITERATIONS * rows.size if maxiter is None else int(maxiter),
-            None if exact is rows else rows,
+            _ITERATIONS * matrix.size if maxiter is None else int(maxiter),
+            None if exact is matrix else matrix,
             recycled,
         )
         is_open = M is None or (isinstance(M, str) and M == "auto")
-        if method == "auto" and is_open and len(columns) and _is_dense(rows.size, len(columns)):
+        if method == "auto" and is_open and len(columns) and _is_dense(matrix.size, len(columns)):
             method = "exact"
-        methods = _methods(method, rows.size, 2 if recycled is not None else len(columns))
+        methods = _methods(method, matrix.size, 2 if recycled is not None else len(columns))
         if not is_open:
-            precondition, setup_products = _precondition(rows, M, damping)
+            precondition, setup_products = _precondition(matrix, M, damping)
         elif recycled is not None and preconditions:
             setup_products = _begin_recycling(equations, columns, methods, recycled)
             precondition = recycled.precondition(equations.damping)
@@ -302,10 +302,10 @@ def solve_with(
             settings += [] if equations.low is None else ["low precision"]
             fingerprint = {
                 "call": "hvp.solve",
-                **rows.fingerprint(),
+                **matrix.fingerprint(),
                 "right-hand sides": digest(columns),
                 "start": "" if start is None else digest(start),
-                "preconditioner": _fingerprint(precondition, rows),
+                "preconditioner": _fingerprint(precondition, matrix),
                 "settings": repr(settings),
             }
             file = Checkpoint(checkpoint, fingerprint)
@@ -327,7 +327,7 @@ def solve_with(
             remaining = replace(equations, tolerance=equations.tolerance[negative])
             solution.replace(negative, solve_exactly(remaining, columns[negative]))
             used.append("exact")
-        if rows.is_positive_semidefinite and damping >= 0:
+        if matrix.is_positive_semidefinite and damping >= 0:
             solution.forget_curvature()
         return _result(right_hand_sides, solution, used)
 
@@ -379,7 +379,7 @@ def _choose_sketch(
     nonzero = lengths > 0
     rtol = float(np.min(equations.tolerance[nonzero] / lengths[nonzero]))
     plan = RankPlan(int(nonzero.sum()), not methods[0].separable, rtol)
-    return plan.sketch(equations.rows, equations.damping)
+    return plan.sketch(equations.matrix, equations.damping)
 
 
 def _precondition_that_pays(
@@ -390,7 +390,7 @@ def _precondition_that_pays(
     if sketch is None:
         return NO_PRECONDITION, 0
     factors = nystrom_factors(sketch.eigenvalues, equations.damping)
-    tensors = tf.constant(sketch.eigenvectors), tf.constant(factors, equations.rows.dtype)
+    tensors = tf.constant(sketch.eigenvectors), tf.constant(factors, equations.matrix.dtype)
     return nystrom_precondition(*tensors), sketch.rank
 
 
@@ -405,25 +405,25 @@ def _begin_recycling(
     return sketch.rank
 
 
-def _precondition(rows: Matrix, M: Any, damping: float) -> tuple[TensorFunction, int]:
+def _precondition(matrix: Matrix, M: Any, damping: float) -> tuple[TensorFunction, int]:
     """Return the preconditioner, and the number of products that it needed."""
     products = 0
     if isinstance(M, str):
         if M not in _PRECONDITIONERS:
             names = ("auto", *_PRECONDITIONERS)
             raise HvpError(f"M is {M!r}", " or ".join(map(repr, names)))
-        M = _PRECONDITIONERS[M](rows, damping=damping)
+        M = _PRECONDITIONERS[M](matrix, damping=damping)
         products = M.products
     is_matrix = isinstance(M, (LinearOperator, np.ndarray)) or hasattr(M, "toarray")
-    if not is_matrix or tuple(M.shape) != (rows.size, rows.size):
+    if not is_matrix or tuple(M.shape) != (matrix.size, matrix.size):
         description = f"of shape {tuple(M.shape)}" if is_matrix else type(M).__name__
         raise HvpError(
             f"M is {description}",
             "'nystrom', 'diagonal', or a preconditioner or LinearOperator of shape "
-            f"({rows.size}, {rows.size})",
+            f"({matrix.size}, {matrix.size})",
         )
     native = M.linear_map if isinstance(M, Operator) else None
-    if native is not None and native.domain.dtype == rows.dtype:
+    if native is not None and native.domain.dtype == matrix.dtype:
         function = native.as_function()
         if function is not None:
             return function, products
@@ -443,11 +443,11 @@ def _precondition(rows: Matrix, M: Any, damping: float) -> tuple[TensorFunction,
     return TensorFunction(UNKNOWN, [], apply), products
 
 
-def _fingerprint(precondition: TensorFunction, rows: Matrix) -> str:
+def _fingerprint(precondition: TensorFunction, matrix: Matrix) -> str:
     """Return a fingerprint of a preconditioner, which is the same in every process."""
     if precondition.key is not UNKNOWN:
         return " ".join([repr(precondition.key), *map(digest, precondition.tensors)])
-    product = precondition.apply(tf.constant(rows.probe()), precondition.tensors)
+    product = precondition.apply(tf.constant(matrix.probe()), precondition.tensors)
     return f"{UNKNOWN} {digest(product)}"
 
 

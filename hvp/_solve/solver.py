@@ -110,13 +110,13 @@ class Solver:
     """
 
     def __init__(self, H: Any, *, capacity: int | None = None) -> None:
-        rows = matrix_of(H)
+        matrix = matrix_of(H)
         if capacity is None:
-            fit = _BYTES // (2 * rows.size * rows.dtype.size)
+            fit = _BYTES // (2 * matrix.size * matrix.dtype.size)
             capacity = max(1, min(_CAPACITY, fit))
         check_count(capacity, "capacity")
-        self._H, self._rows = H, rows
-        self._space = RecycledSpace(rows.size, rows.dtype.as_numpy_dtype, capacity)
+        self._H, self._matrix = H, matrix
+        self._space = RecycledSpace(matrix.size, matrix.dtype.as_numpy_dtype, capacity)
         self._evaluations = self._count_evaluations()
         # What solves with each size of damping, tolerance and shape of right-hand sides have cost.
         self._costs: dict[tuple[int | None, float, tuple[Any, ...]], _Costs] = {}
@@ -201,10 +201,10 @@ class Solver:
         self._space.is_current, self._has_changed = False, True
 
     def _count_evaluations(self) -> int:
-        return self._rows.evaluations
+        return self._matrix.evaluations
 
     def __repr__(self) -> str:
         return (
-            f"Solver({self._rows.size} x {self._rows.size}, {self.directions} directions kept, "
+            f"Solver({self._matrix.size} x {self._matrix.size}, {self.directions} directions kept, "
             f"{self.products} products)"
         )

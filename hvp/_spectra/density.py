@@ -13,7 +13,7 @@ from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.progress import check_progress, progress_bar
 from hvp._spectra.lanczos import NOTHING, Quadrature, quadratures
 from hvp._spectra.probes import Probes, block_width, check_seed
-from hvp._spectra.symmetric import symmetric_rows
+from hvp._spectra.symmetric import symmetric_matrix
 
 # A Ritz value is an eigenvalue by itself if its residual is this part of the distance to the next.
 _SEPARATE = 0.05
@@ -212,18 +212,18 @@ def spectral_density(
     >>> bool(0.4 < density.distribution(0.5) < 0.6)  # the eigenvalues are those of w itself
     True
     """
-    rows = symmetric_rows(A, "spectral_density")
+    matrix = symmetric_matrix(A, "spectral_density")
     check_count(probes, "probes")
     check_count(steps, "steps")
     check_progress(progress)
-    seed, steps = check_seed(seed), min(steps, rows.size)
+    seed, steps = check_seed(seed), min(steps, matrix.size)
     # The basis of each vector is kept until the vector is done.
-    width = max(1, min(block_width(rows), 2**31 // (steps * rows.size * rows.dtype.size)))
+    width = max(1, min(block_width(matrix), 2**31 // (steps * matrix.size * matrix.dtype.size)))
     parts = []
     total = probes * steps
     with (
         progress_bar(progress, total=total, unit="product") as bar,
-        rows.in_full_precision() as exact,
+        matrix.in_full_precision() as exact,
     ):
         random = Probes(exact, seed)
         for start in range(0, probes, width):
@@ -232,12 +232,12 @@ def spectral_density(
     quadrature = Quadrature(
         *(np.concatenate([getattr(q, name) for q in parts]) for name in _FIELDS)
     )
-    below, above = _separate(quadrature, rows.size)
+    below, above = _separate(quadrature, matrix.size)
     return SpectralDensity(
         quadrature.nodes,
         quadrature.weights,
         _bandwidth(quadrature),
-        rows.size,
+        matrix.size,
         below,
         above,
         total,

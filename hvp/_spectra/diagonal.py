@@ -14,7 +14,7 @@ from hvp._spectra.estimate import Estimate, estimate_of
 from hvp._spectra.leave_one_out import LeaveOneOut
 from hvp._spectra.probes import Probes, check_seed
 from hvp._spectra.sampling import Stopping
-from hvp._spectra.symmetric import symmetric_rows
+from hvp._spectra.symmetric import symmetric_matrix
 
 DiagonalMethod = Literal["auto", "exact", "bekas", "xdiag"]
 
@@ -95,13 +95,13 @@ def diagonal(
     >>> hvp.diagonal(H).estimate
     array([1., 4., 9.])
     """
-    rows = symmetric_rows(A, "diagonal")
+    matrix = symmetric_matrix(A, "diagonal")
     names = get_args(DiagonalMethod)
     if method not in names:
         raise HvpError(f"the method is {method!r}", " or ".join(map(repr, names)))
     if absolute and method == "xdiag":
         raise HvpError("absolute is True with the method 'xdiag'", "another method")
-    size = rows.size
+    size = matrix.size
     stopping = Stopping.of(rtol, atol, max_products, min(2 * _FEWEST, size))
     if method == "exact" and size > max_products:
         raise HvpError(
@@ -114,7 +114,7 @@ def diagonal(
     total = stopping.max_products
     with (
         progress_bar(progress, total=total, unit="product") as bar,
-        rows.in_full_precision() as exact,
+        matrix.in_full_precision() as exact,
     ):
         probes = Probes(exact, seed)
         if method == "xdiag":
@@ -127,7 +127,7 @@ def diagonal(
             if found is None:
                 return _exact(probes, size, absolute, bar)
             estimate = found
-    if rows.is_positive_semidefinite:
+    if matrix.is_positive_semidefinite:
         estimate = replace(estimate, estimate=np.maximum(estimate.estimate, 0))
     return estimate
 

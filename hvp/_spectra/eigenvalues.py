@@ -70,7 +70,7 @@ class BlockLanczos:
 
     Parameters
     ----------
-    rows : Matrix
+    matrix : Matrix
         The operator; its damping counts.
     count : int
         How many eigenvalues are wanted.
@@ -88,7 +88,7 @@ class BlockLanczos:
 
     def __init__(
         self,
-        rows: Matrix,
+        matrix: Matrix,
         count: int,
         choose: Choose,
         by_size: bool,
@@ -96,12 +96,12 @@ class BlockLanczos:
         seed: int,
         advance: Callable[[int], None],
     ) -> None:
-        self._rows, self._count, self._choose = rows, count, choose
+        self._matrix, self._count, self._choose = matrix, count, choose
         self._by_size, self._tol, self._advance = by_size, tol, advance
         self._random = np.random.default_rng(seed)
-        self._dtype = rows.dtype.as_numpy_dtype
-        self._width = min(_WIDTH, rows.size)
-        self._largest = min(rows.size, 2 * count + 32)
+        self._dtype = matrix.dtype.as_numpy_dtype
+        self._width = min(_WIDTH, matrix.size)
+        self._largest = min(matrix.size, 2 * count + 32)
         self._scale = 0.0
         self.products = 0
 
@@ -124,7 +124,7 @@ class BlockLanczos:
             # Restarts forget large values that are not wanted.
             self._scale = scale = max(self._scale, float(np.abs(values).max()))
             enough = len(wanted) == self._count
-            is_whole = len(self._basis) == self._rows.size
+            is_whole = len(self._basis) == self._matrix.size
             settled = enough and bool((bounds[wanted] <= self._tol * scale).all())
             settled = settled and (confirmed is None or self._no_other(values, bounds, scale))
             if is_whole or self.products + self._width + self._count > at_most:
@@ -155,7 +155,7 @@ class BlockLanczos:
         return len(others) > 0 and bool((bounds[others] <= allowed).all())
 
     def _begin(self, starts: np.ndarray | None) -> None:
-        size = self._rows.size
+        size = self._matrix.size
         self._basis = np.zeros((0, size), self._dtype)
         self._projected = np.zeros((0, 0))
         first = self._random.standard_normal((self._width, size))
@@ -170,7 +170,7 @@ class BlockLanczos:
         """Multiply the next block, and add it to the basis."""
         block = self._next
         before, count = len(self._basis), len(block)
-        products = multiply(self._rows, block)
+        products = multiply(self._matrix, block)
         self.products += count
         self._advance(count)
         self._basis = np.concatenate([self._basis, block])
@@ -186,7 +186,7 @@ class BlockLanczos:
         scale = np.abs(projected).max(initial=0)
         triangle, basis = self._factored(rest, scale)
         self._coupling, self._next = triangle, basis
-        if not len(self._next) and len(self._basis) < self._rows.size:
+        if not len(self._next) and len(self._basis) < self._matrix.size:
             self._next = self._random_block()
             self._coupling = np.zeros((len(self._next), count))
 
@@ -194,7 +194,7 @@ class BlockLanczos:
         """Return `C` and orthonormal rows `Q` with `rest = C.T Q`, without exhausted directions."""
         Q, R, order = scipy.linalg.qr(rest.T.astype(np.float64), mode="economic", pivoting=True)
         small = _ROUNDING * np.finfo(self._dtype).eps * scale
-        rank = min(int(np.sum(np.abs(np.diag(R)) > small)), self._rows.size - len(self._basis))
+        rank = min(int(np.sum(np.abs(np.diag(R)) > small)), self._matrix.size - len(self._basis))
         coupling = np.zeros((rank, len(rest)))
         coupling[:, order] = R[:rank]
         basis = Q[:, :rank].T.astype(self._dtype)
@@ -213,8 +213,8 @@ class BlockLanczos:
         self._next = orthonormal(block, self._basis)
 
     def _random_block(self) -> np.ndarray:
-        room = self._rows.size - len(self._basis)
-        shape = (min(self._width, room), self._rows.size)
+        room = self._matrix.size - len(self._basis)
+        shape = (min(self._width, room), self._matrix.size)
         return orthonormal(self._random.standard_normal(shape).astype(self._dtype), self._basis)
 
     def _is_same(self, current: np.ndarray, before: np.ndarray, scale: float) -> bool:
@@ -226,12 +226,12 @@ class BlockLanczos:
         vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
         self.products += len(vectors)
         self._advance(len(vectors))
-        return pairs_of(self._rows, vectors, self._scale)
+        return pairs_of(self._matrix, vectors, self._scale)
 
 
-def pairs_of(rows: Matrix, vectors: np.ndarray, scale: float) -> EigenPairs:
+def pairs_of(matrix: Matrix, vectors: np.ndarray, scale: float) -> EigenPairs:
     """Return Rayleigh quotients of unit vectors, with residuals by a product with each."""
-    products = multiply(rows, vectors)
+    products = multiply(matrix, vectors)
     values = np.einsum("ij,ij->i", vectors, products, dtype=np.float64)
     residuals = products.astype(np.float64) - values[:, np.newaxis] * vectors
     return EigenPairs(values, vectors, np.linalg.norm(residuals, axis=1), scale)

@@ -18,7 +18,7 @@ from hvp._runtime.user_warning import warn
 from hvp._spectra.eigenvalues import CHOICES, BlockLanczos, EigenPairs
 from hvp._spectra.near_zero import NearZero
 from hvp._spectra.probes import check_seed, check_tolerance, multiply
-from hvp._spectra.symmetric import symmetric_rows
+from hvp._spectra.symmetric import symmetric_matrix
 from hvp._vectors.arrays import check_array
 from hvp._vectors.nests import unflattened
 from hvp._vectors.space import Space
@@ -193,8 +193,8 @@ def eigsh(
     >>> values.round(4), vectors.shape
     (array([16.,  9.]), (4, 2))
     """
-    rows = symmetric_rows(A, "eigsh")
-    size, name = rows.size, rows.dtype.name
+    matrix = symmetric_matrix(A, "eigsh")
+    size, name = matrix.size, matrix.dtype.name
     check_count(k, "k")
     if k > size:
         raise HvpError(
@@ -204,7 +204,7 @@ def eigsh(
         raise HvpError(f"the argument which is {which!r}", " or ".join(map(repr, get_args(Which))))
     tol = _TOLERANCES[name] if tol is None else check_tolerance("tol", tol)
     # Rounding errors of products remain in residuals.
-    tol = max(tol, 8 * float(np.finfo(rows.dtype.as_numpy_dtype).eps))
+    tol = max(tol, 8 * float(np.finfo(matrix.dtype.as_numpy_dtype).eps))
     if max_products is None:
         max_products = max(_FEWEST_PRODUCTS, _PRODUCTS * size)
     check_count(max_products, "max_products", 4 * k)
@@ -212,12 +212,12 @@ def eigsh(
     starts = None
     if v0 is not None:
         dimensions = (2,) if np.ndim(v0) == 2 else (1,)
-        v0 = check_array(v0, size, rows.dtype.as_numpy_dtype, ndims=dimensions, name="v0")
+        v0 = check_array(v0, size, matrix.dtype.as_numpy_dtype, ndims=dimensions, name="v0")
         starts = np.ascontiguousarray(v0.reshape(size, -1).T)
     seed = check_seed(seed)
     is_dense = size <= _DENSE or (size <= _DENSE_LARGEST and k * _PART > size)
     choose = CHOICES[which]
-    with progress_bar(progress, unit="product") as bar, rows.in_full_precision() as exact:
+    with progress_bar(progress, unit="product") as bar, matrix.in_full_precision() as exact:
         if is_dense and size <= max_products:
             pairs, products = _dense(exact, k, choose), size
         else:
@@ -242,7 +242,7 @@ def eigsh(
         pairs.residual_norms[order],
         converged[order],
         products,
-        rows.space if rows.has_variables else None,
+        matrix.space if matrix.has_variables else None,
     )
     if not converged.all():
         warn(
@@ -253,14 +253,14 @@ def eigsh(
     return result
 
 
-def _dense(rows: Matrix, k: int, choose: Any) -> EigenPairs:
+def _dense(matrix: Matrix, k: int, choose: Any) -> EigenPairs:
     """Compute all eigenvalues, and return those that are wanted."""
-    dtype = rows.dtype.as_numpy_dtype
-    matrix = multiply(rows, np.eye(rows.size, dtype=dtype)).astype(np.float64)
-    values, vectors = scipy.linalg.eigh((matrix + matrix.T) / 2)
+    dtype = matrix.dtype.as_numpy_dtype
+    dense = multiply(matrix, np.eye(matrix.size, dtype=dtype)).astype(np.float64)
+    values, vectors = scipy.linalg.eigh((dense + dense.T) / 2)
     chosen = choose(values)[:k]
     chosen_vectors = vectors[:, chosen].T.astype(dtype)
-    residuals = chosen_vectors.astype(np.float64) @ matrix
+    residuals = chosen_vectors.astype(np.float64) @ dense
     residuals -= values[chosen, np.newaxis] * chosen_vectors
     scale = float(np.abs(values).max())
     return EigenPairs(values[chosen], chosen_vectors, np.linalg.norm(residuals, axis=1), scale)

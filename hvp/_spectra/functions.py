@@ -15,7 +15,7 @@ from hvp._spectra.estimate import Estimate, estimate_of
 from hvp._spectra.lanczos import NOTHING, Quadrature, quadratures
 from hvp._spectra.probes import Probes, block_width, check_seed
 from hvp._spectra.sampling import Stopping
-from hvp._spectra.symmetric import symmetric_rows
+from hvp._spectra.symmetric import symmetric_matrix
 from hvp._vectors.arrays import check_array
 
 _FEWEST = 8
@@ -84,23 +84,23 @@ def quadratic_forms(
     >>> round(hvp.quadratic_forms(H, np.ones(3), np.sqrt), 5)
     6.0
     """
-    rows = symmetric_rows(A, "quadratic_forms")
+    matrix = symmetric_matrix(A, "quadratic_forms")
     dimensions = (2,) if np.ndim(V) == 2 else (1,)
-    V = check_array(V, rows.size, rows.dtype.as_numpy_dtype, ndims=dimensions, name="V")
+    V = check_array(V, matrix.size, matrix.dtype.as_numpy_dtype, ndims=dimensions, name="V")
     check_count(steps, "steps")
     check_progress(progress)
-    columns = np.ascontiguousarray(V.reshape(rows.size, -1).T)
+    columns = np.ascontiguousarray(V.reshape(matrix.size, -1).T)
     squares = np.sum(columns.astype(np.float64) ** 2, axis=1)
     values = np.zeros(len(columns))
     nonzero = np.flatnonzero(squares)
-    steps = min(steps, rows.size)
+    steps = min(steps, matrix.size)
     total = len(nonzero) * steps
     with (
         progress_bar(progress, total=total, unit="product") as bar,
-        rows.in_full_precision() as exact,
+        matrix.in_full_precision() as exact,
     ):
-        for start in range(0, len(nonzero), block_width(rows)):
-            part = nonzero[start : start + block_width(rows)]
+        for start in range(0, len(nonzero), block_width(matrix)):
+            part = nonzero[start : start + block_width(matrix)]
             quadrature = quadratures(exact, columns[part], steps, bar.update)
             values[part] = squares[part] * _integrals(quadrature, function)
     return values if V.ndim == 2 else float(values[0])
@@ -187,23 +187,23 @@ def logdet(
     >>> abs(hvp.logdet(H, rtol=0.1).estimate - 3.58) < 1
     True
     """
-    rows = symmetric_rows(A, "logdet")
+    matrix = symmetric_matrix(A, "logdet")
     check_count(steps, "steps")
-    steps = min(steps, rows.size)
+    steps = min(steps, matrix.size)
     stopping = Stopping.of(rtol, atol, max_products, _FEWEST * steps)
     check_progress(progress)
     seed = check_seed(seed)
     total = stopping.max_products
     with (
         progress_bar(progress, total=total, unit="product") as bar,
-        rows.in_full_precision() as exact,
+        matrix.in_full_precision() as exact,
     ):
         probes = Probes(exact, seed)
 
         def draw(count: int) -> np.ndarray:
             quadrature = quadratures(exact, probes.draw(count), steps, bar.update)
             _refuse_indefinite(quadrature)
-            return rows.size * _integrals(quadrature, np.log)
+            return matrix.size * _integrals(quadrature, np.log)
 
         samples = stopping.sample(draw, fewest=_FEWEST, widest=probes.widest, cost=steps)
     return estimate_of(samples, len(samples) * steps, "lanczos quadrature", stopping)

@@ -45,13 +45,13 @@ class Quadrature:
 
 
 def quadratures(
-    rows: Matrix, starts: np.ndarray, steps: int, advance: Callable[[int], None]
+    matrix: Matrix, starts: np.ndarray, steps: int, advance: Callable[[int], None]
 ) -> Quadrature:
     """Run the Lanczos method from several vectors.
 
     Parameters
     ----------
-    rows : Matrix
+    matrix : Matrix
         The operator; its damping counts.
     starts : ndarray
         The vectors, as rows of shape `(k, n)`.
@@ -60,14 +60,14 @@ def quadratures(
     advance : callable
         Called with the number of products after each step.
     """
-    steps = min(steps, rows.size)
+    steps = min(steps, matrix.size)
     dtype = starts.dtype
     lengths = np.linalg.norm(starts.astype(np.float64), axis=1, keepdims=True)
     vectors = (starts / lengths).astype(dtype)
     basis = Basis(tf.constant(vectors)[:, tf.newaxis])
     diagonal, beside = np.zeros((2, len(starts), steps))
     for step in range(steps):
-        products = multiply(rows, vectors)
+        products = multiply(matrix, vectors)
         diagonal[:, step] = np.sum(vectors * products, axis=1, dtype=np.float64)
         rest = basis.orthogonalized(tf.constant(products)[:, tf.newaxis])[:, 0].numpy()
         advance(len(starts))

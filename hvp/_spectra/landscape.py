@@ -14,7 +14,7 @@ from hvp._operators.symmetric import evaluation_of
 from hvp._runtime.arguments import check_count
 from hvp._runtime.interrupts import Uninterrupted, deliver_interrupt
 from hvp._runtime.progress import check_progress, progress_bar
-from hvp._spectra.symmetric import symmetric_rows
+from hvp._spectra.symmetric import symmetric_matrix
 from hvp._vectors.arrays import check_array
 
 
@@ -121,15 +121,15 @@ def loss_slice(
     >>> hvp.loss_slice(H, np.array([1.0, 0.0]), points=3).losses
     array([4., 5., 8.])
     """
-    rows = symmetric_rows(H, "loss_slice")
-    if rows.snapshot is None:
+    matrix = symmetric_matrix(H, "loss_slice")
+    if matrix.snapshot is None:
         raise HvpError(f"the operator is {type(H).__name__}", "an operator of this package")
     vectors = np.asarray(directions)
     dimensions = (2,) if vectors.ndim == 2 else (1,)
     vectors = check_array(
-        vectors, rows.size, rows.dtype.as_numpy_dtype, ndims=dimensions, name="directions"
+        vectors, matrix.size, matrix.dtype.as_numpy_dtype, ndims=dimensions, name="directions"
     )
-    vectors = np.ascontiguousarray(vectors.reshape(rows.size, -1).T)
+    vectors = np.ascontiguousarray(vectors.reshape(matrix.size, -1).T)
     if len(vectors) not in (1, 2):
         raise HvpError(f"there are {len(vectors)} directions", "one or two")
     check_count(points, "points", 3)
@@ -139,7 +139,7 @@ def loss_slice(
     offsets = np.linspace(-radius, radius, points)
     grid = np.stack(np.meshgrid(*[offsets] * len(vectors), indexing="ij"), axis=-1)
     shape, steps = grid.shape[:-1], grid.reshape(-1, len(vectors))
-    products = rows.multiply(tf.constant(vectors)).numpy().astype(np.float64)
+    products = matrix.multiply(tf.constant(vectors)).numpy().astype(np.float64)
     curvature = vectors.astype(np.float64) @ products.T
     slope = vectors.astype(np.float64) @ H.gradient.astype(np.float64)
     quadratic = H.value + steps @ slope + np.einsum("ij,jk,ik->i", steps, curvature, steps) / 2

@@ -13,7 +13,7 @@ class Layers:
 
     Parameters
     ----------
-    rows : Matrix
+    matrix : Matrix
         The operator. One that is not of this package has no layers.
 
     Attributes
@@ -22,12 +22,12 @@ class Layers:
         Their paths.
     """
 
-    def __init__(self, rows: Matrix) -> None:
+    def __init__(self, matrix: Matrix) -> None:
         self.names: list[str] = []
-        if not rows.has_variables:
+        if not matrix.has_variables:
             return
-        places = groups(rows.space.paths)
-        self.names, sizes = list(places), rows.space.sizes
+        places = groups(matrix.space.paths)
+        self.names, sizes = list(places), matrix.space.sizes
         self._starts = np.cumsum([0, *sizes[:-1]])
         self._membership = np.zeros((len(sizes), len(places)))
         for number, members in enumerate(places.values()):

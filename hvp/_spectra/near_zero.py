@@ -51,7 +51,7 @@ class NearZero:
 
     Parameters
     ----------
-    rows : Matrix
+    matrix : Matrix
         The operator; its damping counts.
     count : int
         How many eigenvalues are wanted.
@@ -64,14 +64,14 @@ class NearZero:
     """
 
     def __init__(
-        self, rows: Matrix, count: int, tol: float, seed: int, advance: Callable[[int], None]
+        self, matrix: Matrix, count: int, tol: float, seed: int, advance: Callable[[int], None]
     ) -> None:
-        self._rows, self._count, self._tol, self._seed = rows, count, tol, seed
+        self._matrix, self._count, self._tol, self._seed = matrix, count, tol, seed
         self._advance = advance
         self._random = np.random.default_rng(seed)
-        self._dtype = rows.dtype.as_numpy_dtype
-        self._largest = min(rows.size, 2 * count + 32)
-        self._basis = self._images = np.zeros((0, rows.size), self._dtype)
+        self._dtype = matrix.dtype.as_numpy_dtype
+        self._largest = min(matrix.size, 2 * count + 32)
+        self._basis = self._images = np.zeros((0, matrix.size), self._dtype)
         self._iterations = _ITERATIONS
         self.products = 0
 
@@ -106,7 +106,7 @@ class NearZero:
                         others - best.max()
                     )
             remaining = at_most - self.products - self._count
-            is_whole = len(self._basis) == self._rows.size
+            is_whole = len(self._basis) == self._matrix.size
             if is_whole or not is_needed.any() or remaining < 4 * _WIDTH:
                 break
             if len(self._basis) + 2 * _WIDTH > self._largest:
@@ -117,24 +117,24 @@ class NearZero:
     def _scale(self, at_most: int) -> float:
         """Return an estimate of the largest absolute eigenvalue."""
         choose = CHOICES["LM"]
-        run = BlockLanczos(self._rows, 1, choose, True, _SCALE_TOL, self._seed, self._advance)
+        run = BlockLanczos(self._matrix, 1, choose, True, _SCALE_TOL, self._seed, self._advance)
         scale = run.run(None, at_most).scale
         self.products += run.products
         return scale
 
     def _random_block(self, count: int) -> np.ndarray:
         """Return orthonormal random vectors outside of the basis, fewer if there are not enough."""
-        room = max(0, min(count, self._rows.size - len(self._basis)))
-        block = self._random.standard_normal((room, self._rows.size)).astype(self._dtype)
+        room = max(0, min(count, self._matrix.size - len(self._basis)))
+        block = self._random.standard_normal((room, self._matrix.size)).astype(self._dtype)
         return orthonormal(block, self._basis) if room else block
 
     def _grow(self, vectors: np.ndarray) -> None:
         """Add vectors to the basis, with their products."""
-        vectors = vectors[: self._rows.size - len(self._basis)]
+        vectors = vectors[: self._matrix.size - len(self._basis)]
         if not len(vectors):
             return
         vectors = orthonormal(vectors.astype(self._dtype), self._basis)
-        products = multiply(self._rows, vectors)
+        products = multiply(self._matrix, vectors)
         self._count_products(len(vectors))
         self._basis = np.concatenate([self._basis, vectors])
         self._images = np.concatenate([self._images, products])
@@ -167,7 +167,7 @@ class NearZero:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)
             result = solve(
-                self._rows,
+                self._matrix,
                 np.ascontiguousarray(residuals.T),
                 method="minres",
                 rtol=_SYSTEM_RTOL,
@@ -181,7 +181,7 @@ class NearZero:
         self._iterations *= 2 if is_open.any() else 1
         rest = residuals[is_open]
         if len(rest):
-            rest = rest - multiply(self._rows, solutions[is_open]) * norms[is_open]
+            rest = rest - multiply(self._matrix, solutions[is_open]) * norms[is_open]
             self._count_products(len(rest))
         self._grow(np.concatenate([solutions, rest]))
 
@@ -194,4 +194,4 @@ class NearZero:
         vectors = combined(mixing, self._basis)
         vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
         self._count_products(len(vectors))
-        return pairs_of(self._rows, vectors, scale)
+        return pairs_of(self._matrix, vectors, scale)

@@ -13,7 +13,7 @@ from hvp._spectra.eigsh import eigsh
 from hvp._spectra.estimate import Estimate
 from hvp._spectra.probes import Probes, check_seed
 from hvp._spectra.sampling import Stopping, mean_and_error
-from hvp._spectra.symmetric import symmetric_rows
+from hvp._spectra.symmetric import symmetric_matrix
 
 _FEWEST = 16
 
@@ -74,7 +74,7 @@ def norm(
     >>> round(hvp.norm(H, 2).estimate, 4)
     9.0
     """
-    rows = symmetric_rows(A, "norm")
+    matrix = symmetric_matrix(A, "norm")
     stopping = Stopping.of(rtol, atol, max_products, _FEWEST)
     if ord not in ("fro", 2) or isinstance(ord, bool):
         raise HvpError(f"the argument ord is {ord!r}", "'fro' or 2")
@@ -89,7 +89,7 @@ def norm(
     total = stopping.max_products
     with (
         progress_bar(progress, total=total, unit="product") as bar,
-        rows.in_full_precision() as exact,
+        matrix.in_full_precision() as exact,
     ):
         probes = Probes(exact, seed)
 

@@ -20,7 +20,7 @@ class Probes:
 
     Parameters
     ----------
-    rows : Matrix
+    matrix : Matrix
         The operator.
     seed : int
         The random seed.
@@ -31,48 +31,48 @@ class Probes:
         How many vectors were multiplied so far.
     """
 
-    def __init__(self, rows: Matrix, seed: int) -> None:
-        self._rows, self._random = rows, np.random.default_rng(seed)
+    def __init__(self, matrix: Matrix, seed: int) -> None:
+        self._matrix, self._random = matrix, np.random.default_rng(seed)
         self.products = 0
 
     @property
     def widest(self) -> int:
         """How many vectors a block should have at most."""
-        return block_width(self._rows)
+        return block_width(self._matrix)
 
     def draw(self, count: int) -> np.ndarray:
         """Return vectors of random signs as rows, of shape `(count, n)`."""
-        signs = self._random.integers(0, 2, (count, self._rows.size), np.int8)
-        return (2 * signs - 1).astype(self._rows.dtype.as_numpy_dtype)
+        signs = self._random.integers(0, 2, (count, self._matrix.size), np.int8)
+        return (2 * signs - 1).astype(self._matrix.dtype.as_numpy_dtype)
 
     def units(self, start: int, count: int) -> np.ndarray:
         """Return unit vectors as rows, from the one with this index on."""
-        return np.eye(count, self._rows.size, start, self._rows.dtype.as_numpy_dtype)
+        return np.eye(count, self._matrix.size, start, self._matrix.dtype.as_numpy_dtype)
 
     def draw_on_sphere(self, count: int) -> np.ndarray:
         """Return vectors of the length `sqrt(n)` and random directions as rows."""
-        normal = self._random.standard_normal((count, self._rows.size))
-        normal *= np.sqrt(self._rows.size) / np.linalg.norm(normal, axis=1, keepdims=True)
-        return normal.astype(self._rows.dtype.as_numpy_dtype)
+        normal = self._random.standard_normal((count, self._matrix.size))
+        normal *= np.sqrt(self._matrix.size) / np.linalg.norm(normal, axis=1, keepdims=True)
+        return normal.astype(self._matrix.dtype.as_numpy_dtype)
 
     def multiply(self, vectors: np.ndarray) -> np.ndarray:
         """Multiply rows by the operator, damping included."""
         self.products += len(vectors)
-        return multiply(self._rows, vectors)
+        return multiply(self._matrix, vectors)
 
 
-def block_width(rows: Matrix) -> int:
+def block_width(matrix: Matrix) -> int:
     """Return how many vectors a block should have at most."""
-    return max(1, min(_WIDEST, _BYTES // (rows.size * rows.dtype.size)))
+    return max(1, min(_WIDEST, _BYTES // (matrix.size * matrix.dtype.size)))
 
 
-def multiply(rows: Matrix, vectors: np.ndarray) -> np.ndarray:
+def multiply(matrix: Matrix, vectors: np.ndarray) -> np.ndarray:
     """Multiply rows by an operator, damping included, some at a time."""
-    width, products = block_width(rows), np.empty_like(vectors)
+    width, products = block_width(matrix), np.empty_like(vectors)
     for start in range(0, len(vectors), width):
         deliver_interrupt()
         part = slice(start, start + width)
-        products[part] = rows.multiply_damped(vectors[part])
+        products[part] = matrix.multiply_damped(vectors[part])
     if not np.isfinite(products).all():
         raise NonFiniteError(
             "a product has entries that are not finite", "finite products", "scale the loss down"

@@ -11,7 +11,7 @@ from hvp._operators.matrix import Matrix
 from hvp._operators.symmetric import matrix_of
 
 
-def symmetric_rows(A: Any, caller: str) -> Matrix:
+def symmetric_matrix(A: Any, caller: str) -> Matrix:
     """Return the rows of a symmetric operator.
 
     Parameters
@@ -36,6 +36,6 @@ def symmetric_rows(A: Any, caller: str) -> Matrix:
             "eager execution",
             f"call {caller} outside of the tf.function",
         )
-    rows = matrix_of(A)
-    rows.make_sure()
-    return rows
+    matrix = matrix_of(A)
+    matrix.make_sure()
+    return matrix

@@ -16,7 +16,7 @@ from hvp._spectra.layers import Layers
 from hvp._spectra.leave_one_out import LeaveOneOut
 from hvp._spectra.probes import Probes, check_seed
 from hvp._spectra.sampling import Stopping, mean_and_error
-from hvp._spectra.symmetric import symmetric_rows
+from hvp._spectra.symmetric import symmetric_matrix
 
 TraceMethod = Literal["auto", "exact", "hutchinson", "hutch++", "xtrace"]
 
@@ -108,28 +108,29 @@ def trace(
     >>> {name: part.estimate for name, part in result.layers.items()}
     {'a': 5.0, 'b': 18.0}
     """
-    rows = symmetric_rows(A, "trace")
+    matrix = symmetric_matrix(A, "trace")
     if method not in get_args(TraceMethod):
         raise HvpError(f"the method is {method!r}", " or ".join(map(repr, get_args(TraceMethod))))
-    stopping = Stopping.of(rtol, atol, max_products, min(FEWEST_PRODUCTS, rows.size))
+    stopping = Stopping.of(rtol, atol, max_products, min(FEWEST_PRODUCTS, matrix.size))
     check_progress(progress)
     seed = check_seed(seed)
-    if method == "exact" and rows.size > max_products:
+    size = matrix.size
+    if method == "exact" and size > max_products:
         raise HvpError(
-            f"the exact trace of a {rows.size} x {rows.size} matrix takes {rows.size} products",
+            f"the exact trace of a {size} x {size} matrix takes {size} products",
             f"at most max_products = {max_products}",
             "raise max_products, or leave out method",
         )
     total = stopping.max_products
     with (
         progress_bar(progress, total=total, unit="product") as bar,
-        rows.in_full_precision() as exact,
+        matrix.in_full_precision() as exact,
     ):
         probes = Probes(exact, seed)
         if method in _SAMPLERS:
-            return _doubled(method, probes, rows.size, stopping, bar)
+            return _doubled(method, probes, matrix.size, stopping, bar)
         run = {"auto": _auto, "exact": _summed, "hutchinson": _sampled}[method]
-        return run(probes, Layers(exact), rows.size, stopping, bar)
+        return run(probes, Layers(exact), matrix.size, stopping, bar)
 
 
 def _sampled(

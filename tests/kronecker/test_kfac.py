@@ -525,3 +525,23 @@ def test_data_that_cannot_be_used_are_refused(likelihood):
             hvp.KFAC(lambda x: x @ w, output_loss, w, data, likelihood=likelihood)
     with pytest.raises(hvp.HvpError, match="2"):
         hvp.KFAC(lambda x: x @ w, output_loss, w, (x[:, :2], y), likelihood=likelihood)
+
+
+def test_factors_precondition_inside_the_graph_of_a_solver(monkeypatch):
+    """Without a product of arrays for each iteration."""
+    model, data = problem("dense")
+    G = hvp.GaussNewtonOperator(model, cross_entropy, model, data)
+    inverse = hvp.KFAC(model, cross_entropy, model, data).inverse(0.1)
+    b = random(1, G.shape[0])
+    want = np.linalg.solve(G.to_dense() + 0.1 * np.eye(len(b)), b)
+
+    def refuse(*_):
+        raise AssertionError("a product of arrays")
+
+    monkeypatch.setattr(hvp.FactoredOperator, "matvec", refuse)
+    monkeypatch.setattr(hvp.FactoredOperator, "matmat", refuse)
+    result = hvp.solve(G, b, damping=0.1, M=inverse, method="cg", rtol=1e-6)
+    assert result.converged
+    np.testing.assert_allclose(result.x, want, atol=1e-4 * np.abs(want).max())
+    plain = hvp.solve(G, b, damping=0.1, M=None, method="cg", rtol=1e-6)
+    assert result.iterations != plain.iterations  # it is used

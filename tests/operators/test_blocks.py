@@ -263,3 +263,17 @@ def test_blocks_do_not_keep_residuals(monkeypatch):
     finally:
         gc.enable()
     assert set(result.nests[0]) == {"a", "b"}  # a result keeps its structure, not the operator
+
+
+def test_solvers_of_a_block_are_compiled_once_whatever_its_damping():
+    w, b = tf.Variable(random(0, 4, dtype="float64"), name="w"), tf.Variable(2.0, name="b")
+    H = hvp.HessianOperator(lambda: tf.reduce_sum(w**4) * tf.cast(b, tf.float64), [w, b])
+    first = H.damped(0.5).block("w")
+    hvp.solve(first, np.ones(4), method="cg")
+    compiled = inside.solver_count(first)
+    assert compiled > 0
+    for damping in (1.0, 2.0):
+        block = H.damped(damping).block("w")
+        assert inside.solver_count(block) == compiled  # before it was used
+        hvp.solve(block, np.ones(4), method="cg")
+        assert inside.solver_count(block) == compiled

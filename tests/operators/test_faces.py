@@ -19,6 +19,44 @@ def variables():
     }
 
 
+def expected(kind):
+    """The matrices in closed form, of arrays alone."""
+    v = variables()
+    # Flat vectors have the variables in the order of their names, as tf.nest sorts them.
+    p = np.tanh(X @ v["W"].numpy() + v["b"].numpy())
+    slope, bend = 1 - p**2, -2 * p * (1 - p**2)
+    J = np.zeros((5, 2, 8))
+    bends = np.zeros((5, 2, 8, 8))
+    for i in range(5):
+        for k in range(2):
+            z = np.zeros(8)  # the derivative of what enters tanh
+            z[:6].reshape(3, 2)[:, k] = X[i]
+            z[6 + k] = 1
+            J[i, k], bends[i, k] = slope[i, k] * z, bend[i, k] * np.outer(z, z)
+    flat = J.reshape(10, 8)
+    gauss_newton = flat.T @ flat / 5
+    hessian = gauss_newton + np.einsum("ik,ikab->ab", p - Y, bends) / 5
+    gradients = np.einsum("ik,ika->ia", p - Y, J)
+    damped = hessian + 0.5 * np.eye(8)
+    # Kronecker factors: of the inputs with a one for the bias, and of what enters tanh.
+    inputs = np.hstack([X, np.ones((5, 1))])
+    factors = inputs.T @ inputs / 5, np.diag(np.mean(slope**2, axis=0))
+    Q = np.kron(*(np.linalg.eigh(factor)[1] for factor in factors))
+    corrected = (Q * np.diagonal(Q.T @ gauss_newton @ Q)) @ Q.T
+    return {
+        "kfac": np.kron(*factors),
+        "ekfac": np.linalg.inv(corrected + 0.5 * np.eye(8)),
+        "hessian": damped,
+        "gauss-newton": gauss_newton,
+        "fisher": gradients.T @ gradients / 5,
+        "block": damped[:6, :6],
+        "off the diagonal": damped[:6, 6:],
+        "jacobian": flat,
+        "columns": flat[:, 6:],
+        "transpose": flat.T,
+    }[kind]
+
+
 def made(kind):
     v = variables()
 
@@ -57,6 +95,7 @@ def close(value, want):
 def test_they_agree_with_the_dense_matrix(kind):
     A = made(kind)
     dense = A.to_dense()
+    np.testing.assert_allclose(dense, expected(kind), rtol=1e-9, atol=1e-10)
     m, n = A.shape
     u, v = random(3, m, dtype="float64"), random(4, n, dtype="float64")
     U, V = random(5, m, 4, dtype="float64"), random(6, n, 4, dtype="float64")
@@ -99,10 +138,23 @@ def test_square_ones_have_a_diagonal_and_take_damping(kind):
     close(A.diagonal(), np.diagonal(dense))
     close(A.damped(0.25).to_dense(), dense + 0.25 * np.eye(len(dense)))
     close(A.damped(0.25).diagonal(), np.diagonal(dense) + 0.25)
+    close(A.damped(0.25).damped(0.5) @ np.ones(len(dense)), dense.sum(1) + 0.75)
     if kind in ("kfac", "ekfac"):
         return
     with pytest.raises(hvp.TooLargeError, match=r"hvp\.diagonal"):
         A.diagonal(max_size=3)
+
+
+def test_a_square_jacobian_that_is_damped_is_no_jacobian():
+    """Its products with tensors would be those of the Jacobian."""
+    w = tf.Variable(random(0, 3, dtype="float64"))
+    J = hvp.JacobianOperator(lambda: tf.sin(w) * tf.reduce_sum(w), w)
+    damped = J.damped(0.5)
+    close(damped.to_dense(), J.to_dense() + 0.5 * np.eye(3))
+    close(damped.T.to_dense(), J.to_dense().T + 0.5 * np.eye(3))
+    assert not hasattr(damped, "jvp")
+    assert not hasattr(damped, "vjp")
+    assert damped.stats.products > 0
 
 
 @pytest.mark.parametrize("kind", RECTANGULAR)
@@ -128,21 +180,33 @@ def test_nests(kind):
         close(A.flatten(product), A @ v)
 
 
+# With the inverse that they approximate, and by how much they may differ from it.
 MADE_FROM_MATRICES = {
-    "exact inverse": lambda H: hvp.ExactInverse(H),
-    "Neumann series": lambda H: hvp.NeumannInverse(H, iterations=20),
-    "Arnoldi": lambda H: hvp.ArnoldiInverse(H, rank=3),
-    "Nystrom": lambda H: hvp.NystromPreconditioner(H, rank=4),
-    "diagonal": lambda H: hvp.DiagonalPreconditioner(H),
-    "blocks": lambda H: hvp.BlockDiagonalPreconditioner(H),
+    "exact inverse": (lambda H: hvp.ExactInverse(H), 1e-12),
+    "Neumann series": (lambda H: hvp.NeumannInverse(H, iterations=200), 1e-10),
+    "Arnoldi": (lambda H: hvp.ArnoldiInverse(H, rank=7, tol=1e-10), None),
+    "Nystrom": (lambda H: hvp.NystromPreconditioner(H, rank=8), 1e-8),
+    "diagonal": (lambda H: hvp.DiagonalPreconditioner(H, samples=64), None),
+    "blocks": (lambda H: hvp.BlockDiagonalPreconditioner(H, [["W", "b"]]), 1e-12),
 }
 
 
 @pytest.mark.parametrize("kind", MADE_FROM_MATRICES)
 def test_inverses_and_preconditioners_have_them_too(kind):
-    A = MADE_FROM_MATRICES[kind](made("fisher").damped(1.0))
+    make, tolerance = MADE_FROM_MATRICES[kind]
+    A = make(made("fisher").damped(1.0))
     n = A.shape[0]
     dense = np.asarray(A.to_dense())
+    inverse = np.linalg.inv(expected("fisher") + np.eye(n))
+    if tolerance is None:
+        assert 0 < np.linalg.norm(dense - inverse) < 0.6 * np.linalg.norm(inverse)
+    elif kind == "Nystrom":  # of the five eigenvalues that are not zero
+        values, vectors = np.linalg.eigh(expected("fisher"))
+        e, U = values[-5:], vectors[:, -5:]
+        approximated = (U * (e + 1)) @ U.T / (e[0] + 1) + np.eye(n) - U @ U.T
+        np.testing.assert_allclose(dense, np.linalg.inv(approximated), atol=tolerance)
+    else:
+        np.testing.assert_allclose(dense, inverse, atol=tolerance)
     close(dense, dense.T)
     v, V = random(4, n, dtype="float64"), random(6, n, 4, dtype="float64")
     for product, want in (
@@ -157,5 +221,8 @@ def test_inverses_and_preconditioners_have_them_too(kind):
     ):
         np.testing.assert_allclose(product, want, rtol=1e-6, atol=1e-7)
     assert A.T is A
+    # What describes an inverse does not describe it with damping.
+    close(A.damped(0.25).to_dense(), dense + 0.25 * np.eye(n))
+    assert not hasattr(A.damped(0.25), "eigenvalues")
     with pytest.raises(hvp.InvalidVectorError, match="finite"):
         A @ np.full(n, np.nan)

@@ -465,6 +465,50 @@ def kronecker(s: Subject, kind: str) -> None:
 
 
 @use
+def exact_diagonal(s: Subject) -> None:
+    close(s.operator.diagonal(), np.diagonal(s.dense), s.tol)
+    damped = s.operator.damped(0.5)
+    close(damped.diagonal(), np.diagonal(s.dense) + 0.5, s.tol)
+
+
+@use
+def jacobian_in_tensorflow(s: Subject) -> None:
+    f = s.family
+    J = hvp.JacobianOperator(f.model, f.variables, (f.x,))
+    u, whole = random(7, len(s.jacobian), dtype=s.dtype), s.jacobian
+    close(J.product(tf.constant(s.v)), whole @ s.v, s.tol)
+    close(tf.function(J.product)(tf.constant(s.v)), whole @ s.v, s.tol)
+    linear = J.as_tf_operator()
+    close(linear.matmul(s.V), whole @ s.V, s.tol)
+    close(linear.matvec(u, adjoint=True), whole.T @ u, s.tol)
+    first = s.variables[0].shape.num_elements()
+    close(J.block(s.variables[0]).to_dense(), whole[:, :first], s.tol)
+
+
+@use
+def an_inverse_in_tensorflow(s: Subject) -> None:
+    inverse = hvp.ExactInverse(s.operator, damping=s.damping)
+    damped = s.dense + s.damping * np.eye(len(s.dense))
+    for product in (inverse.product, tf.function(inverse.product)):
+        close(damped @ product(tf.constant(s.v)).numpy(), s.v, 1000 * s.tol)
+    close(damped @ inverse.as_tf_operator().matmul(s.V).numpy(), s.V, 1000 * s.tol)
+
+
+@uses("KFAC", "EKFAC")
+def factors_in_solvers(s: Subject, kind: str) -> None:
+    f = s.family
+    K = getattr(hvp, kind)(f.model, f.output_loss, f.variables, f.data, largest_exact=64)
+    K = K.damped(0.5)
+    dense = K.to_dense(max_size=200)
+    close(K.diagonal(), np.diagonal(dense), s.tol)
+    solution = hvp.solve(K, s.v, method="cg", rtol=1e-6)
+    close(dense @ solution.x, s.v, 1e-4)
+    G = hvp.GaussNewtonOperator(f.model, f.output_loss, f.variables, f.data)
+    solution = hvp.solve(G, s.v, damping=0.5, M=K.inverse(), method="cg", rtol=1e-6)
+    close(s.gauss_newton @ solution.x + 0.5 * solution.x, s.v, 1e-4)
+
+
+@use
 def single_product(s: Subject) -> None:
     f = s.family
     parts, v = [], s.v
