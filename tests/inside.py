@@ -215,19 +215,20 @@ def use_tensorflow_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace, "has_risky_pools", lambda nodes: False)
 
 
-def deal(operator: Any) -> Any:
-    """What devices hold for an operator: its shares."""
-    return snapshot(operator).plan.deal
+def held_by_devices(operator: Any) -> dict[str, list[Any]]:
+    """The linear maps that devices hold for an operator, by the names of the devices."""
+    by_site = snapshot(operator).plan.last.held
+    return {site.name: [term.map for term in terms.values()] for site, terms in by_site.items()}
 
 
-def space(operator: Any) -> Any:
-    """Return the space of an operator's vectors."""
-    return evaluation_of(operator).space
+def products_of_devices(operator: Any, v: Any) -> list[Any]:
+    """The products with what each device holds, as they come back."""
+    return snapshot(operator).plan.last._multiply_everywhere(v, False)
 
 
 def sites(operator: Any) -> Any:
     """The devices of an operator that something was moved to or from."""
-    return snapshot(operator).plan.sites
+    return snapshot(operator).plan.pool.sites
 
 
 def pretend_version(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
@@ -254,21 +255,25 @@ def lose_devices(monkeypatch: Any, lost: Callable[[str], bool]) -> None:
 def count_joint_products(monkeypatch: pytest.MonkeyPatch, *, local: bool) -> list[Any]:
     """Return what will hold the products of one call for all workers, or for local devices too."""
     products: list[Any] = []
-    original = joint.JointWork.result
+    original = joint.JointProducts.start
 
-    def result(self: Any) -> Any:
-        product = original(self)
-        products.append(product)
-        return product
+    def start(self: Any, *arguments: Any) -> Any:
+        wait = original(self, *arguments)
+
+        def result() -> Any:
+            products.append(wait())
+            return products[-1]
+
+        return None if wait is None else result
 
     if local:
         monkeypatch.setattr(joint, "_pays_at", lambda site: True)
-    monkeypatch.setattr(joint.JointWork, "result", result)
+    monkeypatch.setattr(joint.JointProducts, "start", start)
     return products
 
 
 def find_lost_devices(operator: Any) -> None:
     """Let devices that were lost be there again, as if a worker had been started anew."""
-    for one in snapshot(operator).plan._devices:
+    for one in snapshot(operator).plan.pool.devices:
         if one.lost:
             one.come_back()

@@ -9,19 +9,19 @@ error does not tell which worker it is of, so whoever calls it needs the other w
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from hvp._devices.device import Job, LostDeviceError, Runner
+from hvp._devices.device import LostDeviceError, Runner
 from hvp._devices.names import own_device_like
 from hvp._devices.replica import DeviceReplica
 from hvp._engines.graph_map import GraphMap
 from hvp._engines.linear_map import LinearMap, Sum, Terms
 from hvp._graphs.parts import nbytes
 from hvp._graphs.private import call_flat
+from hvp._graphs.target import ExecutionTarget
 from hvp._runtime.collector import no_collections
 from hvp._vectors.space import Space
 
@@ -32,36 +32,6 @@ _log = logging.getLogger("hvp")
 _FUNCTIONS, _TERMS = 8, 64
 
 
-@dataclass(frozen=True)
-class Part:
-    """What one device multiplies.
-
-    Attributes
-    ----------
-    site : DeviceReplica
-        The device.
-    terms : sequence of (float, LinearMap)
-        Linear maps that it holds, with their weights.
-    """
-
-    site: DeviceReplica
-    terms: Terms
-
-    @property
-    def is_joint(self) -> bool:
-        """Whether one function can multiply here and on other devices."""
-        if not _pays_at(self.site):
-            return False
-        maps = _graph_maps(self.terms)
-        known = all(one.program.product.has_flat for _, one in maps)
-        return known and 0 < len(maps) == len(self.terms)
-
-    @property
-    def kind(self) -> Any:
-        """What a function is made for: the device, and pairs of weights and programs."""
-        return self.site, *((weight, term.program) for weight, term in _graph_maps(self.terms))
-
-
 class JointProducts:
     """Functions that multiply on several workers; each is made before its first call."""
 
@@ -70,27 +40,36 @@ class JointProducts:
         self._runner = Runner()
 
     def start(
-        self, parts: Sequence[Part], v: tf.Tensor, space: Space, seconds: float
-    ) -> JointWork | None:
+        self, weighted: Mapping[ExecutionTarget, Terms], v: tf.Tensor, space: Space, seconds: float
+    ) -> Callable[[], tf.Tensor | None] | None:
         """Start to multiply on several workers at once; None if that cannot be done.
 
         Parameters
         ----------
-        parts : sequence of Part
-            What each of them multiplies.
+        weighted : mapping of ExecutionTarget to sequence of (float, LinearMap)
+            The workers, with the linear maps that each of them multiplies, see `can_join`.
         v : tf.Tensor
             A vector, of shape `(n,)`, or rows, of shape `(k, n)`.
         space : Space
             The space of vectors and products.
         seconds : float
             How long this may take. Workers that do not answer after this count as lost.
+
+        Returns
+        -------
+        callable or None
+            Waits for the product; returns None if there is none, and each worker has to be asked by
+            itself. Those that do not answer count as lost from then on.
         """
-        if not parts or sum(len(part.terms) for part in parts) > _TERMS:
+        if not weighted or sum(map(len, weighted.values())) > _TERMS:
             return None
         home = own_device_like(v.device)
-        maps = [term for part in parts for _, term in _graph_maps(part.terms)]
-        width = min(term.rows_at_once for term in maps) if len(v.shape) == 2 else 1
-        kinds = tuple(part.kind for part in parts)
+        maps = [one for terms in weighted.values() for _, one in _graph_maps(terms)]
+        width = min(one.rows_at_once for one in maps) if len(v.shape) == 2 else 1
+        kinds = tuple(
+            (site, *((weight, one.program) for weight, one in _graph_maps(terms)))
+            for site, terms in weighted.items()
+        )
         key = width > 1, home, kinds
         if key not in self._functions:
             for oldest in list(self._functions)[: len(self._functions) - _FUNCTIONS + 1]:
@@ -99,7 +78,7 @@ class JointProducts:
         function = self._functions[key]
         if function is None:
             return None
-        residuals = [tensor for term in maps for tensor in term.residuals]
+        residuals = [tensor for one in maps for tensor in one.residuals]
 
         def call(one: tf.Tensor) -> tf.Tensor:
             with tf.device(None), tf.device(home):
@@ -116,68 +95,40 @@ class JointProducts:
             size = -(-len(v) // -(-len(v) // width))  # all alike but the last
             return tf.concat([call(v[i : i + size]) for i in range(0, len(v), size)], axis=0)
 
-        def failed(error: Exception) -> None:
-            if isinstance(error, LostDeviceError):
+        sites = [site for site in weighted if isinstance(site, DeviceReplica)]
+        job = self._runner.start(multiply)
+
+        def wait() -> tf.Tensor | None:
+            devices = [site.device for site in sites if site.is_remote]
+            try:
+                product = job.wait(
+                    seconds, lambda: all(device.takes_connections() for device in devices)
+                )
+            except LostDeviceError as error:
                 self._runner = Runner()  # the one before may hang
-            elif not any(part.site.device.may_be_of_another(error) for part in parts):
-                _log.info("workers multiply one by one, as TensorFlow says: %s", error)
-                self._functions[key] = None
+                for device in devices:
+                    if not device.answers():
+                        device.give_up(str(error))
+                return None
+            except tf.errors.OpError as error:
+                if not any(device.may_be_of_another(error) for device in devices):
+                    _log.info("workers multiply one by one, as TensorFlow says: %s", error)
+                    self._functions[key] = None
+                return None
+            for site in sites:
+                site.sent += nbytes(v)
+                site.received += nbytes(product)
+            return product
 
-        sites = [part.site for part in parts]
-        return JointWork(sites, self._runner.start(multiply), nbytes(v), seconds, failed)
+        return wait
 
 
-class JointWork:
-    """A product that several workers compute together.
-
-    Parameters
-    ----------
-    sites : list of DeviceReplica
-        The workers.
-    job : Job
-        The product.
-    sent : int
-        Bytes that each of them gets.
-    seconds : float
-        How long to wait.
-    failed : callable
-        Takes the error if there is no product.
-    """
-
-    def __init__(
-        self,
-        sites: list[DeviceReplica],
-        job: Job,
-        sent: int,
-        seconds: float,
-        failed: Callable[[Exception], None],
-    ) -> None:
-        self.sites, self._job, self._failed = sites, job, failed
-        self._sent, self._seconds = sent, seconds
-
-    def result(self) -> tf.Tensor | None:
-        """Wait for the product; None if there is none, and each worker has to be asked by itself.
-
-        Those that do not answer count as lost from then on.
-        """
-        devices = [site.device for site in self.sites if site.device.is_remote]
-        try:
-            product = self._job.wait(
-                self._seconds, lambda: all(device.takes_connections() for device in devices)
-            )
-        except LostDeviceError as error:
-            self._failed(error)
-            for device in devices:
-                if not device.answers():
-                    device.give_up(str(error))
-            return None
-        except tf.errors.OpError as error:
-            self._failed(error)
-            return None
-        for site in self.sites:
-            site.sent += self._sent
-            site.received += nbytes(product)
-        return product
+def can_join(site: ExecutionTarget, terms: Terms) -> bool:
+    """Whether one function can multiply here and on other devices."""
+    if not _pays_at(site):
+        return False
+    maps = _graph_maps(terms)
+    return all(one.program.product.has_flat for _, one in maps) and 0 < len(maps) == len(terms)
 
 
 def _traced(kinds: Sequence[Any], space: Space, home: str, *, in_rows: bool) -> Any:
@@ -205,10 +156,11 @@ def _traced(kinds: Sequence[Any], space: Space, home: str, *, in_rows: bool) -> 
         return function.get_concrete_function(v_spec, *specs)
 
 
-def _pays_at(site: DeviceReplica) -> bool:
-    """Whether calls to a device take long enough that a single one is better."""
-    return site.device.is_remote
-
-
 def _graph_maps(terms: Terms) -> list[tuple[float, GraphMap]]:
-    return [(weight, term) for weight, term in terms if isinstance(term, GraphMap)]
+    """Return the terms that are functions of a graph."""
+    return [(weight, one) for weight, one in terms if isinstance(one, GraphMap)]
+
+
+def _pays_at(site: ExecutionTarget) -> bool:
+    """Whether calls to a place take long enough that a single one is better."""
+    return site.is_remote

@@ -68,12 +68,22 @@ class DeviceReplica(ExecutionTarget):
         return f"DeviceReplica({self.device.name!r})"
 
     @property
+    def name(self) -> str:  # type: ignore[override]
+        """The full name of the device."""
+        return self.device.name
+
+    @property
+    def is_remote(self) -> bool:  # type: ignore[override]
+        """Whether the device belongs to another process."""
+        return self.device.is_remote
+
+    @property
     def runs_xla(self) -> bool:  # type: ignore[override]
         """Whether TensorFlow can call functions there that XLA compiles."""
         return not self.device.is_remote
 
     @property
-    def is_there(self) -> bool:
+    def is_there(self) -> bool:  # type: ignore[override]
         """Whether the device still has what was moved there."""
         return not self.device.lost and self.device.lives == self._life
 
@@ -152,7 +162,7 @@ class DeviceReplica(ExecutionTarget):
             tf.raw_ops.AssignVariableOp(resource=inbox.handle, value=nothing)
         return moved
 
-    def give(self, tensor: tf.Tensor, home: str, *, times: float = 1.0) -> tf.Tensor:
+    def give(self, tensor: tf.Tensor, home: str) -> tf.Tensor:
         """Move a tensor from there to the device that is given by its name.
 
         Parameters
@@ -161,18 +171,15 @@ class DeviceReplica(ExecutionTarget):
             The tensor.
         home : str
             The name of the device.
-        times : float, optional
-            A number to multiply it by, once it is here.
         """
-        if tensor.device != home:
-            self.received += nbytes(tensor)
-        elif times == 1:
+        if tensor.device == home:
             return tensor
+        self.received += nbytes(tensor)
         # In Python that a graph calls, tensors tell this name even if the process is a task of a
         # cluster, and TensorFlow does not know it then.
         # A name without a task would be one of the device of the context, but for the None.
         with tf.device(None), tf.device(home.replace("/job:localhost/replica:0/task:0", "")):
-            return tf.identity(tensor) if times == 1 else tensor * tf.constant(times, tensor.dtype)
+            return tf.identity(tensor)
 
     def run(self, function: Callable[[], Any]) -> Any:
         """Call a function there, while no other one runs."""

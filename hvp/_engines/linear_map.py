@@ -13,7 +13,7 @@ rows
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -134,52 +134,33 @@ class Adjoint(LinearMap):
 
 
 class Sum(LinearMap):
-    """The sum of linear maps times numbers: batches, regularization, damping.
+    """The sum of linear maps times numbers, such as a map and its damping.
 
     Parameters
     ----------
     terms : sequence of (float, LinearMap)
-        Terms that are held. Closing the sum closes them.
+        The terms. Closing the sum closes them.
     domain, codomain : Space
         Those of all terms.
-    streamed : callable, optional
-        Returns an iterator over further terms, which exist during one product only.
-    nbytes : int, optional
-        What is held, where that is more than the terms.
-    batches_held : int, optional
-        As for every map.
     """
 
-    def __init__(
-        self,
-        terms: Terms,
-        domain: Space,
-        codomain: Space,
-        streamed: Callable[[], Iterator[tuple[float, LinearMap]]] | None = None,
-        nbytes: int | None = None,
-        batches_held: int = 0,
-    ) -> None:
-        self._held = list(terms)
-        self.domain, self.codomain = domain, codomain
-        self._streamed, self._nbytes = streamed, nbytes
-        self.batches_held = batches_held
+    def __init__(self, terms: Terms, domain: Space, codomain: Space) -> None:
+        self._terms, self.domain, self.codomain = list(terms), domain, codomain
 
     @property
     def streams(self) -> bool:  # type: ignore[override]
-        """Whether there are terms that are not held."""
-        return self._streamed is not None or any(term.streams for _, term in self._held)
+        """Whether a term streams."""
+        return any(term.streams for _, term in self._terms)
 
     @property
     def calls_python(self) -> bool:  # type: ignore[override]
         """Whether Python runs for products of a term."""
-        return any(term.calls_python for _, term in self._held)
+        return any(term.calls_python for _, term in self._terms)
 
     @property
     def nbytes(self) -> int | None:  # type: ignore[override]
         """Upper bound on the memory of what is held."""
-        if self._nbytes is not None:
-            return self._nbytes
-        sizes = [term.nbytes for _, term in self._held]
+        sizes = [term.nbytes for _, term in self._terms]
         return None if None in sizes else sum(size or 0 for size in sizes)
 
     def apply(self, vector: Any, *, adjoint: bool = False) -> Any:
@@ -188,34 +169,28 @@ class Sum(LinearMap):
         if isinstance(vector, (list, tuple)):
             return self._apply_to_parts(vector, space, adjoint)
         total = None
-        for weight, term in self.terms():
-            product = _times(term.apply(vector, adjoint=adjoint), weight)
-            total = product if total is None else _plus(total, product)
+        for weight, term in self._terms:
+            product = scaled(term.apply(vector, adjoint=adjoint), weight)
+            total = product if total is None else added(total, product)
         return tf.zeros([*vector.shape[:-1], space.size], space.dtype) if total is None else total
 
     def close(self) -> None:
-        """Release the terms that are held."""
-        for _, term in self._held:
+        """Release the terms."""
+        for _, term in self._terms:
             term.close()
-        self._held = []
-
-    def terms(self) -> Iterator[tuple[float, LinearMap]]:
-        """Iterate over all terms, those that are held and those that are streamed."""
-        yield from self._held
-        if self._streamed is not None:
-            yield from self._streamed()
+        self._terms = []
 
     def _apply_to_parts(
         self, parts: Sequence[tf.Tensor], space: Space, adjoint: bool
     ) -> list[tf.Tensor]:
         """Add up in the wider type: float16 would lose small terms."""
         sums: list[Any] = [None] * len(space.shapes)
-        for weight, term in self.terms():
+        for weight, term in self._terms:
             products = [
-                _times(tf.cast(part, space.dtype), weight)
+                scaled(tf.cast(part, space.dtype), weight)
                 for part in term.apply(parts, adjoint=adjoint)
             ]
-            sums = [p if s is None else _plus(s, p) for s, p in zip(sums, products)]
+            sums = [p if s is None else added(s, p) for s, p in zip(sums, products)]
         pairs = zip(sums, space.dtypes)
         return space.with_zeros([s if s is None else tf.cast(s, dtype) for s, dtype in pairs])
 
@@ -264,12 +239,14 @@ def by_parts(
     return tf.stack([codomain.join(multiply(domain.split(row))) for row in tf.unstack(vector)])
 
 
-def _times(tensor: tf.Tensor, weight: float) -> tf.Tensor:
+def scaled(tensor: tf.Tensor, weight: float) -> tf.Tensor:
+    """Return a tensor times a number."""
     if weight == 1:
         return tensor
     return tf.raw_ops.Mul(x=tensor, y=tf.constant(weight, tensor.dtype))
 
 
-def _plus(one: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
+def added(one: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
+    """Return the sum of two tensors."""
     # The operator `+` takes longer than many a small product's share of it.
     return tf.raw_ops.AddV2(x=one, y=other)

@@ -18,12 +18,21 @@ class ExecutionTarget:
 
     Attributes
     ----------
+    name : str
+        What to call it.
     runs_xla : bool
         Whether TensorFlow can call functions there that XLA compiles. Where it cannot, they can
         still be called from within other functions.
+    is_remote : bool
+        Whether it belongs to another process, so that an operation takes as long as a hundred here.
+    is_there : bool
+        Whether it still has what was moved there.
     """
 
+    name = "this process"
     runs_xla = True
+    is_remote = False
+    is_there = True
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which TensorFlow runs operations there."""
@@ -40,6 +49,19 @@ class ExecutionTarget:
     def put(self, slot: TensorCell, tensor: tf.Tensor) -> None:
         """Let functions read a tensor there from a slot."""
         slot.assign(tensor)
+
+    def sync(self, values: Sequence[tuple[Resource, tf.Tensor]]) -> None:
+        """Give what stands there for variables these values."""
+
+    def take(self, tensor: tf.Tensor, *, uses: int = 2) -> tf.Tensor:
+        """Move a tensor there, where so many operations use it."""
+        del uses
+        return tensor
+
+    def give(self, tensor: tf.Tensor, home: str) -> tf.Tensor:
+        """Move a tensor from there to the device with a name."""
+        del home
+        return tensor
 
 
 LOCAL = ExecutionTarget()

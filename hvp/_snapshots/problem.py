@@ -11,9 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvp._data.batched_plan import BatchedPlan
 from hvp._data.batches import Batches, OneBatch
-from hvp._data.dealt_plan import DealtPlan
 from hvp._data.elements import (
     NO_DATA,
     Elements,
@@ -21,7 +19,7 @@ from hvp._data.elements import (
     convert_batch,
     explain_dtypes,
 )
-from hvp._data.stacked_plan import StackedPlan
+from hvp._data.execution import Execution
 from hvp._data.varied import varied_examples
 from hvp._engines.options import Options
 from hvp._engines.plan import Plan
@@ -261,19 +259,22 @@ class Problem:
         nest, rule, added = collect_variables(self.variables), self.rule, self.regularization
         if options.recompute is not False:
             rule = _InSegments(rule, segments_of(self.variables, options.recompute))
-        if self.rule.stacks:
-            single = self.source
-            if isinstance(single, Batches):
-                return StackedPlan(rule, nest, single, options, added=None, total=False)
-            return SinglePlan(rule, nest, options, lambda: single, inputs)
-        source, options = self._spread(nest, options)
-        if options.devices is not None:
-            for device in options.devices:
-                device.check_version()
+        source, stacks = self.source, self.rule.stacks
+        if not stacks:
+            source, options = self._spread(nest, options)
+        for device in options.devices or ():
+            device.check_version()
+        if isinstance(source, Batches) or options.devices is not None:
             batches = source if isinstance(source, Batches) else OneBatch(source)
-            return DealtPlan(rule, nest, batches, options, added=added, total=self.total)
-        if isinstance(source, Batches):
-            return BatchedPlan(rule, nest, source, options, added=added, total=self.total)
+            return Execution(
+                rule,
+                nest,
+                batches,
+                options,
+                stacks=stacks,
+                regularization=added,
+                total=self.total,
+            )
         factor = float(source.examples) if self.total and source is not NO_DATA else 1.0
         if added is not None:
             rule = WeightedSum([(factor, rule, None), (1.0, added, NO_DATA)])

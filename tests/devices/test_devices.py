@@ -8,7 +8,7 @@ import tensorflow as tf
 import hvp
 from tests import inside
 from tests.cases import Problem, dense_hessian, pairwise, random, relative_error
-from tests.data.test_batched_plan import IN, OUT, N, Network, X, Y, mean_square
+from tests.data.test_execution import IN, OUT, N, Network, X, Y, mean_square
 
 CPUS = ["CPU:0", "CPU:1", "CPU:2"]
 BATCHES = {
@@ -90,10 +90,9 @@ def test_weights_and_regularization(dense, engine, reduction):
 def test_each_device_holds_its_own_and_the_client_nothing():
     network = Network()
     with hvp.HessianOperator(mean_square(network), network, (X, Y), devices=CPUS[1:]) as H:
-        for share in inside.deal(H).shares:
-            for term in share.terms.values():
-                for tensor in term.map.residuals:
-                    assert tensor.device.endswith(share.site.device.name)
+        for name, maps in inside.held_by_devices(H).items():
+            for tensor in (residual for one in maps for residual in one.residuals):
+                assert tensor.device.endswith(name)
 
 
 def test_a_product_moves_two_vectors_and_an_evaluation_each_variable_once():

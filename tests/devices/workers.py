@@ -55,10 +55,10 @@ def agreement(cluster):
     mixed = ["CPU:0", cluster.devices[1]]
     with hvp.HessianOperator(loss, network, (X, Y), devices=mixed, damping=1.0) as H:
         close(hvp.solve(H, V[:, 0], rtol=1e-10).x, np.linalg.solve(DENSE + np.eye(10), V[:, 0]))
-        products, _ = inside.deal(H).multiply(tf.constant(V[:, 0]), inside.space(H))
+        products = inside.products_of_devices(H, tf.constant(V[:, 0]))
         assert all("localhost" in product.device for product in products)
-        term = next(iter(inside.deal(H).shares[1].terms.values()))
-        for residual in term.map.residuals:
+        [term, *_] = inside.held_by_devices(H)[cluster.devices[1]]
+        for residual in term.residuals:
             assert "/job:worker/replica:0/task:1" in residual.device
 
 
