@@ -1,8 +1,8 @@
 """Checks that an operator is the Hessian that was meant.
 
 Operations without a second derivative in TensorFlow are found before an operator is built. A check
-finds errors that show only in numbers: a custom gradient that is right once and wrong twice, a loss
-that differs from one evaluation to the next, variables that the loss does not read.
+finds errors that show only in numbers: a custom gradient whose own derivative is wrong, a loss that
+is not deterministic, variables that the loss does not read.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def check(
         *products*
             Whether products are finite, and the same when computed again.
         *symmetry*, *linearity*, *blocks*
-            Whether they are products with a symmetric matrix, for single vectors and for blocks.
+            Whether they are those of one symmetric matrix, for single vectors and for blocks.
         *same each time*
             Whether the loss, traced again and evaluated twice, is the one from which the operator
             was built. If not, the finding names the variables whose gradients differ, and the
@@ -84,13 +84,13 @@ def check(
         *connected*
             Whether the loss depends on all variables.
         *operations*
-            Custom gradients, random draws, Python code, products of entries.
+            Whether the loss contains custom gradients, random draws or Python code, or operations
+            that have no correct derivative at some values, such as products of entries at zeros.
         *curvature*
             The signs of the eigenvalues: of all of them if the matrix has at most `max_products`
-            rows. Otherwise `eigsh` looks for the smallest one, and the finding says what it found;
-            that nothing negative was found in so many products does not prove that there is
-            nothing. A negative eigenvalue of a matrix that is known to be positive semi-definite is
-            a failure.
+            rows. Otherwise `eigsh` looks for the smallest one, and the finding says what it found.
+            If it found no negative eigenvalue in so many products, there may still be one. A
+            negative eigenvalue of a matrix that is known to be positive semi-definite is a failure.
         *precision*
             Whether the dtype suffices for `rtol`, given a lower bound on the condition number.
         *low precision*
@@ -98,7 +98,7 @@ def check(
             operator was made with `precision`. They are compared along three random directions; a
             difference above two percent is a warning.
         *cost*
-            Time and memory of a product.
+            The time and memory that a product takes.
 
     Raises
     ------
@@ -114,11 +114,11 @@ def check(
     evaluations of the gradient (two if the loss differs between evaluations), from a separate trace
     that stores no residuals. If the gradient is not evaluated in float64, the variables are moved
     for the differences, by about the cube root of the rounding unit times their size, and restored
-    afterwards, even after an error or an
-    interrupt. Other threads that use the operator wait meanwhile.
+    afterwards, even after an error or an interrupt. Other threads that use the operator wait
+    meanwhile.
 
     Agreement along one random direction does not prove agreement along all of them, but a missing
-    term goes unnoticed only by chance.
+    term would go unnoticed only by chance.
 
     Examples
     --------
@@ -153,7 +153,7 @@ def check(
 def _checked(
     H: SymmetricOperator, rtol: float, max_products: int, seed: int, progress: Any
 ) -> CheckReport:
-    """Run all steps and put the report together."""
+    """Run all steps and assemble the report."""
     products_before, peak_before = H.stats.products, peak_nbytes()
     inspected = InspectedOperator(H, np.random.default_rng(seed))
     products, gradients = ProductInspection(inspected), GradientInspection(inspected)
@@ -193,7 +193,7 @@ def _checked(
 def _differences(
     inspected: InspectedOperator, gradients: GradientInspection, products: ProductInspection
 ) -> Iterator[Finding]:
-    """Compare products with differences: of gradients, or of what the matrix is made of."""
+    """Compare products with differences: of gradients for a Hessian, of predictions otherwise."""
     if inspected.evaluation.snapshot.is_hessian:
         return gradients.differences(products_are_finite=bool(products.eigenvalues.size))
     return PredictionInspection(inspected).differences()

@@ -23,13 +23,7 @@ Float64Gradient = Callable[[np.ndarray], np.ndarray]
 
 
 class GradientInspection:
-    """Compares an operator with gradients from a new trace of the loss.
-
-    Parameters
-    ----------
-    inspected : InspectedOperator
-        The operator.
-    """
+    """Compares an operator with gradients from a new trace of the loss."""
 
     def __init__(self, inspected: InspectedOperator) -> None:
         self._inspected = inspected
@@ -41,7 +35,7 @@ class GradientInspection:
 
     @property
     def evaluations(self) -> int:
-        """Number of evaluations of the gradient."""
+        """The number of evaluations of the gradient."""
         return 0 if self._gradients is None else self._gradients.evaluations
 
     def close(self) -> None:
@@ -50,7 +44,7 @@ class GradientInspection:
             self._gradients.close()
 
     def same_each_time(self) -> Iterator[Finding]:
-        """Check that the loss, from a new trace and evaluated twice, is the operator's loss."""
+        """Check that the loss, traced anew and evaluated twice, is the operator's loss."""
         name = "same each time"
         inspected = self._inspected
         self._gradients = inspected.evaluation.gradients()
@@ -84,14 +78,13 @@ class GradientInspection:
 
     @property
     def _rounding(self) -> float:
-        """Relative difference that sums in another order may have."""
+        """The relative difference that may result from summing in another order."""
         return 1000 * self._inspected.epsilon
 
     def _multiply_in_scale(self) -> None:
-        """Multiply by a random direction in which each entry is in proportion to its own scale.
+        """Multiply by a random direction whose entries are in proportion to their own scales.
 
-        Scales may differ widely. The product is multiplied by the scales too, so that its entries
-        are comparable.
+        Scales may differ widely. The product is scaled too, so that its entries are comparable.
         """
         assert self._gradients is not None
         inspected = self._inspected
@@ -108,8 +101,8 @@ class GradientInspection:
     def _differing_variables(self, one: np.ndarray, other: np.ndarray) -> list[str]:
         """Return the names of the variables for which two gradients differ.
 
-        Near a minimum, what remains of the gradient is rounding. Its size is that of the change in
-        the gradient if the variables change by a rounding unit.
+        Near a minimum, all that remains of the gradient is rounding error. It is about as large as
+        the change of the gradient when the variables change by a rounding unit.
         """
         assert self._gradients is not None
         one, other = self._scales * one, self._scales * other
@@ -121,13 +114,7 @@ class GradientInspection:
         return [repr(name) for name, distance in zip(names, distances) if distance > rounding]
 
     def differences(self, products_are_finite: bool) -> Iterator[Finding]:
-        """Compare a product with central differences of the gradient.
-
-        Parameters
-        ----------
-        products_are_finite : bool
-            Whether there is a product to compare with.
-        """
+        """Compare a product, if products are finite, with central differences of the gradient."""
         name, gradients = "differences", self._gradients
         if gradients is None or not (
             self._is_repeatable and products_are_finite and len(self._product)
@@ -206,25 +193,12 @@ class GradientInspection:
     def _central_differences(
         self, direction: np.ndarray, in_float64: Float64Gradient | None
     ) -> tuple[list[np.ndarray], float]:
-        """Return central differences of the gradient `g` along a direction `v`.
+        """Return central differences of the gradient `g` along a direction `v`, and the unit `h`.
 
         For three steps `s` in units of `h`, the cube root of the rounding unit, they are
         `(g(w + s h v) - g(w - s h v)) / (2 s h)`. Their error is of the order of `(s h)**2`, from
-        the third derivative, plus rounding divided by `s h`.
-
-        Parameters
-        ----------
-        direction : ndarray
-            The direction `v`.
-        in_float64 : callable or None
-            The gradient in float64 as a function of the change of the variables, if there is one.
-
-        Returns
-        -------
-        differences : list of ndarray
-            The difference for each step.
-        unit : float
-            The unit `h`.
+        the third derivative, plus rounding divided by `s h`. `in_float64` is the gradient in
+        float64 as a function of the change of the variables, if there is one.
         """
         epsilon = self._inspected.epsilon if in_float64 is None else _FLOAT64_EPSILON
         unit = float(np.cbrt(epsilon))

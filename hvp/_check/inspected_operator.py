@@ -15,32 +15,10 @@ _ROUNDINGS = 6
 
 
 class InspectedOperator:
-    """An operator under inspection.
+    """An operator under inspection, whose products with one vector are timed in `seconds`.
 
-    Parameters
-    ----------
-    operator : SymmetricOperator
-        The operator.
-    rng : numpy.random.Generator
-        Draws the random vectors.
-
-    Attributes
-    ----------
-    operator : SymmetricOperator
-        The operator.
-    rng : numpy.random.Generator
-        Draws the random vectors.
-    evaluation : Evaluation
-        The internals of the operator.
-    size : int
-        Length of a vector.
-    epsilon : float
-        Rounding unit of the operator's dtype.
-    tolerance : float
-        Bound on the differences between products that should be equal, relative to the norm of the
-        operator.
-    seconds : list of float
-        Time of each product with one vector.
+    Products that should be equal may differ by `tolerance`, relative to the norm of the operator.
+    `epsilon` is the rounding unit of its dtype, and `rng` draws the random vectors.
     """
 
     def __init__(self, operator: SymmetricOperator, rng: np.random.Generator) -> None:
@@ -59,7 +37,7 @@ class InspectedOperator:
         return (v / np.linalg.norm(v)).astype(self.operator.dtype)
 
     def multiply(self, v: np.ndarray) -> np.ndarray:
-        """Return the product with a vector, in float64, and record its time."""
+        """Return the product with a vector in float64, and record its time."""
         deliver_interrupt()
         start = time.perf_counter()
         product = self.operator @ v

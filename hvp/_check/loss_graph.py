@@ -1,4 +1,4 @@
-"""Steps of a check that look at the graph of the loss, without evaluating it."""
+"""Steps of a check that look at the graph of the loss without evaluating it."""
 
 from __future__ import annotations
 

@@ -29,21 +29,16 @@ _SETTLED, _MAX_RATIO = 0.05, 10.0
 class PredictionInspection:
     """Compares `u' G v` with `t_u' B t_v`, where `t` are differences of predictions.
 
-    The first batch is looked at. Its predictions are computed at four nearby points, by the model
-    alone; `B t_v` is a difference of gradients of the output loss, and for an empirical Fisher
+    Only the first batch is used. Its predictions are computed at four nearby points, by the model
+    alone. `B t_v` is a difference of gradients of the output loss, and for an empirical Fisher
     matrix an outer product of them.
-
-    Parameters
-    ----------
-    inspected : InspectedOperator
-        The operator.
     """
 
     def __init__(self, inspected: InspectedOperator) -> None:
         self._inspected = inspected
 
     def differences(self) -> Iterator[Finding]:
-        """Compare a product with differences."""
+        """Compare a product with differences of predictions."""
         name, evaluation = "differences", self._inspected.evaluation
         problem = evaluation.problem
         rule = None if problem is None else problem.rule
@@ -73,7 +68,7 @@ class PredictionInspection:
         yield self._compared(product, estimates)
 
     def _product(self, alone: Problem, u: np.ndarray, v: np.ndarray) -> tuple[float, float]:
-        """Return `u' G v` for the first batch, and what it is at most."""
+        """Return `u' G v` for the first batch, and its upper bound if `G` is semi-definite."""
         evaluation = self._inspected.evaluation
         with evaluation.evaluated_alone(alone) as part:
             rows = tf.cast(np.stack([u, v]), part.linear_map.domain.dtype)
@@ -84,7 +79,7 @@ class PredictionInspection:
     def _estimate(
         self, rule: PredictionRule, batch: Arguments, u: np.ndarray, v: np.ndarray, step: float
     ) -> float:
-        """Return `t_u' B t_v`, by central differences of one length."""
+        """Estimate `t_u' B t_v` by central differences of one step length."""
         made = self._predictions(rule, batch)
         places = made.choose(rule.output_loss, batch)
         at = [made.tensors[place] for place in places]
@@ -120,7 +115,7 @@ class PredictionInspection:
         direction: np.ndarray,
         step: float,
     ) -> list[np.ndarray]:
-        """Return the derivative of the predictions in a direction, by a central difference."""
+        """Return the derivative of the predictions along a direction, by a central difference."""
         evaluation = self._inspected.evaluation
         variables = evaluation.variables
         h = step * float(np.cbrt(self._inspected.epsilon))

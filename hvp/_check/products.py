@@ -1,4 +1,4 @@
-"""Steps of a check that look at products alone."""
+"""Steps of a check that look only at products."""
 
 from __future__ import annotations
 
@@ -23,17 +23,9 @@ _COMPARED, _LARGE_ERROR = 3, 0.02
 
 
 class ProductInspection:
-    """Looks at products: whether they are those of a symmetric matrix, and its spectrum.
+    """Checks whether products are those of a symmetric matrix, and examines its spectrum.
 
-    Parameters
-    ----------
-    inspected : InspectedOperator
-        The operator.
-
-    Attributes
-    ----------
-    eigenvalues : ndarray
-        Ritz values in increasing order; empty if the products are not finite.
+    `eigenvalues` are Ritz values in increasing order, or empty if the products are not finite.
     """
 
     def __init__(self, inspected: InspectedOperator) -> None:
@@ -97,7 +89,9 @@ class ProductInspection:
     def _lanczos(self) -> tuple[np.ndarray, float]:
         """Estimate the spectrum and the asymmetry by the Lanczos iteration.
 
-        From a random vector `q_0` of norm one, with full orthogonalization::
+        From a random unit vector `q_0`, with full orthogonalization (C. Lanczos, Journal of
+        Research of the National Bureau of Standards 45(4), 1950,
+        https://doi.org/10.6028/jres.045.026)::
 
             t_ij = (q_i, H q_j)                     for i <= j
             w = H q_j - sum_{i <= j} t_ij q_i
@@ -105,20 +99,7 @@ class ProductInspection:
 
         For a symmetric `H` the matrix `T` is tridiagonal and symmetric. Here all of its entries are
         computed, so that its asymmetry shows that of `H`. The Ritz values are the eigenvalues of
-        the symmetric part of `T`.
-
-        Returns
-        -------
-        start : ndarray
-            The vector `q_0`.
-        asymmetry : float
-            The largest entry of `T - T'`.
-
-        References
-        ----------
-        C. Lanczos, "An iteration method for the solution of the eigenvalue problem of linear
-        differential and integral operators", Journal of Research of the National Bureau of
-        Standards 45(4), 255-282, 1950. https://doi.org/10.6028/jres.045.026
+        the symmetric part of `T`. The results are `q_0` and the largest entry of `T - T'`.
         """
         inspected = self._inspected
         max_steps = min(_STEPS, inspected.size)
@@ -163,7 +144,7 @@ class ProductInspection:
 
     @property
     def _rounding(self) -> float:
-        """The size of eigenvalues that rounding errors may make of zero."""
+        """The absolute value below which an eigenvalue may be zero but for rounding errors."""
         return max(100 * self._inspected.epsilon, self._inspected.evaluation.rounding) * self._norm
 
     def _of_semidefinite(self) -> Finding:
@@ -192,7 +173,7 @@ class ProductInspection:
         return Finding("curvature", "note", f"singular up to rounding: {text}")
 
     def _of_some(self, max_products: int, seed: int) -> Finding:
-        """Look for negative curvature, and report what was found."""
+        """Look for negative curvature, and report the outcome."""
         inspected = self._inspected
         lowest, highest = self.eigenvalues[[0, -1]]
         products, is_smallest, error = len(self.eigenvalues), False, 0.0
@@ -243,5 +224,5 @@ def _need_damping(least: float) -> str:
 
 
 def _rounded_up(number: float) -> str:
-    """Return a positive number with two digits, not below it."""
+    """Return a positive number, rounded up to two digits."""
     return f"{number:.2g}" if float(f"{number:.2g}") >= number else f"{number * 1.05:.2g}"

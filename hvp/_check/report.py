@@ -127,7 +127,7 @@ class CheckReport:
 
 
 def shortened(names: Iterable[object]) -> str:
-    """Return the first few names as one text, and the number of the others."""
+    """Join the first few names, and add the number of the others."""
     texts = list(map(str, names))
     rest = f", and {len(texts) - _MAX_NAMES} more" if len(texts) > _MAX_NAMES else ""
     return ", ".join(texts[:_MAX_NAMES]) + rest

@@ -91,7 +91,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit status."""
+    """Run the command, and return its exit status."""
     options = parser().parse_args(arguments)
     try:
         run(options)
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Load, compute, print and write."""
+    """Load the model and the data, compute the curvature, and print and write it."""
     for path in (options.json, options.figure):
         if path is not None and not path.absolute().parent.is_dir():
             raise HvpError(f"there is no folder {path.parent}", "a folder that exists")

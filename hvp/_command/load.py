@@ -1,4 +1,4 @@
-"""Reading a saved model and its data."""
+"""Loading a saved model and its data."""
 
 from __future__ import annotations
 
@@ -22,26 +22,8 @@ def load_data(
 ) -> tuple[tuple[np.ndarray, ...], list[str]]:
     """Read the arrays `x`, `y` and optionally `sample_weight` of an `.npz` file.
 
-    Parameters
-    ----------
-    path : Path
-        The file.
-    examples : int or None
-        Number of examples to draw, if there are more.
-    seed : int
-        The random seed of that.
-
-    Returns
-    -------
-    tuple of ndarray
-        The arrays.
-    list of str
-        The names of the other arrays in the file, which are not used.
-
-    Raises
-    ------
-    InvalidDataError
-        If the file cannot be read, or lacks an array.
+    The second result lists the other arrays in the file, which are not used. If `examples` is a
+    smaller number than there are, as many are drawn at random.
     """
     expected = "a file that np.savez(file, x=..., y=...) wrote"
     if not path.exists():
@@ -84,22 +66,7 @@ def load_data(
 
 
 def load_model(path: Path, modules: list[str]) -> Any:
-    """Read a compiled model.
-
-    Parameters
-    ----------
-    path : Path
-        A file that `model.save` wrote.
-    modules : list of str
-        Modules to import before, which register custom objects.
-
-    Raises
-    ------
-    InvalidLossError
-        If the file cannot be read, or the model is not compiled.
-    HvpError
-        If a module cannot be imported.
-    """
+    """Load a compiled model, after importing the modules that register its custom objects."""
     import keras
 
     sys.path.insert(0, "")  # as for a script in this folder
@@ -144,15 +111,7 @@ def load_model(path: Path, modules: list[str]) -> Any:
 
 
 def check_fit(model: Any, data: tuple[np.ndarray, ...]) -> None:
-    """Evaluate the loss of the first example.
-
-    Raises
-    ------
-    InvalidDataError
-        If the model or its loss does not accept the arrays.
-    InvalidLossError
-        If the model has several inputs or outputs, or no loss.
-    """
+    """Evaluate the loss of the first example, to refuse data that do not fit the model."""
     for name in ("inputs", "outputs"):
         count = len(getattr(model, name, None) or [None])
         if count > 1:

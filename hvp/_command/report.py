@@ -1,4 +1,4 @@
-"""What the command computes and prints."""
+"""The results of the command, as text, JSON and a figure."""
 
 from __future__ import annotations
 
@@ -23,21 +23,7 @@ from hvp._spectra.trace import FEWEST_PRODUCTS, trace
 
 @dataclass(frozen=True)
 class Subject:
-    """Whose curvature was computed.
-
-    Attributes
-    ----------
-    model, data : str
-        The files.
-    examples : int
-        How many examples of them.
-    matrix : str
-        The name of the matrix.
-    mode : str
-        ``"training"`` or ``"inference"``.
-    seed : int
-        The random seed.
-    """
+    """The files and settings of a report; `mode` is ``"training"`` or ``"inference"``."""
 
     model: str
     data: str
@@ -47,7 +33,7 @@ class Subject:
     seed: int
 
     def as_text(self, H: SymmetricOperator) -> str:
-        """Return a line about the operator."""
+        """Describe the operator in one line."""
         examples = f"{self.examples} example{'' if self.examples == 1 else 's'}"
         name = {"hessian": "Hessian", "gauss-newton": "Gauss-Newton matrix"}[self.matrix]
         return (
@@ -58,24 +44,9 @@ class Subject:
 
 @dataclass(frozen=True)
 class Curvature:
-    """Everything that is computed of an operator.
+    """All results for one operator; `check` and `density` are None if they were skipped.
 
-    Attributes
-    ----------
-    subject : Subject
-        What it is the curvature of.
-    value, gradient_norm : float
-        The loss, and the norm of its gradient.
-    check : CheckReport or None
-        Whether it is the right matrix.
-    largest, smallest : EigenResult
-        The largest eigenvalues, and the smallest one.
-    trace : Estimate
-        The trace, with those of the layers.
-    density : SpectralDensity or None
-        The density of all eigenvalues.
-    sizes : dict of str to int
-        The number of variables of each layer.
+    `sizes` holds the number of variables of each layer, and `trace` also the traces of the layers.
     """
 
     subject: Subject
@@ -103,22 +74,9 @@ class Curvature:
     ) -> Curvature:
         """Compute everything.
 
-        Parameters
-        ----------
-        H : SymmetricOperator
-            The operator.
-        subject : Subject
-            Whose curvature it is.
-        eigenvalues : int
-            How many of the largest.
-        rtol : float
-            The relative standard error of the trace.
-        max_products : int
-            Upper bound on the products for the trace, and for the smallest eigenvalue.
-        checks, density : bool
-            Whether to run these.
-        progress : bool or "always"
-            Whether to show bars.
+        `eigenvalues` counts the largest ones, and `rtol` is the relative standard error of the
+        trace. `max_products` bounds the products for the trace, and also those for the smallest
+        eigenvalue.
         """
         more: Any = {"seed": subject.seed, "progress": progress}
         size = H.shape[0]
@@ -141,7 +99,7 @@ class Curvature:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything as numbers, lists and dicts, for JSON."""
+        """Return all results as numbers, lists and dicts, for JSON."""
         result: dict[str, Any] = {
             "subject": {**asdict(self.subject), "version": version("hvp")},
             "value": self.value,
@@ -170,7 +128,7 @@ class Curvature:
         return result
 
     def as_text(self) -> str:
-        """Return what a person reads."""
+        """Return the results as text for people to read."""
         lines = [
             f"loss                {self.value:.6g}",
             f"norm of gradient    {self.gradient_norm:.4g}",
@@ -202,11 +160,11 @@ class Curvature:
         return "\n".join(lines)
 
     def save_json(self, path: Path) -> None:
-        """Write everything to a file."""
+        """Write all results to a JSON file."""
         path.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
 
     def save_figure(self, path: Path) -> None:
-        """Draw everything into a file, in the format that its name ends with."""
+        """Draw all results into a file, in the format of its suffix."""
         import matplotlib.pyplot as plt
 
         count = 1 + (self.density is not None) + bool(self.trace.layers)

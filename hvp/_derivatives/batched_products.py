@@ -1,11 +1,11 @@
-"""The gradient of a batch of matrices times one matrix, by the one matrix.
+"""The gradient of a batch of matrices times one matrix, with respect to the one matrix.
 
-Of `y[i] = x[i] @ w` for `i = 1 ... b`, TensorFlow computes the gradient by `w` as a batch of `b`
-gradients, which it writes to memory and adds up. One product of larger matrices does the same::
+For `y[i] = x[i] @ w`, TensorFlow computes the gradient with respect to `w` as a batch of gradients,
+which it writes to memory and sums. One product of larger matrices does the same::
 
     sum_i x[i]^T g[i]  =  reshape(x)^T @ reshape(g)
 
-The derivatives of the sum would repeat a matrix `b` times; those of the product do not.
+Derivatives of the sum would repeat a matrix for each `i`; those of the product do not.
 """
 
 from __future__ import annotations

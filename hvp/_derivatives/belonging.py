@@ -1,9 +1,8 @@
 """Products belong to the point of an operator: they have no derivative in the variables.
 
 To a tape, a product is a function of the vector alone. Its gradient in the variables, which is a
-third derivative of the loss, would be None, as if it were zero. The tensors of a product therefore
-pass through an operation that also takes the variables' handles, and whose gradient raises an error
-if the gradient in one of these is asked for.
+third derivative of the loss, would be None, as if it were zero. Products therefore pass through an
+operation that also takes the variables' handles, and whose gradient in these raises an error.
 """
 
 from __future__ import annotations
@@ -26,14 +25,8 @@ def belonging_to(
 ) -> Any:
     """Return the tensors of a product, whose gradient in the variables raises an error.
 
-    Parameters
-    ----------
-    result : nest of tf.Tensor
-        The product.
-    variables : sequence of tf.Variable
-        The variables that the operator was evaluated at.
-    evaluated : sequence of (tf.Tensor or None), optional
-        What was evaluated there. A tape that recorded this has recorded the product, too.
+    `evaluated` is what was computed from the variables before the product. A tape that recorded it
+    has recorded the product as well.
     """
     if tf.executing_eagerly():
         tensors = [tensor for tensor in evaluated if tensor is not None]
@@ -50,11 +43,10 @@ def belonging_to(
 
 
 class _Refused(tf.IndexedSlices):
-    """A gradient that raises an error as soon as anything is done with it.
+    """A gradient that raises an error when it is used.
 
-    TensorFlow asks for the gradients of all inputs that a tape watches, whether or not the caller
-    of `tape.gradient` has named them as sources. Raising at once would forbid gradients in the
-    vector.
+    TensorFlow asks for the gradients of all inputs that a tape watches, even if the caller of
+    `tape.gradient` did not list them. Raising at once would forbid gradients in the vector.
     """
 
     def __init__(self) -> None:

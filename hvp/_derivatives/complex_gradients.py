@@ -1,8 +1,8 @@
 """Gradients of complex reciprocals and roots, which XLA computes without the conjugates.
 
-They are wrong with XLA in TensorFlow 2.16 to 2.21, on the CPU, and right without XLA. The gradients
-of `tf.math.angle` and of quotients use them. Written with other operations, and with the result `y`
-and the upstream gradient `dy`, they are right with XLA too::
+With XLA they are wrong on the CPU in TensorFlow 2.16 to 2.21, and so are those of `tf.math.angle`
+and of quotients, which use them. With the result `y` and the upstream gradient `dy`, these formulas
+are right with XLA too::
 
     y = 1 / x          -dy conj(y)**2
     y = sqrt(x)         dy / (2 conj(y))
@@ -28,14 +28,14 @@ OUTPUT = "z"
 
 
 def is_replaced(node: Any) -> bool:
-    """Whether XLA computes the operation wrong."""
+    """Whether XLA computes the operation incorrectly."""
     return node.op in _FORMULAS and tf.as_dtype(node.attr["T"].type).is_complex
 
 
 def replacement(
     node: Any,
 ) -> tuple[Any, Callable[..., tf.Tensor], list[tf.TensorSpec]]:
-    """Return a key, the function that replaces the operation, and its arguments' types."""
+    """Return a key, the function that replaces the operation, and its arguments' specs."""
     dtype = tf.as_dtype(node.attr["T"].type)
     spec = tf.TensorSpec(None, dtype)
     return (node.op, dtype), _FORMULAS[node.op], [spec, spec]

@@ -1,7 +1,4 @@
-"""Derivatives that TensorFlow lacks or has wrong. Importing this module registers them.
-
-They are in force only inside `corrected_derivatives`; see the module `registry`.
-"""
+"""Registers derivatives that TensorFlow lacks or has wrong, for use in `corrected_derivatives`."""
 
 from __future__ import annotations
 

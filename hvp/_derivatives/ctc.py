@@ -2,23 +2,17 @@
 
 TensorFlow computes the connectionist temporal classification loss together with its gradient, in a
 kernel that has no second derivative. This module writes the forward recursion of Graves et al.
-(2006) with differentiable operations. The states ``s = 0, ..., 2 L`` of a sequence of ``L`` labels
-are the labels with blanks before, between and after them. Let ``e[t, s]`` be the logarithm of the
-probability that the label of state ``s`` is emitted at time ``t``, and ``a[t, s]`` the logarithm of
-the probability of all paths that are in state ``s`` at time ``t``. Then::
+(ICML 2006, https://doi.org/10.1145/1143844.1143891) with differentiable operations. The states
+``s = 0, ..., 2 L`` of a sequence of ``L`` labels are the labels with blanks before, between and
+after them. Let ``e[t, s]`` be the log-probability that the label of state ``s`` is emitted at time
+``t``, and ``a[t, s]`` that of all paths that are in state ``s`` at time ``t``. Then::
 
     a[0, s] = e[0, s]  for s < 2,  -inf otherwise
     a[t, s] = e[t, s] + logsumexp(a[t-1, s], a[t-1, s-1], a[t-1, s-2])
 
-The third term is present only if state ``s`` is a label that differs from that of state ``s - 2``:
-the blank between two different labels may be left out. A path ends in the last label or in the last
-blank, at the last time ``T``, so that the loss is ``-logsumexp(a[T, 2 L], a[T, 2 L - 1])``.
-
-References
-----------
-.. [1] A. Graves, S. Fernandez, F. Gomez and J. Schmidhuber, "Connectionist temporal
-   classification: labelling unsegmented sequence data with recurrent neural networks", ICML 2006.
-   https://doi.org/10.1145/1143844.1143891
+The third term is present only if state ``s`` is a label that differs from that of state ``s - 2``,
+because the blank between two different labels may be left out. A path ends in the last label or the
+last blank at the last time ``T``, so that the loss is ``-logsumexp(a[T, 2 L], a[T, 2 L - 1])``.
 """
 
 from __future__ import annotations
@@ -42,18 +36,7 @@ def ctc_loss(
     blank_index: int | None = None,
     name: str | None = None,
 ) -> tf.Tensor:
-    """Return the negative logarithm of the probability of labels, like `tf.nn.ctc_loss`.
-
-    Parameters
-    ----------
-    labels, logits, label_length, logit_length, logits_time_major, unique, blank_index, name
-        The arguments of `tf.nn.ctc_loss`. `unique` only saves time there, and is not used here.
-
-    Returns
-    -------
-    tf.Tensor
-        Shape `(batch,)`, with the dtype of `logits`.
-    """
+    """Return what `tf.nn.ctc_loss` returns; `unique`, which only saves time there, is unused."""
     del unique
     with tf.name_scope(name or "ctc_loss"):
         logits = tf.convert_to_tensor(logits)
@@ -76,7 +59,7 @@ def ctc_loss_of_version_1(
     time_major: bool = True,
     logits: Any = None,
 ) -> tf.Tensor:
-    """Return the same for the arguments of `tf.compat.v1.nn.ctc_loss`; the last class is blank."""
+    """Return what `tf.compat.v1.nn.ctc_loss` returns, for which the last class is blank."""
     if preprocess_collapse_repeated or not ctc_merge_repeated or ignore_longer_outputs_than_inputs:
         return _original_of_version_1(
             labels,
@@ -124,7 +107,7 @@ def _loss(
     running = tf.range(tf.shape(logits)[0])[:, tf.newaxis] < logit_length
 
     def step(before: tf.Tensor, now: tuple[tf.Tensor, tf.Tensor]) -> tf.Tensor:
-        """Return a[t] from a[t-1]; sequences that have ended stay as they are."""
+        """Return a[t] from a[t-1]; sequences that have ended do not change."""
         emission, runs = now
         skipping = tf.where(differs, _shifted(before, 2, impossible), impossible)
         paths = tf.stack([before, _shifted(before, 1, impossible), skipping])

@@ -1,15 +1,14 @@
-"""Replacing TensorFlow functions whose derivatives are wrong as a whole, where a loss calls them.
+"""Replaces TensorFlow functions whose derivatives are wrong as a whole, where a loss calls them.
 
 Most wrong derivatives are those of single operations, and are corrected by the type of the
-operation (see the module `registry`). A few functions consist of operations whose derivatives are
-right separately and wrong in combination, or have a gradient of their own. These functions are
-replaced by name: `tf.nn.moments`, the weighted cross entropy, `tf.nn.ctc_loss` and nested forward
-accumulators. They cannot be replaced in the graph instead, because the tape engine has no graph.
+operation (see the module `registry`). A few functions combine operations whose derivatives are
+right separately and wrong together, or have a gradient of their own. These are replaced by name,
+not in the graph, because the tape engine has no graph.
 
-A name is replaced only in the context that linearizes, which belongs to one thread. TensorFlow's
-modules get properties that look up the context, and return TensorFlow's own function everywhere
-else. References that were bound earlier are not replaced (`from tensorflow.nn import moments`, or
-an older trace of a `tf.function`). The module `suspects` refuses them if they would be wrong.
+A name is replaced only in the context that linearizes, which belongs to one thread: properties of
+TensorFlow's modules look up the context, and return TensorFlow's own function everywhere else.
+References that were bound earlier are not replaced (`from tensorflow.nn import moments`, or an
+older trace of a `tf.function`). The module `suspects` refuses them if they would be wrong.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ def _install_in_version_1() -> None:
 
 
 def _modules(name: str) -> list[Any]:
-    """Return TensorFlow's modules of a name; `import tensorflow.nn` creates another one."""
+    """Return TensorFlow's modules of this name; `import tensorflow.nn` creates another one."""
     modules = [getattr(tf, name), getattr(tf.compat.v2, name)]
     modules.append(sys.modules.get(f"tensorflow.{name}", modules[0]))
     return list({id(module): module for module in modules}.values())

@@ -1,14 +1,14 @@
 """Gradients of convolutions with explicit padding, for which TensorFlow has slow kernels only.
 
-On the CPU, the gradients of convolutions reach oneDNN with the paddings ``"SAME"`` and ``"VALID"``.
-With ``"EXPLICIT"`` they fall to kernels that take up to twenty times as long (TensorFlow 2.16 to
-2.21). They are those of a convolution of the padded image::
+On the CPU, these gradients reach oneDNN with the paddings ``"SAME"`` and ``"VALID"``. With
+``"EXPLICIT"`` they use kernels that take up to twenty times as long (TensorFlow 2.16 to 2.21). They
+are replaced by those of a convolution of the padded image::
 
     conv(x, w, padding)   =  conv(pad(x), w, "VALID")
     gradient by x         =  unpad(gradient by pad(x))
     gradient by w         =  gradient by w, of the image pad(x)
 
-Where the explicit padding is what ``"SAME"`` means, the gradient by the kernel pads nothing. The
+The gradient by the kernel needs no padding where the explicit padding equals ``"SAME"``. The
 convolution itself reaches oneDNN as it is, and depthwise convolutions would gain nothing.
 """
 
@@ -34,7 +34,7 @@ def is_replaced(node: Any) -> bool:
 def replacement(
     node: Any,
 ) -> tuple[Any, Callable[..., tf.Tensor], list[tf.TensorSpec]]:
-    """Return a key, the function that replaces the operation, and its arguments' types."""
+    """Return a key, the function that replaces the operation, and its arguments' specs."""
     attributes = node.attr
     dtype = tf.as_dtype(attributes["T"].type)
     strides, dilations, paddings = (
@@ -78,9 +78,9 @@ def _is_same(
     before: Sequence[int],
     after: Sequence[int],
 ) -> bool:
-    """Whether the padding is that of ``"SAME"``, whatever the size of the image.
+    """Whether the padding equals ``"SAME"``, whatever the size of the image.
 
-    It is, without strides, if the result has the size of the image, and an odd rest comes after.
+    Without strides, it does if the result has the size of the image, and an odd rest comes after.
     """
     shapes = shapes_of(node)
     if node.op != "Conv2DBackpropFilter" or not shapes or len(shapes[0].dim) != 4:

@@ -91,10 +91,10 @@ def _dilation(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
 def _fake_quantization(kind: str, limits_are_inputs: bool, *others: str) -> None:
     """Register the gradient of a fake quantization.
 
-    Between the limits, quantization counts as the identity: its derivative by the values is one.
-    Beyond a limit, the result is the limit: the derivative by the values is zero, and that by the
-    limit is one. TensorFlow's kernel of this gradient is linear in the upstream gradient. Here it
-    computes only the constant mask of the values between the limits.
+    Between the limits, quantization counts as the identity. Beyond a limit the result is the limit,
+    so that the derivative by the values is zero and that by the limit is one. TensorFlow's kernel
+    is linear in the upstream gradient; it is used only to compute the constant mask of values
+    between the limits.
     """
     kernel = getattr(raw, f"{kind}Gradient")
 
@@ -239,7 +239,7 @@ def _pow(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
 
 
 def _static(exponent: tf.Tensor) -> Any:
-    """Return the values of exponents if they are constants, less one in derivatives; else None."""
+    """Return the values of exponents that are constants, or differences of these; else None."""
     value = tf.get_static_value(exponent)
     if value is None and exponent.op.type == "Sub":
         first, second = map(tf.get_static_value, exponent.op.inputs)

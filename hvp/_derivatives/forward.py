@@ -1,9 +1,9 @@
-"""Refusing nested `tf.autodiff.ForwardAccumulator`, which TensorFlow differentiates wrong.
+"""Refuses nested `tf.autodiff.ForwardAccumulator`, which TensorFlow differentiates incorrectly.
 
-One accumulator inside a loss is right, also around or inside of tapes. For one accumulator inside
-another, TensorFlow's first derivative in graphs lacks terms, and there is no error. The graph does
-not show this, so nesting is detected when the second accumulator is entered. Threads that do not
-linearize can nest accumulators.
+One accumulator in a loss is right, also around or inside tapes. For one inside another,
+TensorFlow's first derivative in graphs silently lacks terms. The graph does not show this, so
+nesting is detected when the second accumulator is entered. Threads that do not linearize can nest
+them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Gradients of Fourier transforms of real numbers that cut their input.
 
-TensorFlow's transforms drop what is longer than `fft_length`. Their gradients do not expect this:
-some raise an error, and others are wrong. The transform of what remains is right.
+TensorFlow's transforms drop entries beyond `fft_length`, for which their gradients raise an error
+or are wrong. The transform of the remaining entries is right.
 """
 
 from __future__ import annotations

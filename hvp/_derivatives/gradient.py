@@ -16,27 +16,9 @@ def value_and_gradient(
 ) -> tuple[tf.Tensor, list[tf.Tensor | None]]:
     """Evaluate a loss and its gradient.
 
-    Parameters
-    ----------
-    loss : callable
-        Takes nothing, returns a real scalar.
-    inputs : sequence of tf.Variable or tf.Tensor
-        The inputs to differentiate with respect to.
-
-    Returns
-    -------
-    value : tf.Tensor
-        The loss.
-    gradient : list of (tf.Tensor or None)
-        Dense tensors with the shapes of the inputs; None for inputs that the loss does not depend
-        on.
-
-    Raises
-    ------
-    InvalidLossError
-        If the loss is not a real scalar tensor.
-    SecondDerivativeError
-        If TensorFlow has no gradient of an operation in the loss.
+    The gradients are dense tensors with the shapes of the inputs, or None for inputs that the loss
+    does not depend on. A loss that is not a real scalar raises `InvalidLossError`, and an operation
+    without a gradient `SecondDerivativeError`.
     """
     with tf.GradientTape(watch_accessed_variables=False) as tape:
         tape.watch(inputs)
@@ -48,11 +30,7 @@ def value_and_gradient(
 
 
 def densify(gradient: Any, shape: Sequence[int]) -> tf.Tensor | None:
-    """Make a gradient dense.
-
-    The gradient of rows that are gathered from a variable is a `tf.IndexedSlices`. The conversion
-    is made of operations that tapes record, so that the result can be differentiated.
-    """
+    """Convert the `tf.IndexedSlices` of a gather to a tensor, by operations that tapes record."""
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
     if isinstance(shape, tf.TensorShape) and not shape.is_fully_defined():
@@ -62,7 +40,7 @@ def densify(gradient: Any, shape: Sequence[int]) -> tf.Tensor | None:
 
 
 def check_scalar(value: Any) -> tf.Tensor:
-    """Refuse a value that is not a real floating-point scalar tensor."""
+    """Refuse a loss that is not a real floating-point scalar tensor."""
     if not isinstance(value, (tf.Tensor, tf.Variable)):
         raise InvalidLossError(
             f"the loss returned {type(value).__name__}",

@@ -1,8 +1,8 @@
 """Gradients of linear operations that TensorFlow lacks.
 
-Most of these operations are gradients themselves. If `y = A x` is a linear operation, its gradient
-is `x' = Aᵀ y'`, which is an operation of its own. The gradient of this operation, in turn, is
-multiplication by `A`, which is the first operation again.
+Most of these operations are gradients themselves: that of a linear operation `y = A x` is
+`x' = Aᵀ y'`, an operation of its own, whose gradient in turn is multiplication by `A`, the first
+operation.
 """
 
 from __future__ import annotations

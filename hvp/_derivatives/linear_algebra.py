@@ -1,4 +1,4 @@
-"""Gradients of operations on matrices that are singular or complex, and by regularizers."""
+"""Gradients of operations on singular or complex matrices, and with respect to regularizers."""
 
 from __future__ import annotations
 

@@ -10,24 +10,11 @@ import tensorflow as tf
 def cumulative_logsumexp(
     x: tf.Tensor, axis: int, *, exclusive: bool = False, reverse: bool = False
 ) -> tf.Tensor:
-    """Return logarithms of cumulative sums of exponentials.
+    """Return logarithms of cumulative sums of exponentials, like `tf.math.cumulative_logsumexp`.
 
-    The result is ``y[i] = log(exp(x[0]) + ... + exp(x[i]))``. Each step doubles the number of
-    summands, so that `n` entries take about `log2(n)` steps. If ``y[i]`` is the logarithm of the
-    sum over the last ``c`` entries up to ``i``, that over ``2 c`` entries is
-    ``logsumexp(y[i], y[i - c])``.
-
-    Parameters
-    ----------
-    x : tf.Tensor
-        Real tensor of known rank.
-    axis, exclusive, reverse
-        The arguments of `tf.math.cumulative_logsumexp`.
-
-    Returns
-    -------
-    tf.Tensor
-        The shape and dtype are those of `x`.
+    The rank of `x` has to be known. Each step doubles the number of summands, so that `n` entries
+    take about `log2(n)` steps: if ``y[i]`` is the logarithm of the sum over the last ``c`` entries
+    up to ``i``, that over ``2 c`` entries is ``logsumexp(y[i], y[i - c])``.
     """
     rank = x.shape.rank
     with tf.name_scope("CumulativeLogsumexp"):
@@ -49,7 +36,7 @@ def _cumulative(y: tf.Tensor) -> tf.Tensor:
     """Return logarithms of cumulative sums along the last axis."""
 
     def doubled(count: Any, y: tf.Tensor) -> tuple[Any, tf.Tensor]:
-        """Turn sums of `count` entries (or fewer, at the beginning) into sums of twice as many."""
+        """Turn sums of `count` entries (fewer at the beginning) into sums of twice as many."""
         both = tf.stack([y[..., count:], y[..., : tf.shape(y)[-1] - count]])
         return 2 * count, tf.concat([y[..., :count], tf.reduce_logsumexp(both, 0)], -1)
 

@@ -12,13 +12,8 @@ from dataclasses import dataclass
 class MissingDerivative:
     """An operation with a nonzero derivative that TensorFlow cannot compute.
 
-    Attributes
-    ----------
-    inputs : tuple of int
-        The inputs by which the derivative is missing; all inputs if empty. By other inputs, the
-        derivative is right or truly zero.
-    remedy : str
-        What to use instead.
+    The derivative by the inputs with these numbers is missing, or by all inputs if `inputs` is
+    empty. By other inputs it is right or truly zero.
     """
 
     inputs: tuple[int, ...]
@@ -27,15 +22,10 @@ class MissingDerivative:
 
 @dataclass(frozen=True)
 class WrongAtValues:
-    """An operation that TensorFlow differentiates wrong at some values.
+    """An operation that TensorFlow differentiates incorrectly at some values.
 
-    Attributes
-    ----------
-    values : "zeros" or "equal values"
-        The values: zeros in the first input, or (nearly) equal values in the first output, which
-        are eigenvalues or singular values.
-    remedy : str
-        What to do or use instead.
+    These are ``"zeros"`` in the first input, or (nearly) ``"equal values"`` in the first output,
+    which are eigenvalues or singular values.
     """
 
     values: str

@@ -1,13 +1,13 @@
-"""`tf.nn.moments` with right derivatives of every order.
+"""`tf.nn.moments` with correct derivatives of every order.
 
 TensorFlow computes a variance about `stop_gradient(mean)`. The first derivative is right, because
 the derivative of `mean((x - m)**2)` by `m`, which is `-2 mean(x - m)`, is zero at the mean. The
 derivative of this zero is not zero, and the *second* derivative lacks it. Layer and group
-normalization, and batch normalization in training mode, use this function. Every Hessian of a loss
-with one of them would be wrong without an error.
+normalization use this function, and so does batch normalization in training mode: the Hessian of
+any loss with one of them would be wrong without an error.
 
-The function in this module has the same values and first derivatives to the bit. If TensorFlow's
-own function escapes the replacement (see the module `exact`), the module `suspects` detects it.
+This function has the same values and first derivatives to the bit. If TensorFlow's own function
+escapes the replacement (see the module `exact`), the module `suspects` detects it.
 """
 
 from __future__ import annotations
@@ -20,18 +20,7 @@ import tensorflow as tf
 def moments(
     x: Any, axes: Any, shift: Any = None, keepdims: bool = False, name: str | None = None
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Return mean and variance, like `tf.nn.moments`.
-
-    Parameters
-    ----------
-    x, axes, shift, keepdims, name
-        The arguments of `tf.nn.moments`, which does not use `shift` either.
-
-    Returns
-    -------
-    mean, variance : tf.Tensor
-        They have the dtype of `x`. For float16 they are computed in float32.
-    """
+    """Return mean and variance like `tf.nn.moments`, computed in float32 for float16."""
     del shift
     with tf.name_scope(name or "moments"):
         x = tf.convert_to_tensor(x)
@@ -51,5 +40,5 @@ def moments_of_version_1(
     keep_dims: bool | None = None,
     keepdims: bool | None = None,
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Return mean and variance for the arguments of `tf.compat.v1.nn.moments`."""
+    """Return mean and variance like `tf.compat.v1.nn.moments`."""
     return moments(x, axes, shift, bool(keep_dims or keepdims), name)

@@ -3,9 +3,9 @@
 In a graph, the operation `MaxPoolGradGrad` writes its result over its input if the two have the
 same size and nothing else uses the input. It clears the memory before it has read all of the input,
 so that the second derivative is wrong or zero (TensorFlow 2.16 to 2.21, on the CPU). The sizes are
-the same if windows move by one and the padding is ``"SAME"``, if a window is one entry, or if an
-image is one entry. The replacement pads explicitly, which makes the sizes different. Windows of one
-entry only pick entries by strides, and need no pooling.
+equal if windows move by one and the padding is ``"SAME"``, or if a window or an image is one entry.
+The replacement pads explicitly, which makes the sizes differ. Windows of one entry only pick
+entries by strides, and need no pooling.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OUTPUT = "output"
 
 
 def has_risky_pools(nodes: Iterable[Any]) -> bool:
-    """Whether a node is the gradient of a pool that may be differentiated wrong."""
+    """Whether any node is the gradient of a pool that may be differentiated incorrectly."""
     return any(node.op in _GRADIENTS and is_replaced(node) for node in nodes)
 
 
@@ -37,7 +37,7 @@ def is_replaced(node: Any) -> bool:
 def replacement(
     node: Any,
 ) -> tuple[Any, Callable[..., tf.Tensor], list[tf.TensorSpec]]:
-    """Return a key, the function that replaces the operation, and its arguments' types."""
+    """Return a key, the function that replaces the operation, and its arguments' specs."""
     kind, attributes = node.op, node.attr
     dtype = tf.as_dtype(attributes["T"].type)
     ksize, strides = (tuple(attributes[name].list.i) for name in ("ksize", "strides"))
@@ -90,7 +90,7 @@ def replacement(
 
 
 def _spread(grad: tf.Tensor, shape: tf.Tensor, strides: tuple[int, ...]) -> tf.Tensor:
-    """Put entries back to the places that strides picked them from, with zeros in between."""
+    """Put entries back where strides picked them, with zeros in between."""
     zeros = np.zeros(len(strides), np.int32)
     return tf.raw_ops.StridedSliceGrad(
         shape=shape, begin=zeros, end=shape, strides=strides, dy=grad

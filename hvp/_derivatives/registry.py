@@ -1,10 +1,8 @@
 """Gradients of this package in TensorFlow's registry, in force while a function is linearized.
 
-TensorFlow looks up the gradient of an operation by its type. A gradient that is registered here is
-therefore used however the function that runs the operation was imported, and in Keras too.
-
-The gradients are in force only in the context that linearizes, which belongs to one thread.
-Everywhere else TensorFlow's own gradients are used.
+TensorFlow looks up the gradient of an operation by its type. A registered gradient is therefore
+used however the function that runs the operation was imported, and in Keras too. The context that
+linearizes belongs to one thread; everywhere else, TensorFlow's own gradients are used.
 """
 
 from __future__ import annotations
@@ -79,7 +77,7 @@ def _register(kind: str, function: GradientFunction) -> None:
 
 
 def dense(upstream: Any) -> Any:
-    """Convert `tf.IndexedSlices`, which not every gradient function accepts, to a tensor."""
+    """Convert `tf.IndexedSlices`, which some gradient functions do not accept, to a tensor."""
     if isinstance(upstream, tf.IndexedSlices):
         return densify(upstream, upstream.dense_shape)
     return upstream

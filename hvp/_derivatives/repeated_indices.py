@@ -1,8 +1,8 @@
-"""Gradients of operations that read or write entries by their indices, which may occur twice.
+"""Gradients of operations that read or write entries by indices that may occur twice.
 
-Where an index occurs twice among those that are written, the last entry wins, and the gradients of
-the others are zero; TensorFlow gives all of them the gradient of the result. Where it occurs twice
-among those that are read, the gradients add up; TensorFlow takes one of them.
+Where an index is written twice, the last entry wins, and the gradients of the others are zero;
+TensorFlow gives all of them the gradient of the result. Where it is read twice, the gradients add
+up; TensorFlow takes one of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _list_gather(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
 
 
 def _list_scatter(kind: str, place: int) -> None:
-    """Register the gradient of a scatter into a list, by the tensor among its inputs."""
+    """Register the gradient of a scatter into a list, whose tensor is the input at `place`."""
 
     @gradient_of(kind)
     def gradient(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
@@ -79,7 +79,7 @@ def _sparse_to_dense(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
 
 
 def _numbers(indices: tf.Tensor, shape: tf.Tensor) -> tf.Tensor:
-    """Return the numbers of entries, counted row by row, from the rows of their indices."""
+    """Return the row-major numbers of entries from the rows of their indices."""
     strides = tf.math.cumprod(tf.cast(shape, indices.dtype), exclusive=True, reverse=True)
     return tf.reduce_sum(indices * strides, axis=1)
 

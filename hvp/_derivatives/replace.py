@@ -1,4 +1,4 @@
-"""Replacing operations of traced graphs that TensorFlow computes wrong or far too slowly."""
+"""Replaces operations of traced graphs that TensorFlow computes incorrectly or far too slowly."""
 
 from __future__ import annotations
 
@@ -16,19 +16,7 @@ _CORRECTIONS = (pools, complex_gradients, explicit_padding)
 
 
 def replace_operations(graph_def: Any) -> Any:
-    """Return a graph without operations that are computed wrong or far too slowly.
-
-    Parameters
-    ----------
-    graph_def : GraphDef
-        The graph of a traced function.
-
-    Returns
-    -------
-    GraphDef
-        The graph with calls of functions in place of such operations. If there are none, it is the
-        same object.
-    """
+    """Return a copy with calls in place of such operations, or the graph itself if it has none."""
     if not any(_correction_of(node) for node in _all_nodes(graph_def)):
         return graph_def
     corrected = tf.compat.v1.GraphDef()

@@ -1,4 +1,4 @@
-"""Finding derivatives that TensorFlow would leave out, before anything runs.
+"""Finds derivatives that TensorFlow would leave out, before anything runs.
 
 TensorFlow returns None both for a derivative that is zero and for one that is not implemented. A
 tape leaves such a term out of a sum without a warning.
@@ -47,7 +47,7 @@ _REMEDIES.update({name: BY_NAME.format(name) for name in (_MOMENTS, _CUMULATIVE_
 
 
 class SuspectOperation(NamedTuple):
-    """The name and type of an operation whose derivative is in doubt, and the line of its code."""
+    """An operation whose derivative is in doubt: its name, type and line of code."""
 
     name: str
     kind: str
@@ -55,7 +55,7 @@ class SuspectOperation(NamedTuple):
 
     @property
     def place(self) -> str:
-        """The layer or scope of the operation, or the line if it has none."""
+        """The layer or scope of the operation, or its line if it has none."""
         scope = layer_of(self.name).rpartition("/")[0]
         return repr(scope) if scope else self.line
 
@@ -68,14 +68,9 @@ class SuspectOperation(NamedTuple):
 class Suspects:
     """Operations between variables and results whose derivative is in doubt.
 
-    Attributes
-    ----------
-    missing : list of SuspectOperation
-        Operations with a nonzero derivative that TensorFlow lacks.
-    wrong_at_values : list of SuspectOperation
-        Operations whose derivative is wrong at some values, if the values can be checked.
-    custom : list of SuspectOperation
-        Operations whose derivative is defined by a `tf.custom_gradient`.
+    `missing` have a nonzero derivative that TensorFlow lacks. `wrong_at_values` have a derivative
+    that is wrong at some values, which can be checked. The derivative of `custom` operations is
+    defined by a `tf.custom_gradient`.
     """
 
     missing: list[SuspectOperation]
@@ -83,7 +78,7 @@ class Suspects:
     custom: list[SuspectOperation]
 
     def without(self, kinds: Collection[str]) -> Suspects:
-        """Return these without operations of some types."""
+        """Return the suspects that are not of these types."""
         lists = (self.missing, self.wrong_at_values, self.custom)
         return Suspects(
             *([suspect for suspect in some if suspect.kind not in kinds] for some in lists)
@@ -91,21 +86,7 @@ class Suspects:
 
 
 def find_suspects(flow: Dataflow, sources: Iterable[Vertex], targets: Iterable[Vertex]) -> Suspects:
-    """Find the operations between sources and targets whose derivative is in doubt.
-
-    Parameters
-    ----------
-    flow : Dataflow
-        The dataflow of the traced function that is to be differentiated.
-    sources : iterable of Vertex
-        The vertices of the variables.
-    targets : iterable of Vertex
-        The vertices of the function's results.
-
-    Returns
-    -------
-    Suspects
-    """
+    """Find operations between variables (`sources`) and results whose derivative is in doubt."""
 
     def passes(edge: Edge) -> bool:
         kind = flow.types.get(edge.target)
@@ -151,14 +132,7 @@ def stopped_gradients(
     """Find what stops derivatives in the gradient of a function, and not in the function itself.
 
     The gradient depends on the variables through it, so that its derivative is not what a tape
-    returns. In the function, the caller stopped the gradient on purpose.
-
-    Parameters
-    ----------
-    flow : Dataflow
-        The dataflow of the function and its gradient.
-    sources, value, gradient : iterable of Vertex
-        The vertices of the variables, of the function's results, and of its gradient.
+    returns. In the function, whose results are `value`, the caller stopped the gradient on purpose.
     """
 
     def passes(edge: Edge) -> bool:
@@ -180,7 +154,7 @@ def stopped_gradients(
 
 
 def _is_maximum(flow: Dataflow, vertex: Vertex) -> bool:
-    """Whether an operation takes a maximum, perhaps with other values where it is not finite."""
+    """Whether an operation takes a maximum, perhaps with non-finite values replaced."""
     producers = flow.producers(vertex)
     chosen = [v for v in producers if flow.types.get(v) in ("Select", "SelectV2")]
     producers = producers.union(*map(flow.producers, chosen))
@@ -212,10 +186,7 @@ def refuse_missing_derivatives(suspects: list[SuspectOperation]) -> None:
 
 @contextlib.contextmanager
 def derivative_errors() -> Iterator[None]:
-    """Replace TensorFlow's errors about missing derivatives by `SecondDerivativeError`.
-
-    The error names the operation, and for operations of the graph being traced the line of code.
-    """
+    """Turn TensorFlow's errors about missing derivatives into `SecondDerivativeError`."""
     try:
         yield
     except (LookupError, NotImplementedError) as error:
@@ -258,9 +229,8 @@ def _moments_differentiated_twice(
 ) -> list[Vertex]:
     """Find variances about `stop_gradient(mean)` whose gradient contributes to the results.
 
-    The function `mean((x - stop_gradient(mean(x)))**2)` can be differentiated once, not twice (see
-    the module `moments`). If the stopped mean is used for anything else that affects the results,
-    the variance has been differentiated already.
+    They can be differentiated once, not twice (see the module `moments`). A variance has been
+    differentiated already if its stopped mean is used for anything else that affects the results.
     """
     variances_of = []
     for vertex, kind in flow.types.items():
@@ -279,9 +249,9 @@ def _moments_differentiated_twice(
 def _logarithms_of_upstream(flow: Dataflow, between: set[Vertex]) -> list[Vertex]:
     """Find gradients of `CumulativeLogsumexp` whose derivative by the upstream gradient matters.
 
-    TensorFlow loses this derivative where the upstream gradient `dy` is zero (see the gradient of
-    `CumulativeLogsumexp` in the module `formulas`). The upstream gradient enters by `where(dy > 0,
-    log(dy), lowest)`. If it is constant, nothing is lost.
+    TensorFlow loses this derivative where the upstream gradient `dy` is zero (see
+    `CumulativeLogsumexp` in the module `formulas`), unless `dy` is constant. It enters by
+    `where(dy > 0, log(dy), lowest)`.
     """
 
     def producers(vertex: Vertex, kind: str) -> list[Vertex]:

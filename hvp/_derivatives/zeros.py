@@ -1,8 +1,8 @@
-"""Functions whose derivatives at zero are wrong in TensorFlow, with right derivatives.
+"""Functions with correct derivatives at zero, where TensorFlow's are wrong.
 
 TensorFlow's gradients of `xlogy`, `xlog1py` and `xdivy` by `x` are zero where `x` is zero, for any
-`y`. Its weighted cross entropy is composed of `abs` and `relu`, which have kinks where logits are
-zero, although the loss has none. Zeros are common, as starting values, padding and masks.
+`y`. Its weighted cross entropy is composed of `abs` and `relu`, whose kinks are where logits are
+zero, although the loss has none. Zeros are common as starting values, padding and masks.
 """
 
 from __future__ import annotations
@@ -51,10 +51,7 @@ def weighted_cross_entropy_with_logits(
 def _function_or_zero(
     function: Callable[[tf.Tensor, tf.Tensor], tf.Tensor], x: Any, y: Any, name: str
 ) -> tf.Tensor:
-    """Apply a function that is proportional to `x`, or return a constant zero.
-
-    The zero is returned where `x` is zero and the factor of `x` is not finite.
-    """
+    """Apply a function proportional to `x`; zero where `x` is zero and its factor not finite."""
     with tf.name_scope(name):
         dtype = next((a.dtype for a in (x, y) if isinstance(a, (tf.Tensor, tf.Variable))), None)
         x = tf.convert_to_tensor(x, dtype)

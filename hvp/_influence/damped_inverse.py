@@ -40,25 +40,11 @@ def check_solver(solver: Any) -> None:
 
 
 class DampedInverse:
-    """The inverse of `H + damping I`.
+    """The inverse of `H + damping I`, applied to `width` right-hand sides at once.
 
-    Parameters
-    ----------
-    operator : HessianOperator
-        The Hessian, with its damping.
-    solver : str or callable
-        As for `InfluenceFunctions`.
-    rtol, maxiter
-        As for `solve`; used by the Krylov methods only.
-    nbytes : int or None
-        Upper bound on the memory for the vectors of the solver.
-
-    Attributes
-    ----------
-    solver : str or callable
-        The solver, with ``"auto"`` replaced by what it stands for.
-    width : int
-        Number of right-hand sides to solve for at once.
+    The `solver` is as for `InfluenceFunctions`; as an attribute it is what ``"auto"`` stands for.
+    Only the Krylov methods use `rtol` and `maxiter`. The vectors of the solver take at most
+    `nbytes` bytes.
     """
 
     def __init__(
@@ -84,19 +70,9 @@ class DampedInverse:
         self._evaluations = -1
 
     def apply(self, rows: np.ndarray, checkpoint: Any = None) -> np.ndarray:
-        """Multiply the inverse by each row.
+        """Return the solution for each row, of shape `(k, n)` like `rows`.
 
-        Parameters
-        ----------
-        rows : ndarray
-            The right-hand sides, of shape `(k, n)`.
-        checkpoint : str or Path, optional
-            As for `solve`; used by the Krylov methods only.
-
-        Returns
-        -------
-        ndarray
-            The solutions, of shape `(k, n)`.
+        Only the Krylov methods use `checkpoint`, which is as for `solve`.
         """
         for method in _KRYLOV_METHODS:
             if method == self.solver:
@@ -155,10 +131,7 @@ class DampedInverse:
     def _refuse_curvature(self, directions: np.ndarray) -> None:
         """Raise an error that says how much damping is missing.
 
-        Parameters
-        ----------
-        directions : ndarray
-            Directions of negative curvature as columns; those of other right-hand sides are zero.
+        The columns of `directions` are directions of negative curvature, or zero if there is none.
         """
         norms = np.linalg.norm(directions, axis=0)
         units = directions[:, norms > 0] / norms[norms > 0]

@@ -20,26 +20,9 @@ _SLICE = 4096
 class ExampleData:
     """Examples in a fixed order, regardless of batching.
 
-    Parameters
-    ----------
-    data : tuple or dict of arrays, or iterable of such
-        As for `HessianOperator`.
-    name : {"training", "test"}
-        What the examples are used for, in error messages.
-
-    Attributes
-    ----------
-    name : str
-        What the examples are used for.
-    count : int
-        Number of examples.
-    first : Elements
-        The first batch.
-
-    Raises
-    ------
-    InvalidDataError
-        If the data contain ragged or sparse tensors.
+    The `data` are as for `HessianOperator`, and must not contain ragged or sparse tensors. Error
+    messages call the examples by their `name`, ``"training"`` or ``"test"``. There are `count` of
+    them, and `first` is the first batch.
     """
 
     def __init__(self, data: Any, name: str) -> None:
@@ -65,15 +48,7 @@ class ExampleData:
         return (batch.elements for batch in self._batches)
 
     def blocks(self, size: int) -> Iterator[tuple[int, Elements]]:
-        """Iterate over blocks of at most `size` examples.
-
-        Yields
-        ------
-        first : int
-            Number of the first example of the block.
-        elements : Elements
-            The examples of the block.
-        """
+        """Iterate over blocks of at most `size` examples, each with its first example's number."""
         start = 0
         for elements in self:
             for i in range(0, elements.examples, size):
@@ -90,17 +65,9 @@ class ExampleData:
             start += elements.examples
 
     def numbers(self, indices: Any) -> np.ndarray:
-        """Return the numbers of the examples that the user selected.
+        """Return the numbers of the examples that the user selected by number or by a mask.
 
-        Parameters
-        ----------
-        indices : int, or array_like of int or bool
-            Numbers of examples, or a mask of length `count`.
-
-        Raises
-        ------
-        HvpError
-            If they are not valid, or if a number occurs twice.
+        Invalid indices and numbers that occur twice are refused.
         """
         numbers = np.asarray(indices)
         if numbers.dtype == bool and numbers.shape == (self.count,):

@@ -38,24 +38,9 @@ _SECONDS_PER_STEP = 0.2
 class ExampleGradients:
     """Losses of single examples, and their gradients as the rows of a matrix.
 
-    The loss of an example is the loss of a batch that contains this example only.
-
-    Parameters
-    ----------
-    loss : callable
-        Takes the elements of a batch, and returns the mean over the batch.
-    variables : nest
-        The variables to differentiate with respect to.
-    snapshot : Snapshot
-        Evaluation of a loss that reads the same variables. State that this loss updates is
-        restored after each call.
-    nbytes : int or None
-        Upper bound on the working memory of one call.
-
-    Attributes
-    ----------
-    at_once : int
-        Number of examples in one call.
+    The loss of an example is the loss of a batch that contains this example only. The `snapshot`
+    evaluates a loss that reads the same variables; it restores state that this loss updates after
+    each call. One call takes `at_once` examples, so that its working memory is at most `nbytes`.
     """
 
     def __init__(
@@ -103,7 +88,7 @@ class ExampleGradients:
         return losses, rows
 
     def _unroll(self, elements: Elements) -> None:
-        """Write out the steps of recurrent layers from now on, if that gives the same."""
+        """Write out the steps of recurrent layers from now on, if the gradients stay the same."""
         few, looped, self._seconds = elements.part(0, 1), self._functions, None
         _, expected = self.of(few)
         self._functions, self._is_vectorized, self._unrolls = {}, True, True
@@ -116,19 +101,8 @@ class ExampleGradients:
     ) -> np.ndarray:
         """Return the gradients of any number of examples, of shape `(k, n)`.
 
-        Parameters
-        ----------
-        elements : Elements
-            The examples.
-        kind : str
-            What the examples are called in error messages.
-        first : int
-            Number of the first example, for error messages.
-
-        Raises
-        ------
-        NonFiniteError
-            If a gradient is not finite.
+        If a gradient is not finite, the error names its example by `kind` and by its number, where
+        the first example has the number `first`.
         """
         count = elements.examples
         starts = range(0, count, self.at_once)
@@ -150,15 +124,7 @@ class ExampleGradients:
             )
 
     def pieces(self, data: ExampleData) -> Iterator[tuple[int, tf.Tensor]]:
-        """Iterate over the gradients of all examples, `at_once` examples at a time.
-
-        Yields
-        ------
-        first : int
-            Number of the first example of the piece.
-        rows : tf.Tensor
-            The gradients of the piece, of shape `(k, n)`.
-        """
+        """Iterate over pieces of the gradients, each with the number of its first example."""
         for first, part in data.blocks(self.at_once):
             deliver_interrupt()
             yield first, tf.constant(self.of_all(part, f"{data.name} example", first))
@@ -169,18 +135,10 @@ class ExampleGradients:
         return self._space.size
 
     def by_layers(self, sample: Elements) -> LayerGradients | str:
-        """Return the same gradients by the layers of the loss.
+        """Return the same gradients by the layers of the loss, or the reason why there are none.
 
-        Parameters
-        ----------
-        sample : Elements
-            Some examples, at which the two are compared.
-
-        Returns
-        -------
-        LayerGradients or str
-            Why there are none, if layers cannot be found, or if their gradients differ from those
-            of the loss.
+        There are none if the layers cannot be found, or if their gradients at some examples of
+        `sample` differ from those of the loss.
         """
         few = sample.part(0, min(_COMPARED, self.at_once, sample.examples))
         layers = LayerGradients(
@@ -202,25 +160,17 @@ class ExampleGradients:
         self._function(elements)
 
     def fingerprint(self, elements: Elements) -> str:
-        """Return a fingerprint of the loss for examples like these.
-
-        It does not depend on the values of variables.
-        """
+        """Return a fingerprint of the loss, which does not depend on the values of variables."""
         graph = self._function(elements).graph
         constants = [tensor for tensor, _ in graph.captures if tensor.dtype != tf.resource]
         return " ".join([*map(digest, constants), digest_of_graph(graph.as_graph_def())])
 
     def check_mean(self, elements: Elements) -> None:
-        """Check that the loss of a batch is the mean of its examples' losses.
+        """Raise `InvalidLossError` unless the loss of a batch is the mean of its examples' losses.
 
         The mean of the examples' gradients is compared with the gradient of the batch as well. If
         these differ, TensorFlow may have vectorized the gradient incorrectly, and examples are
         processed one at a time from then on.
-
-        Raises
-        ------
-        InvalidLossError
-            If the loss is not the mean.
         """
         part = elements.part(0, min(_COMPARED, elements.examples))
         value, gradient = self._of_batch(part)

@@ -10,21 +10,7 @@ import numpy as np
 class Extremes:
     """The `k` smallest and the `k` largest scores of each row so far, in increasing order.
 
-    Parameters
-    ----------
-    rows : int
-        How many rows there are.
-    k : int
-        How many scores to keep at each end.
-    dtype : numpy.dtype
-        The type of the scores.
-
-    Attributes
-    ----------
-    numbers : ndarray of int
-        The columns that the scores are in, of shape `(rows, up to 2 k)`.
-    values : ndarray
-        The scores.
+    The scores are `values`, and `numbers` are their columns, both of shape `(rows, up to 2 k)`.
     """
 
     def __init__(self, rows: int, k: int, dtype: Any) -> None:

@@ -16,23 +16,9 @@ _BYTES, _VECTORS, _MAX_WIDTH = 2**30, 4, 1024
 
 
 class FactoredInverse:
-    """The inverse of `K + damping I` for a Kronecker-factored matrix `K`.
+    """The inverse of `K + damping I` for a Kronecker-factored `matrix` `K`.
 
-    Parameters
-    ----------
-    matrix : KFAC
-        The matrix.
-    damping : float
-        The multiple of the identity that is added.
-    nbytes : int or None
-        Upper bound on the memory for vectors.
-
-    Attributes
-    ----------
-    solver : str
-        Its name.
-    width : int
-        Number of vectors to multiply at once.
+    It multiplies `width` vectors at once, which take at most `nbytes` bytes.
     """
 
     def __init__(self, matrix: KFAC, damping: float, nbytes: int | None) -> None:
@@ -46,7 +32,7 @@ class FactoredInverse:
         self._root_of_matrix: FactoredOperator | None = None
 
     def apply(self, rows: np.ndarray, checkpoint: Any = None) -> np.ndarray:
-        """Multiply the inverse by each row, of shape `(k, n)`."""
+        """Multiply the inverse by each row; there is no progress to keep in a checkpoint."""
         del checkpoint
         return self._inverse.linear_map.apply(tf.constant(rows)).numpy()
 
@@ -58,14 +44,14 @@ class FactoredInverse:
     def whitened(self, rows: np.ndarray) -> np.ndarray:
         """Multiply the square root of the inverse by each row.
 
-        Products of such rows are scores, and they are of similar lengths in all directions.
+        Scores are products of such rows, which have similar lengths in all directions.
         """
         if self._root is None:
             self._root = self._inverse.sqrt()
         return self._root.linear_map.apply(tf.constant(rows)).numpy()
 
     def whitened_solutions(self, solutions: np.ndarray) -> np.ndarray:
-        """Return `whitened` of vectors, from what `apply` returned for them."""
+        """Return `whitened` of the vectors for which `apply` returned these solutions."""
         if self._root_of_matrix is None:
             self._root_of_matrix = self._matrix.sqrt(self._damping)
         return self._root_of_matrix.linear_map.apply(tf.constant(solutions)).numpy()

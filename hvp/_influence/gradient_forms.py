@@ -1,4 +1,4 @@
-"""The forms in which gradients of training examples can be kept."""
+"""The forms in which gradients of training examples can be stored."""
 
 from __future__ import annotations
 
@@ -23,16 +23,10 @@ _SAMPLE = 2
 
 
 class GradientForm(abc.ABC):
-    """A form of gradients.
+    """A form in which gradients are stored, as `width` numbers for each example.
 
-    Attributes
-    ----------
-    width : int
-        How many numbers are kept of each gradient.
-    at_once : int
-        The number of examples to compute at once.
-    name : str
-        What distinguishes the form from others.
+    Gradients are computed for `at_once` examples at a time. The `name` tells the form from others
+    in the description of a store.
     """
 
     width: int
@@ -41,27 +35,19 @@ class GradientForm(abc.ABC):
 
     @abc.abstractmethod
     def rows(self, elements: Elements, first: int) -> np.ndarray:
-        """Compute what is kept of the gradients of examples, of shape `(k, width)`.
-
-        Parameters
-        ----------
-        elements : Elements
-            The examples.
-        first : int
-            Number of the first one, for error messages.
-        """
+        """Return what to store for examples, of shape `(k, width)`; errors count from `first`."""
 
     def restored(self, rows: np.ndarray) -> tf.Tensor:
-        """Return the vectors that scores are products with, one for each row."""
+        """Return vectors, one for each row, whose products with those of `matching` are scores."""
         return tf.constant(rows)
 
     def matching(self, solutions: np.ndarray) -> np.ndarray:
-        """Return what the restored vectors are to be multiplied by for scores."""
+        """Return the vectors by which restored vectors are multiplied for scores."""
         return solutions
 
     @property
     def whitens(self) -> bool:
-        """Whether rows depend on the matrix, too."""
+        """Whether rows depend on the inverse as well."""
         return False
 
 
@@ -79,8 +65,8 @@ class WholeGradients(GradientForm):
 class ProjectedGradients(GradientForm):
     """Random projections of gradients.
 
-    The error of a projection grows with the lengths of vectors. If the root of the inverse is
-    known, gradients are multiplied by it before, so that their lengths differ less.
+    The error of a projection grows with the lengths of the vectors. If the square root of the
+    inverse is known, gradients are multiplied by it first, so that their lengths differ less.
     """
 
     def __init__(self, gradients: ExampleGradients, inverse: Any, projection: Projection) -> None:
@@ -103,16 +89,9 @@ class ProjectedGradients(GradientForm):
 
 
 class FactoredGradients(GradientForm):
-    """What enters the layers and the gradients in what comes out, where these are smaller.
+    """The inputs of layers and the gradients in their outputs, for layers where these are smaller.
 
-    Parameters
-    ----------
-    gradients : ExampleGradients
-        The gradients.
-    layers : LayerGradients
-        The same by layers.
-    sample : Elements
-        Some examples, from which the sizes are known.
+    How large they are is known from `sample`; other layers keep their gradient.
     """
 
     def __init__(
@@ -134,7 +113,7 @@ class FactoredGradients(GradientForm):
 
     @property
     def is_worth_it(self) -> bool:
-        """Whether less is kept than whole gradients."""
+        """Whether fewer numbers are stored than for whole gradients."""
         return any(shapes is not None for shapes in self._shapes)
 
     def rows(self, elements: Elements, first: int) -> np.ndarray:
@@ -175,19 +154,7 @@ class FactoredGradients(GradientForm):
 def gradient_form(
     gradients: ExampleGradients, inverse: Any, projection: Projection | None, sample: Elements
 ) -> GradientForm:
-    """Return the form in which to keep gradients.
-
-    Parameters
-    ----------
-    gradients : ExampleGradients
-        The gradients.
-    inverse : DampedInverse or FactoredInverse
-        What they are multiplied by for scores.
-    projection : Projection or None
-        What the user wants them to be multiplied by.
-    sample : Elements
-        Some examples.
-    """
+    """Return the projected form if there is a projection, else factors where these are smaller."""
     if projection is not None:
         return ProjectedGradients(gradients, inverse, projection)
     layers = gradients.by_layers(sample)

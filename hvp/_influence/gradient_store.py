@@ -1,8 +1,8 @@
-"""Gradients of the training examples, kept in a folder so that they are computed once.
+"""Gradients of the training examples, stored in a folder so that they are computed once.
 
 The folder holds a description, `store.json`, and one array for each shard of examples. A shard is
-written beside its place and moved there when it is complete, so that a process that was killed
-leaves complete shards only, and the next one goes on from there.
+written to a temporary file and renamed when it is complete. A process that was killed therefore
+leaves complete shards only, and the next one continues from there.
 """
 
 from __future__ import annotations
@@ -32,28 +32,8 @@ _PIECE = 2**25
 class GradientStore:
     """The rows of a matrix of gradients, one for each training example, in files.
 
-    Parameters
-    ----------
-    folder : str or Path
-        Where they are; it is made if its parent exists.
-    examples : int
-        How many examples there are.
-    dtype : numpy.dtype
-        The type of a gradient.
-    form : GradientForm
-        What is kept of a gradient.
-    fingerprint : callable
-        Returns digests of the weights, the data and the loss, by name.
-
-    Attributes
-    ----------
-    form : GradientForm
-        What is kept of a gradient.
-
-    Raises
-    ------
-    CheckpointError
-        If the folder cannot be written to, or holds something else.
+    The `folder` is created if its parent exists. `fingerprint` returns digests of the weights, the
+    data and the loss, by name. Call `open` before gradients are stored or read.
     """
 
     def __init__(
@@ -76,16 +56,14 @@ class GradientStore:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all gradients are kept."""
+        """Whether all gradients are stored."""
         return all(self._path(shard).exists() for shard in self._shards())
 
     def open(self) -> None:
-        """Make the folder, or make sure that what it holds is what belongs there.
+        """Create the folder, or check that its contents are those of this store.
 
-        Raises
-        ------
-        CheckpointError
-            If it holds the gradients of other weights, data or another loss, or anything else.
+        Gradients of other weights, of other data or of another loss are refused, and so are other
+        files.
         """
         description = {
             "version": _VERSION,
@@ -121,18 +99,10 @@ class GradientStore:
     def fill(
         self, rows_of: Callable[[int, int], Iterator[tuple[int, np.ndarray]]]
     ) -> Iterator[int]:
-        """Compute and keep the gradients that are missing, shard by shard.
+        """Compute and store the missing gradients, and yield the number of examples done so far.
 
-        Parameters
-        ----------
-        rows_of : callable
-            Takes the numbers of the first example and of the one after the last; iterates over
-            what is kept of their gradients, each with the number of the first example.
-
-        Yields
-        ------
-        int
-            How many examples are done.
+        `rows_of(start, end)` iterates over the rows of the examples from `start` to `end - 1`, in
+        pieces that come with the number of their first example.
         """
         for shard in self._shards():
             path, start, end = self._path(shard), *self._range(shard)
@@ -144,13 +114,7 @@ class GradientStore:
             yield end
 
     def pieces(self, size: int) -> Iterator[tuple[int, tf.Tensor]]:
-        """Iterate over the gradients, as `ExampleGradients.pieces` does.
-
-        Parameters
-        ----------
-        size : int
-            The length of a gradient.
-        """
+        """Iterate over the gradients, of length `size`, as `ExampleGradients.pieces` does."""
         at_once = max(1, _PIECE // (max(self._width, size) * self._dtype.itemsize))
         for shard in self._shards():
             start, end = self._range(shard)
@@ -217,7 +181,7 @@ class GradientStore:
 
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """Write a file beside its place, and move it there when it is complete."""
+    """Write to a temporary file, and rename it when it is complete."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         yield temporary

@@ -63,7 +63,7 @@ class TokenScores(NamedTuple):
     Attributes
     ----------
     tokens : ndarray
-        The part of each token, of shape `(n_test, n_examples, n_tokens)`.
+        The contribution of each token, of shape `(n_test, n_examples, n_tokens)`.
     rest : ndarray
         What belongs to no token, of shape `(n_test, n_examples)`.
     """
@@ -124,15 +124,15 @@ class InfluenceFunctions(FromKeras, OneProcess):
         Multiple of the identity that is added to the Hessian. It makes the Hessian positive
         definite if training did not end at a minimum, and shrinks influences along flat directions.
     solver : str or callable, optional
-        One of ``"auto"``, ``"exact"``, ``"cg"``, ``"block_cg"``, ``"minres"``, ``"ekfac"``,
-        ``"kfac"``, ``"neumann"`` and ``"arnoldi"``:
-        How the inverse is applied. ``"exact"`` computes all eigenvalues; ``"auto"`` stands for
-        ``"exact"`` up to 1024 variables, and for ``"block_cg"`` beyond. These and ``"cg"`` agree to
-        `rtol`. ``"minres"`` is for Hessians that are indefinite even with damping. ``"neumann"``
-        (LiSSA) and ``"arnoldi"`` are approximations, for comparison. ``"ekfac"`` and ``"kfac"``
-        approximate the Gauss-Newton matrix by Kronecker factors, whatever `curvature` says, and
-        need no linear solve: use them for models with too many weights for the other solvers. A
-        function takes the damped operator, and returns its inverse as a `LinearOperator`.
+        How the inverse is applied: ``"auto"``, ``"exact"``, ``"cg"``, ``"block_cg"``,
+        ``"minres"``, ``"ekfac"``, ``"kfac"``, ``"neumann"`` or ``"arnoldi"``. ``"exact"`` computes
+        all eigenvalues; ``"auto"`` stands for ``"exact"`` up to 1024 variables, and for
+        ``"block_cg"`` beyond. These and ``"cg"`` agree to `rtol`. ``"minres"`` is for Hessians that
+        are indefinite even with damping. ``"neumann"`` (LiSSA) and ``"arnoldi"`` are
+        approximations, for comparison. ``"ekfac"`` and ``"kfac"`` approximate the Gauss-Newton
+        matrix by Kronecker factors, regardless of `curvature`, and need no linear solve: use them
+        for models with too many weights for the other solvers. A function takes the damped
+        operator, and returns its inverse as a `LinearOperator`.
     test_loss : callable, optional
         Takes the elements of test data, and returns a mean. Scores are changes of this loss; the
         default is `loss`.
@@ -141,15 +141,15 @@ class InfluenceFunctions(FromKeras, OneProcess):
     maxiter : int, optional
         As for `solve`.
     gradients : str or Path, optional
-        A folder that keeps the gradients of the training examples. The first call that needs them
-        computes them, and goes on where a process that was killed had stopped; later calls and
-        processes read them, so that the scores of other test data take one product and no pass over
-        the training data. The gradient of a dense layer is kept as two factors, the layer's input
-        and the gradient with respect to its output, which takes much less space. The same is done
-        for any other layer where it takes less than half of the space. A folder that belongs to
-        other weights, other data or another loss raises an error.
+        A folder in which to store the gradients of the training examples. The first call that needs
+        them computes them, and resumes where a killed process stopped; later calls and processes
+        read them, so that scores of other test data take one product and no pass over the training
+        data. The gradient of a dense layer is stored as two factors, its input and the gradient
+        with respect to its output, which take much less space, and so is that of any other layer
+        whose factors take less than half of the space. A folder that belongs to other weights,
+        other data or another loss raises an error.
     projection : int, optional
-        Keep a random projection of each gradient to this many numbers. The score of two gradients
+        Store a random projection of each gradient to this many numbers. The score of two gradients
         is then an estimate, whose standard error is at most ``sqrt(2 / projection)`` times the
         product of their lengths: in the metric of the inverse for ``"ekfac"`` and ``"kfac"``, which
         is the root of the product of their self-influences. Scores that are much smaller than that
@@ -357,7 +357,7 @@ class InfluenceFunctions(FromKeras, OneProcess):
         -----
         The cost is one linear solve for each test example, and a product with ``"ekfac"`` or
         ``"kfac"``. The gradients of all training examples are computed once for each block of 128
-        test examples, or of fewer if `memory_limit` requires it, unless they are kept.
+        test examples, or of fewer if `memory_limit` requires it, unless they are stored.
         """
         return self._scoring.scores(test_data, out, checkpoint)
 
@@ -457,7 +457,7 @@ class InfluenceFunctions(FromKeras, OneProcess):
 
     @outside_strategies
     def scores_by_layer(self, test_data: Any) -> dict[str, np.ndarray]:
-        """Return the part of the scores that each layer's weights have.
+        """Return the contribution of each layer's weights to the scores.
 
         Parameters
         ----------
@@ -467,12 +467,12 @@ class InfluenceFunctions(FromKeras, OneProcess):
         Returns
         -------
         dict of str to ndarray
-            By the path of the layer, arrays of shape `(n_test, n_train)`, whose sum is `scores`.
+            Arrays of shape `(n_test, n_train)` by the path of the layer; their sum is `scores`.
 
         Raises
         ------
         HvpError
-            If gradients are kept as projections.
+            If gradients are stored as projections.
         """
         evaluation = evaluation_of(self._point)
         starts = np.cumsum([0, *evaluation.space.sizes])
@@ -487,8 +487,8 @@ class InfluenceFunctions(FromKeras, OneProcess):
         """Divide scores among the tokens of the training examples.
 
         The gradient of an example in a layer's weights is a sum over the positions to which the
-        layer is applied. The part of a token is the sum of what its positions contribute, over all
-        layers that are applied to each token (Grosse et al. 2023 [GR]_).
+        layer is applied. A token contributes the sum over its positions, in all layers that are
+        applied to each token (Grosse et al. 2023 [GR]_).
 
         Parameters
         ----------
@@ -527,8 +527,7 @@ class InfluenceFunctions(FromKeras, OneProcess):
     def refresh(self) -> None:
         """Evaluate the matrix again, at the current values of the variables.
 
-        Gradients that are kept in a folder belong to the old values; the new values need another
-        folder.
+        Gradients stored in a folder belong to the old values; the new values need another folder.
         """
         self._point.refresh()
         inverse = self._scoring.inverse

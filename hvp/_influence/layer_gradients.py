@@ -1,7 +1,7 @@
-"""Gradients of single examples as sums over positions, from what enters each layer and comes out.
+"""Gradients of single examples as sums over the positions to which a layer is applied.
 
-Where a layer multiplies what enters by a matrix, the gradient of an example is the sum of `a_t g_t`
-over the positions `t`: `a_t` is what enters, and `g_t` the gradient in what comes out. For a few
+Where a layer multiplies its input by a matrix, the gradient of an example is the sum of `a_t g_t`
+over the positions `t`, where `a_t` is the input and `g_t` the gradient in the output. For a few
 positions these take much less space than the gradient, and each position has its own part of it.
 """
 
@@ -31,12 +31,9 @@ MOST_SHAPES = 16
 
 
 class LayerParts(abc.ABC):
-    """What the gradient of one layer's weights is made of.
+    """The parts that make up the gradient of one layer's weights.
 
-    Attributes
-    ----------
-    entries : ndarray of int
-        The places of the layer's weights in the flat vector, of shape `(size,)`.
+    The weights are at the indices `entries` of the flat vector, of shape `(size,)`.
     """
 
     entries: np.ndarray
@@ -45,34 +42,28 @@ class LayerParts(abc.ABC):
     def traced(self, graph: LayeredGraph, gradients: Sequence[Any], examples: Any) -> list[Any]:
         """Return the parts, each with the examples along its first axis.
 
-        Parameters
-        ----------
-        graph : LayeredGraph
-            Where the layer is.
-        gradients : sequence of tf.Tensor
-            The gradients in what comes out of its operations.
-        examples : tf.Tensor
-            Their number.
+        The `gradients` are those in the outputs of the layer's operations in `graph`, and
+        `examples` is the number of examples, as a tensor.
         """
 
     @abc.abstractmethod
     def gradient(self, parts: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Return the gradients that they make, of shape `(examples, size)`."""
+        """Return the gradients from their parts, of shape `(examples, size)`."""
 
     @abc.abstractmethod
     def products(self, parts: Sequence[tf.Tensor], vector: tf.Tensor) -> list[tf.Tensor]:
-        """Return the product of the gradients with a vector of shape `(size,)`, by positions.
+        """Return the products of the gradients with a vector of shape `(size,)`, by positions.
 
-        For each use of the weights there is a tensor of shape `(examples, positions)`.
+        Each use of the weights has its own tensor, of shape `(examples, positions)`.
         """
 
     def can_be_kept(self, dtype: tf.DType) -> bool:
-        """Whether the parts are right in a dtype of real numbers."""
+        """Whether the floating-point type `dtype` represents the parts exactly."""
         return True
 
 
 class MatrixParts(LayerParts):
-    """What enters a matrix product, and the gradient in what comes out."""
+    """The input of a matrix product, and the gradient in its output."""
 
     def __init__(self, layer: MatrixLayer) -> None:
         self._layer = layer
@@ -108,7 +99,7 @@ class MatrixParts(LayerParts):
 
 
 class TableParts(LayerParts):
-    """The numbers of the rows that are looked up in a table, and the gradients in these rows."""
+    """The indices that are looked up in a table, and the gradients in the rows found there."""
 
     def __init__(self, layer: MatrixLayer) -> None:
         self._layer = layer
@@ -181,7 +172,7 @@ class EntrywiseParts(LayerParts):
         return found
 
     def _shapes(self, parts: Sequence[tf.Tensor]) -> list[list[int]]:
-        """Return the shapes in which the weights meet the parts."""
+        """Return for each part the shape to which the weights are reshaped to match it."""
         shapes = []
         for part, (form, *_) in zip(parts, [use for use in self._layer.uses if use[0].output]):
             own = [self.entries.size] if len(part.shape) == 2 else list(form.shape)
@@ -190,7 +181,7 @@ class EntrywiseParts(LayerParts):
 
 
 def parts_of(layer: Any) -> LayerParts:
-    """Return what the gradient of a layer is made of."""
+    """Return the parts that make up the gradient of a layer."""
     if isinstance(layer, EntrywiseLayer):
         return EntrywiseParts(layer)
     return TableParts(layer) if layer.is_table else MatrixParts(layer)
@@ -199,20 +190,9 @@ def parts_of(layer: Any) -> LayerParts:
 class LayerGradients:
     """The gradients of single examples, by the layers of a loss.
 
-    Parameters
-    ----------
-    loss : callable
-        Takes the elements of a batch, and returns the mean over the batch.
-    nest : VariableNest
-        The variables.
-    space : Space
-        The space of flat gradients.
-    snapshot : Snapshot
-        As for `ExampleGradients`.
-    whole : callable
-        Takes examples, and returns their gradients as rows, for weights that belong to no layer.
-    nbytes : int
-        Upper bound on the memory for parts of gradients.
+    The `loss` and the `snapshot` are as for `ExampleGradients`. `whole` takes examples and returns
+    their gradients as rows, for weights that belong to no layer. Parts of gradients take at most
+    `nbytes` bytes.
     """
 
     def __init__(
@@ -229,19 +209,10 @@ class LayerGradients:
         self._functions: dict[Any, tuple[Compiled, list[LayerParts], list[int]]] = {}
 
     def of(self, elements: Elements) -> tuple[list[tuple[LayerParts, list[tf.Tensor]]], Any]:
-        """Return the layers with the parts of examples, and the gradient in the other weights.
+        """Return the layers with their parts at `elements`, and the gradient in all other weights.
 
-        Returns
-        -------
-        layers : list of (LayerParts, list of tf.Tensor)
-            What the gradients are made of.
-        others : (ndarray of int, tf.Tensor)
-            Places in the flat vector, and the entries of the gradients there.
-
-        Raises
-        ------
-        HvpError
-            If the layers cannot be found.
+        The latter is a pair of indices into the flat vector and the entries there. An `HvpError` is
+        raised if the layers cannot be found.
         """
         function, layers, lengths = self._function(elements)
         with self._snapshot.preserving():
@@ -267,23 +238,10 @@ class LayerGradients:
     def products(
         self, elements: Elements, vectors: tf.Tensor, length: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return products of the gradients of `k` examples with vectors, by positions.
+        """Return products of the gradients of `k` examples with rows of `vectors`, by positions.
 
-        Parameters
-        ----------
-        elements : Elements
-            The examples.
-        vectors : tf.Tensor
-            The vectors as rows, of shape `(m, n)`.
-        length : int
-            The number of positions.
-
-        Returns
-        -------
-        by_position : ndarray
-            Those of layers with this number of positions, of shape `(m, k, length)`.
-        rest : ndarray
-            Of the others, of shape `(m, k)`.
+        The first array, of shape `(m, k, length)`, is the sum over layers with `length` positions;
+        the second, of shape `(m, k)`, is the sum over all other weights.
         """
         layers, (others, gradients) = self.of(elements)
         tokens, rest = [], []
@@ -301,7 +259,7 @@ class LayerGradients:
         return tf.stack(tokens).numpy(), tf.stack(rest).numpy()
 
     def has_positions(self, elements: Elements, length: int) -> bool:
-        """Whether a layer has this number of positions."""
+        """Whether any layer has `length` positions."""
         zeros = tf.zeros([self._space.size], self._space.dtype)
         return any(
             product.shape[1] == length
@@ -359,15 +317,7 @@ class LayerGradients:
 
 
 def in_order(entries: Sequence[np.ndarray], parts: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Join parts of rows, in the order of the flat vector.
-
-    Parameters
-    ----------
-    entries : sequence of ndarray of int
-        The places of the entries of each part.
-    parts : sequence of tf.Tensor
-        Shape `(k, m)` each.
-    """
+    """Join parts of rows in the order of the flat vector, given the indices of their entries."""
     joined = tf.concat(parts, axis=1)
     order = np.argsort(np.concatenate(entries), kind="stable")
     return joined if (np.diff(order) == 1).all() else tf.gather(joined, order, axis=1)

@@ -10,21 +10,8 @@ class Projection:
     """A sparse random projection: each entry is added, with a random sign, to one of `size` sums.
 
     The product of two projected vectors is an unbiased estimate of their product `u . v`, whose
-    standard error is at most ``|u| |v| sqrt(2 / size)`` (Charikar et al. 2002 [Char]_).
-
-    Parameters
-    ----------
-    length : int
-        The length of the vectors.
-    size : int
-        The length of the projected ones.
-    seed : int
-        What it depends on.
-
-    References
-    ----------
-    .. [Char] M. Charikar, K. Chen, M. Farach-Colton, "Finding frequent items in data streams",
-       ICALP 2002. https://doi.org/10.1007/3-540-45465-9_59
+    standard error is at most ``|u| |v| sqrt(2 / size)`` (M. Charikar, K. Chen, M. Farach-Colton,
+    "Finding frequent items in data streams", ICALP 2002, https://doi.org/10.1007/3-540-45465-9_59).
     """
 
     def __init__(self, length: int, size: int, seed: int) -> None:

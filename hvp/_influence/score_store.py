@@ -18,27 +18,9 @@ from hvp._runtime.checkpoint import Checkpoint
 class ScoreStore:
     """An array of scores, how much of it is complete, and the checkpoint that saves both.
 
-    Parameters
-    ----------
-    shape : tuple of int
-        Shape of the array.
-    dtype : numpy.dtype
-        Type of the array.
-    out : str, Path or None
-        File that holds the array as a memory map; None to hold it in memory.
-    checkpoint : str, Path or None
-        File of the checkpoint; None for none.
-    fingerprint : callable
-        Takes nothing, and returns the fingerprint of the run. Called only if there is a checkpoint.
-
-    Attributes
-    ----------
-    array : ndarray
-        The scores.
-    rows : int
-        Number of complete rows.
-    columns : int
-        Number of complete columns of the block that follows these rows.
+    `rows` rows of `array` are complete, and `columns` columns of the block that follows them. With
+    `out`, the array is a memory map of that file. `fingerprint` identifies the run, and is called
+    only if there is a checkpoint.
     """
 
     def __init__(
@@ -65,13 +47,13 @@ class ScoreStore:
             self.array = saved["scores"] if saved else np.empty(shape, dtype)
 
     def complete_columns(self, columns: int) -> None:
-        """Note that a block is complete up to this column, and save if it is time to."""
+        """Record that a block is complete up to this column, and save if it is time to."""
         self.columns = columns
         if self._checkpoint is not None and self._checkpoint.due:
             self._save()
 
     def complete_rows(self, rows: int) -> None:
-        """Note that the array is complete up to this row, and save."""
+        """Record that the array is complete up to this row, and save."""
         self.rows, self.columns = rows, 0
         if self._checkpoint is not None:
             self._save()
@@ -83,14 +65,9 @@ class ScoreStore:
 
     @contextlib.contextmanager
     def solving(self, first: int) -> Iterator[Path | None]:
-        """Return the path of a checkpoint for the solution of one block.
+        """Yield the path of a checkpoint for the solution of the block that starts at row `first`.
 
         The file is removed when the block is complete, and after an error that would occur again.
-
-        Parameters
-        ----------
-        first : int
-            Number of the first row of the block.
         """
         if self._path is None:
             yield None
@@ -118,24 +95,11 @@ class ScoreStore:
 def mapped_array(
     out: Any, shape: tuple[int, ...], dtype: np.dtype[Any], resume: bool = False
 ) -> np.ndarray:
-    """Return a memory map of a ``.npy`` file.
+    """Return a memory map of a ``.npy`` file, which exists already if `resume`.
 
     The disk space is allocated at once: a process that writes to a memory map on a full disk is
-    killed by the operating system.
-
-    Parameters
-    ----------
-    out : str or Path
-        The file.
-    shape, dtype
-        Of the array.
-    resume : bool
-        Whether the file exists, and holds the scores of an earlier run.
-
-    Raises
-    ------
-    HvpError
-        If the file cannot be written, or does not hold an array of this shape and type.
+    killed by the operating system. A file that cannot be written, or that holds another array, is
+    refused.
     """
     path = Path(out)
     try:

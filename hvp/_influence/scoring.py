@@ -25,31 +25,10 @@ from hvp._runtime.progress import progress_bar
 
 
 class Scoring:
-    """Computes predictions, one block of linear systems at a time.
+    """Computes the predictions of `InfluenceFunctions`, one block of linear systems at a time.
 
-    The methods are documented at `InfluenceFunctions`.
-
-    Parameters
-    ----------
-    operator : HessianOperator
-        The damped Hessian of the training loss.
-    train : ExampleData
-        The training examples.
-    gradients, test_gradients : ExampleGradients
-        Gradients of the training loss and of the test loss.
-    inverse : DampedInverse or FactoredInverse
-        The inverse of the operator.
-    progress : bool or "always"
-        Whether to show progress bars.
-    store : GradientStore, optional
-        Where gradients of the training examples are kept.
-
-    Attributes
-    ----------
-    gradients : ExampleGradients
-        Gradients of the training loss.
-    inverse : DampedInverse or FactoredInverse
-        The inverse of the operator.
+    The `operator` is the damped Hessian of the training loss, and `inverse` a `DampedInverse` or
+    `FactoredInverse`. Gradients of training examples are computed again unless there is a `store`.
     """
 
     def __init__(
@@ -96,9 +75,9 @@ class Scoring:
 
     @Uninterrupted()
     def top(self, test_data: Any, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the numbers and scores of the `2 k` most helpful and most harmful examples.
+        """Return the numbers and scores of the `k` most harmful and the `k` most helpful examples.
 
-        Those of all examples are not in memory at once. In each row the most harmful come first.
+        Each row is in increasing order. The scores of all examples are never in memory at once.
         """
         self._check_fresh()
         test = self._test_examples(test_data)
@@ -117,7 +96,7 @@ class Scoring:
 
     @Uninterrupted()
     def scores_by_part(self, test_data: Any, places: dict[str, np.ndarray]) -> dict[str, Any]:
-        """Return the parts of scores that belong to some entries of the gradients, by name."""
+        """Return parts of scores by name: those of the entries `places[name]` of the gradients."""
         self._check_fresh()
         self._refuse_projection()
         test = self._test_examples(test_data)
@@ -164,7 +143,7 @@ class Scoring:
     def _chosen(
         self, numbers: np.ndarray, at_once: int, length: int
     ) -> Iterator[tuple[np.ndarray, Elements]]:
-        """Iterate over chosen training examples, with their places among the numbers."""
+        """Iterate over the training examples of these numbers, with their indices in `numbers`."""
         for first, elements in self._train.blocks(at_once):
             places = np.flatnonzero((numbers >= first) & (numbers < first + elements.examples))
             if len(places):
@@ -178,13 +157,7 @@ class Scoring:
                 yield places, elements.taken(numbers[places] - first)
 
     def _layers_of_tokens(self) -> tuple[LayerGradients, int]:
-        """Return the layers, and the number of tokens of an example.
-
-        Raises
-        ------
-        HvpError
-            If no layer treats the tokens one by one.
-        """
+        """Return the layers and the number of tokens; at least one layer must work on tokens."""
         few = self._few()
         shape = few.tensors[0].shape
         length = int(shape[1]) if len(shape) > 1 else 1
@@ -206,7 +179,7 @@ class Scoring:
         return layers, length
 
     def _scores_of(self, solutions: np.ndarray, skip: int = 0) -> Iterator[tuple[int, tf.Tensor]]:
-        """Iterate over the scores of training examples, those of the first `skip` left out."""
+        """Iterate over the scores of training examples, without pieces in the first `skip`."""
         if self._kept is not None:
             self._fill()
             solutions = self._kept.form.matching(solutions)
@@ -216,14 +189,14 @@ class Scoring:
                 yield start, tf.matmul(vectors, rows, transpose_b=True) / self._train.count
 
     def _pieces(self) -> Iterator[tuple[int, tf.Tensor]]:
-        """Iterate over the gradients of training examples, which may be kept."""
+        """Iterate over the gradients of training examples, stored or computed."""
         if self._kept is None:
             return self.gradients.pieces(self._train)
         self._fill()
         return self._kept.pieces(self.gradients.size)
 
     def _fill(self) -> None:
-        """Keep the gradients of the training examples, if they are not yet."""
+        """Store the gradients of the training examples, unless that is done."""
         assert self._kept is not None
         evaluations = self._operator.stats.gradient_evaluations
         if self._filled == evaluations:
@@ -238,7 +211,7 @@ class Scoring:
         self._filled = evaluations
 
     def _rows_between(self, start: int, end: int) -> Iterator[tuple[int, np.ndarray]]:
-        """Compute what is kept of the training examples with these numbers."""
+        """Iterate over the rows to store for the training examples from `start` to `end - 1`."""
         assert self._kept is not None
         form = self._kept.form
         for first, part in self._train.blocks(form.at_once):

@@ -17,21 +17,8 @@ from hvp._keras.private import layers_of, losses_of, mask_of
 class CompiledModel:
     """A compiled Keras model with its data, as the arguments of a call that takes functions.
 
-    Attributes
-    ----------
-    keras_model : keras.Model
-        The model.
-    data : tuple of arrays, or iterable of such
-        The data that the loss is evaluated on.
-    training : bool or None
-        Whether layers behave as in training.
-    options : dict
-        The other arguments of the call, to which some may be added.
-
-    Raises
-    ------
-    HvpError
-        If an option is an argument of `model.fit`.
+    `training` says whether layers behave as in training. `options` are the other arguments of the
+    call; some may be added, and an argument of `model.fit` raises an `HvpError`.
     """
 
     keras_model: Any
@@ -44,7 +31,7 @@ class CompiledModel:
 
     @property
     def loss(self) -> Callable[..., Any]:
-        """The compiled loss of a batch, with the model's regularizers."""
+        """The compiled loss of a batch, including the model's regularizers."""
         model = self.keras_model
         loss = loss_of_model(model, training=self.training, by_examples=self._counts_examples)
         if self.options.get("reduction") == "sum" and model.losses:
@@ -58,7 +45,7 @@ class CompiledModel:
 
     @property
     def model(self) -> Callable[..., Any]:
-        """The predictions for some inputs."""
+        """The predictions as a function of the inputs."""
         return functools.partial(self.keras_model, training=self.training)
 
     @property
@@ -86,7 +73,7 @@ class CompiledModel:
 
     @property
     def regularization(self) -> Callable[[], Any] | None:
-        """The sum of the regularizers of weights, and of what the caller adds."""
+        """The sum of the weights' regularizers and what the caller adds; None if there are none."""
         weights = self.keras_model.trainable_variables
         regularized = [v for v in weights if getattr(v, "regularizer", None)]
         added = self.options.get("regularization")
@@ -156,7 +143,7 @@ _OF_FIT = {
 
 
 def _check_labels(model: Any, outputs: Any, labels: Any) -> None:
-    """Refuse labels for outputs that the model does not have, and outputs without labels."""
+    """Refuse labels without outputs, and outputs without labels."""
     if not (isinstance(outputs, dict) and isinstance(labels, dict)):
         return
     losses = model.loss
@@ -173,29 +160,11 @@ def _check_labels(model: Any, outputs: Any, labels: Any) -> None:
 def loss_of_model(
     model: Any, *, training: bool | None, by_examples: bool, regularized: bool = True
 ) -> Callable[..., Any]:
-    """Return the compiled loss.
+    """Return the compiled loss, a mean, as a function of `x`, `y` and perhaps `sample_weight`.
 
-    Parameters
-    ----------
-    model : keras.Model
-        A compiled model.
-    training : bool or None
-        Whether layers behave as in training.
-    by_examples : bool
-        Whether batches are weighted by their number of examples. Models whose outputs have masks
-        are then refused, because Keras averages over unmasked entries.
-    regularized : bool
-        Whether to include the model's regularizers.
-
-    Returns
-    -------
-    callable
-        Takes `x`, `y` and optionally `sample_weight`, returns the mean loss.
-
-    Raises
-    ------
-    InvalidLossError
-        If the model is not compiled, or if its loss is a sum over the batch instead of a mean.
+    With `by_examples`, batches are weighted by their numbers of examples. Models whose outputs have
+    masks are then refused, because Keras averages over unmasked entries. `InvalidLossError` is
+    raised if the model is not compiled, or if its loss is a sum over the batch.
     """
     _check_compiled(model)
     of_outputs = loss_of_outputs(model, by_examples=by_examples, regularized=regularized)
@@ -209,17 +178,9 @@ def loss_of_model(
 def loss_of_outputs(
     model: Any, *, by_examples: bool, regularized: bool = True
 ) -> Callable[..., Any]:
-    """Return the compiled loss as a function of the model's outputs.
+    """Return the compiled loss as a function of outputs, `y` and perhaps `sample_weight`.
 
-    Parameters
-    ----------
-    model, by_examples, regularized
-        As for `loss_of_model`, and so are the errors.
-
-    Returns
-    -------
-    callable
-        Takes the outputs, `y` and optionally `sample_weight`, returns the mean loss.
+    The arguments and errors are otherwise those of `loss_of_model`.
     """
     _check_compiled(model)
 

@@ -11,7 +11,7 @@ Self = TypeVar("Self", bound="FromKeras")
 
 
 class FromKeras:
-    """A class that can also be made from a Keras model with its compiled loss."""
+    """Base of the classes that can also be made from a Keras model with its compiled loss."""
 
     @classmethod
     def from_keras(
@@ -23,7 +23,7 @@ class FromKeras:
         training: bool = False,
         **options: Any,
     ) -> Self:
-        """Return the same for the loss that a Keras model was compiled with.
+        """Create an object of this class for the loss that a Keras model was compiled with.
 
         Parameters
         ----------
@@ -34,7 +34,7 @@ class FromKeras:
             `(x, y)` or `(x, y, sample_weight)`, as for `model.fit`, or batches of these.
         variables : nest, optional
             The variables to differentiate with respect to; by default the model's trainable
-            variables. The variables of its last layers alone make a smaller problem.
+            variables. For a smaller problem, pass those of the last layers only.
         training : bool, optional
             Whether layers behave as in training (dropout, batch normalization).
         **options
@@ -51,17 +51,17 @@ class FromKeras:
             If the model is not compiled, or its loss is a sum over the batch instead of a mean; if
             an output has a mask and the data are divided without `weight`; if `reduction` is
             ``"sum"`` and the model has regularizers; if the class takes predictions and their loss
-            apart, and a layer adds a loss that depends on the data.
+            separately, and a layer adds a loss that depends on the data.
         HvpError
-            As the class.
+            As raised by the class.
 
         Notes
         -----
-        Keras divides by the number of examples, also with sample weights. If it averages over
+        Keras divides by the number of examples, even with sample weights. If it averages over
         something else (outputs with a mask), pass `weight` to say how much a batch counts.
 
-        Where a class takes predictions and their loss apart, and the model ends with a softmax or
-        sigmoid, the predictions are the logits, from which Keras computes cross-entropies. These
+        If the class takes predictions and their loss separately, and the model ends with a softmax
+        or sigmoid, the predictions are the logits, from which Keras computes cross-entropies. These
         losses are convex in the logits. Regularizers of weights are then passed as
         `regularization`, and `likelihood` follows from the compiled loss, if that is a
         cross-entropy or the mean square error.

@@ -1,4 +1,4 @@
-"""Restoring the losses that Keras layers collect during a call.
+"""Restoration of the losses that Keras layers collect during a call.
 
 A layer that has an activity regularizer or calls `add_loss` keeps the tensor of the loss in a list.
 A trace would leave a symbolic tensor there, which `model.losses` would return later.
@@ -17,13 +17,7 @@ from hvp._keras.private import layers_of, lists_of_losses, losses_of, one_at_a_t
 
 @contextlib.contextmanager
 def preserved_losses(variables: Any) -> Iterator[None]:
-    """Restore the losses that the layers of Keras models hold when the context ends.
-
-    Parameters
-    ----------
-    variables : nest
-        Keras models and layers. Other objects, such as variables, are ignored.
-    """
+    """Restore the losses held by the Keras layers in a nest when the context ends."""
     with one_at_a_time():
         yield from _preserved(variables)
 

@@ -1,7 +1,6 @@
 """All private names of Keras that this package uses, each with the reason.
 
-`tests/keras/test_private.py` tests what is expected of each of them, so that a change in Keras is
-noticed there first.
+`tests/keras/test_private.py` tests what is expected of each, so that changes in Keras are noticed.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ _is_holding = contextvars.ContextVar("hvp_holds_models", default=False)
 
 @contextlib.contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Let one thread at a time change models for the time of a trace.
+    """Let only one thread at a time change models while it traces.
 
-    Threads that it starts in its own context, and waits for, belong to it.
+    Threads that it starts in its own context and waits for count as the same thread.
     """
     if _is_holding.get():
         yield
@@ -56,8 +55,8 @@ def one_at_a_time() -> Iterator[None]:
 def refuse_other_names() -> None:
     """Raise `HvpError` if Keras keeps masks, logits or losses under other names than these.
 
-    An attribute that has moved looks like one that is not set, and the loss would be another one
-    without an error. The first call therefore looks for them in a known model.
+    An attribute that has moved looks like one that is not set, and would change the loss without an
+    error. The first call therefore looks for them in a known model.
     """
     if "keras" in sys.modules and _missing_names():
         raise HvpError(
@@ -70,7 +69,7 @@ def refuse_other_names() -> None:
 
 @functools.cache
 def _missing_names() -> tuple[str, ...]:
-    """Return the names that are missing; in a thread, since Keras and TensorFlow have states."""
+    """Return the missing names; in a thread, as Keras and TensorFlow have thread-local state."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(_find_missing_names).result()
 
@@ -96,10 +95,9 @@ def has_layers(value: Any) -> bool:
 
 
 def layers_of(model: Any, *, include_self: bool = True) -> list[Any]:
-    """Return all layers of a model, including those inside other layers.
+    """Return all layers of a model, also those inside other layers; none for other values.
 
-    The list is empty for a value that is not a model. The public attribute `layers` lists only the
-    outermost layers.
+    The public attribute `layers` lists only the outermost layers.
     """
     return list(model._flatten_layers(include_self=include_self)) if has_layers(model) else []
 
@@ -113,7 +111,7 @@ def lists_of_losses(layer: Any) -> Iterator[Any]:
 
 
 def losses_of(layer: Any) -> list[Any]:
-    """Return the losses that a layer itself has added."""
+    """Return the losses that the layer itself has added."""
     refuse_other_names()
     return list(getattr(layer, _LISTS_OF_LOSSES[0], ()))
 
@@ -130,7 +128,7 @@ def set_mask(value: Any, mask: Any) -> None:
 
 
 def logits_of(value: Any) -> Any:
-    """Return what a softmax or sigmoid was applied to, given its result; None for others."""
+    """Return what a softmax or sigmoid was applied to, given its result; None for other tensors."""
     refuse_other_names()
     return getattr(value, _LOGITS, None)
 
@@ -144,8 +142,7 @@ def maker_of(tensor: Any) -> tuple[Any, Any]:
     """Return the operation that made a symbolic tensor of a functional model, and its call.
 
     Keras has no public way to walk through a functional model. The history of a tensor contains the
-    operation and the number of its call. The `arguments` of a call can be filled with tensors in
-    place of symbolic ones.
+    operation and the number of its call.
     """
     operation, index, _ = tensor._keras_history
     return operation, operation._inbound_nodes[index]
@@ -166,5 +163,5 @@ def global_state() -> Any:
 
 
 def state_of_thread() -> dict[str, Any]:
-    """Return the thread-local state of Keras itself, in this thread."""
+    """Return the state of Keras itself in this thread."""
     return vars(global_state().GLOBAL_STATE_TRACKER)

@@ -1,8 +1,8 @@
-"""Restoring the settings of Keras layers when they are traced later.
+"""Restoration of the settings of Keras layers that are traced later.
 
-A layer that is called inside another layer gets settings from that layer: whether it is training,
-and the precision in which to read variables. A derivative is traced after that other layer has
-returned, and every trace is made in a separate thread.
+A layer that is called inside another layer gets settings from it: whether it is training, and the
+precision in which to read variables. A derivative is traced after the outer layer has returned, and
+every trace is made in a separate thread.
 """
 
 from __future__ import annotations
@@ -17,13 +17,9 @@ from hvp._keras.private import SCOPE_ATTRIBUTES, global_state, state_of_thread
 class KerasScope:
     """The settings that are in force for Keras layers where the object is created.
 
-    Attributes
-    ----------
-    key : tuple
-        Equal for scopes in which layers compute the same.
-    passes : bool
-        Whether this is a stateless call, in which other values replace those of the variables, or
-        the variables have no values yet. A trace then serves this call only.
+    In scopes with equal `key`, layers compute the same. In a stateless call, where other values
+    replace those of the variables, or the variables have no values yet, `passes` is True: a trace
+    then serves this call only.
     """
 
     def __init__(self) -> None:
@@ -52,7 +48,7 @@ class KerasScope:
 
 @contextlib.contextmanager
 def carried_over() -> Iterator[Callable[[Callable[[], Any]], Any]]:
-    """Yield a function that runs another one with this thread's Keras state, in another thread.
+    """Yield a function that runs another one in another thread, with this thread's Keras state.
 
     When the context ends, this thread gets the state that the function left.
     """

@@ -1,4 +1,4 @@
-"""Recurrent layers of Keras without a loop, so that each step is an operation of the graph."""
+"""Recurrent Keras layers without a loop, so that each step is an operation of the graph."""
 
 from __future__ import annotations
 
@@ -13,13 +13,7 @@ from hvp._keras.private import layers_of, one_at_a_time
 
 @contextlib.contextmanager
 def unrolled(source: Any) -> Iterator[None]:
-    """Let the recurrent layers of models and layers write out their steps in this context.
-
-    Parameters
-    ----------
-    source : nest
-        Models, layers and variables, as the caller passed them.
-    """
+    """Unroll the recurrent layers of the models and layers in a nest, within this context."""
     layers = [
         layer
         for leaf in tf.nest.flatten(source)

@@ -20,25 +20,15 @@ _NOTHING = np.empty(0)
 class Block:
     """A symmetric block of weights that are `K` matrices of shape `(I, O)`.
 
-    Its product with matrices `V` is `P ((P^T V Q) * scales) Q^T`, with the eigenvectors `P` and `Q`
-    of the two Kronecker factors. An exact block is the case `O = 1`, a diagonal that without
-    eigenvectors.
+    Its product with matrices `V` is `P ((P^T V Q) * scales) Q^T`. The eigenvectors of the two
+    factors are the columns of `P`, in `left` of shape `(K, I, I)`, and of `Q`, in `right` of shape
+    `(K, O, O)`; None stands for unit vectors. An exact block has `O = 1`, and a diagonal has no
+    eigenvectors either.
 
-    Attributes
-    ----------
-    names : tuple of str
-        The names of the weights.
-    kind : {"kronecker", "exact", "diagonal"}
-        What it is.
-    entries : ndarray of int
-        The places of the entries in the flat vector, of shape `(K, I, O)`.
-    left, right : tf.Tensor or None
-        The eigenvectors `P` of shape `(K, I, I)`, and `Q` of shape `(K, O, O)`, as columns; None
-        for unit vectors.
-    scales : ndarray
-        The eigenvalues, of shape `(K, I, O)`, in float64.
-    tensor : tf.Tensor
-        The same in the type of the vectors, of shape `(K, I, 1, O)`.
+    The eigenvalues `scales` are in float64 and of shape `(K, I, O)`; `tensor` holds them in the
+    type of the vectors, of shape `(K, I, 1, O)`. The indices `entries` of the weights in the flat
+    vector have the shape `(K, I, O)` as well. The `kind` is ``"kronecker"``, ``"exact"`` or
+    ``"diagonal"``.
     """
 
     names: tuple[str, ...]
@@ -59,22 +49,22 @@ class Block:
         scales: np.ndarray,
         dtype: tf.DType,
     ) -> Block:
-        """Return a block of arrays; see the attributes."""
+        """Return a block of arrays, with `left` and `right` as the `bases`."""
         left, right = (None if b is None else tf.constant(b, dtype) for b in bases)
         return cls(names, kind, entries, left, right, scales, _tensor(scales, dtype))
 
     @property
     def tensors(self) -> list[tf.Tensor]:
-        """What products read."""
+        """The tensors that products read."""
         return [t for t in (self.left, self.right, self.tensor) if t is not None]
 
     def with_tensors(self, tensors: Iterator[tf.Tensor]) -> Block:
-        """Return the block with others in place of `tensors`, for products in a graph."""
+        """Return the block with other tensors in place of `tensors`, for products in a graph."""
         left, right = (None if b is None else next(tensors) for b in (self.left, self.right))
         return replace(self, left=left, right=right, tensor=next(tensors))
 
     def without_numbers(self) -> Block:
-        """Return a block of the same form that holds no numbers, for `with_tensors`."""
+        """Return a block of the same form without numbers, for `with_tensors`."""
         left, right = (None if b is None else _NOTHING for b in (self.left, self.right))
         return replace(self, left=left, right=right, scales=np.empty(0), tensor=_NOTHING)
 
@@ -85,12 +75,12 @@ class Block:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that eigenvectors and eigenvalues take."""
+        """The memory of eigenvectors and eigenvalues, in bytes."""
         bases = [basis for basis in (self.left, self.right) if basis is not None]
         return sum(int(np.prod(b.shape)) * b.dtype.size for b in bases) + self.scales.nbytes
 
     def scaled(self, function: Callable[[np.ndarray], np.ndarray], dtype: tf.DType) -> Block:
-        """Return the block with functions of the eigenvalues in their place."""
+        """Return the block with a function applied to its eigenvalues."""
         return self.with_scales(function(self.scales), dtype)
 
     def with_scales(self, scales: np.ndarray, dtype: tf.DType) -> Block:
@@ -150,7 +140,7 @@ def _tensor(scales: np.ndarray, dtype: tf.DType) -> tf.Tensor:
 def _product(
     left: tf.Tensor, right: tf.Tensor, *, adjoint_left: bool = False, adjoint_right: bool = False
 ) -> tf.Tensor:
-    """Multiply the matrices of each group; of one group as plain matrices, which is faster."""
+    """Multiply the matrices of each group; a single group as plain matrices, which is faster."""
     if 1 in (left.shape[0], right.shape[0]):
         one = tf.matmul(left[0], right[0], transpose_a=adjoint_left, transpose_b=adjoint_right)
         return one[tf.newaxis]
@@ -160,14 +150,8 @@ def _product(
 def eigen(moment: np.ndarray, *, full: bool) -> tuple[np.ndarray, np.ndarray | None]:
     """Return the eigenvalues, of shape `(K, d)`, and eigenvectors of a factor of each group.
 
-    Negative eigenvalues are rounding errors, and become zeros.
-
-    Parameters
-    ----------
-    moment : ndarray
-        Of shape `(K, d, d)`, or `(K, d)` if only the diagonal is kept.
-    full : bool
-        Which of these.
+    A factor that is not `full` is a diagonal, of shape `(K, d)`, and has no eigenvectors. Negative
+    eigenvalues are rounding errors, and become zeros.
     """
     if not full:
         return np.maximum(moment.astype(np.float64), 0), None

@@ -36,7 +36,7 @@ class FactoredOperator(Operator):
     nest : VariableNest
         The variables.
     factors : Factors
-        The blocks, which together have all entries of the vectors.
+        The blocks, which together cover all entries of the vectors.
     compiled : dict, optional
         Compiled functions of matrices with blocks of the same forms.
     origin : FactoredOperator, optional
@@ -71,14 +71,14 @@ class FactoredOperator(Operator):
         return f"{type(self).__name__}({size} x {size}, {self.dtype.name}, blocks: {blocks})"
 
     def is_of(self, nest: VariableNest) -> bool:
-        """Whether these are its variables, in this order."""
+        """Whether these are the variables of the matrix, in this order."""
         pairs = zip(self._nest.variables, nest.variables)
         same = len(self._nest.variables) == len(nest.variables)
         return same and all(own.handle is other.handle for own, other in pairs)
 
     @property
     def nbytes(self) -> int:
-        """The bytes that eigenvectors and eigenvalues take."""
+        """The memory of eigenvectors and eigenvalues, in bytes."""
         return sum(block.nbytes for block in self._blocks)
 
     @property
@@ -154,15 +154,15 @@ class FactoredOperator(Operator):
         Parameters
         ----------
         count : int
-            How many vectors to draw.
+            Number of vectors to draw.
         damping : float, optional
             The precision of an independent prior: a multiple of the identity that is added.
         examples : int, optional
-            A factor that the precision is multiplied by. For the Laplace approximation of a
-            posterior, pass the number of examples, because this matrix belongs to a mean over them;
-            and as `damping` pass the precision of the prior, divided by the number of examples.
+            A factor of the precision. For the Laplace approximation of a posterior, pass the number
+            of examples, because this matrix belongs to a mean over them, and as `damping` the
+            precision of the prior, divided by the number of examples.
         seed : int, optional
-            What the draws depend on.
+            Seed of the draws.
 
         Returns
         -------
@@ -196,7 +196,7 @@ class FactoredOperator(Operator):
         Raises
         ------
         HvpError
-            If they share a block with variables that are left out, as a kernel does with its bias.
+            If they share a block with other variables, as a kernel does with its bias.
         """
         places = select(variables, self._space.paths, self._nest.variables)
         chosen = {self._nest.names[place] for place in places}
@@ -226,7 +226,7 @@ class FactoredOperator(Operator):
         return FactoredOperator(self._space.subspace(places), nest, factors, origin=self)
 
     def diagonal(self, *, max_size: int | None = None) -> np.ndarray:
-        """Return the diagonal, from the eigenvectors: it takes no products.
+        """Return the diagonal, which is computed from the eigenvectors without products.
 
         Parameters
         ----------

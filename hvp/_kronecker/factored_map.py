@@ -18,16 +18,10 @@ from hvp._vectors.space import Space
 
 
 class FactoredMap(LinearMap):
-    """A symmetric block-diagonal linear map, held as eigenvalues and eigenvectors.
+    """A symmetric block-diagonal linear map in terms of eigenvalues and eigenvectors.
 
-    Parameters
-    ----------
-    space : Space
-        The space of the vectors.
-    factors : Factors
-        The blocks, which together have all entries of the vectors.
-    compiled : dict
-        Compiled functions of matrices with blocks of the same forms.
+    The blocks of `factors` cover all entries of the vectors. Maps with blocks of the same forms
+    share `compiled`, their compiled functions.
     """
 
     def __init__(self, space: Space, factors: Factors, compiled: dict[str, Compiled]) -> None:
@@ -35,7 +29,7 @@ class FactoredMap(LinearMap):
         self._factors, self.compiled = factors, compiled
 
     def apply(self, vector: Any, *, adjoint: bool = False) -> Any:
-        """Multiply by a vector in any layout; the map is symmetric."""
+        """Multiply by a vector in any layout; the map is its own adjoint."""
         if isinstance(vector, (list, tuple)):
             return self.codomain.split(self.apply(self.domain.join(vector)))
         is_flat = len(vector.shape) == 1
@@ -63,16 +57,9 @@ class FactoredMap(LinearMap):
     ) -> tf.Tensor:
         """Apply a function of blocks to the entries of rows, now or in the graph being traced.
 
-        Parameters
-        ----------
-        name : str
-            Of the function.
-        function : callable
-            Takes a block and its entries of the rows; returns others.
-        rows : tf.Tensor
-            Of shape `(k, n)`.
-        back : bool, optional
-            Whether results are put in the order of the rows; else they are in that of the blocks.
+        The `name` identifies the `function`, which takes a block and its entries of the rows, of
+        shape `(k, n)`. The results are in the order of the rows if `back`, else in that of the
+        blocks.
         """
         if tf.executing_eagerly():
             blocks = self._factors.current()

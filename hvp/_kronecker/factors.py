@@ -1,4 +1,4 @@
-"""The blocks of a Kronecker-factored matrix, as they are now, for all that is made from it."""
+"""The current blocks of a Kronecker-factored matrix, for everything that is made from it."""
 
 from __future__ import annotations
 
@@ -20,23 +20,12 @@ Blocks = Sequence[Block]
 
 
 class Factors:
-    """The blocks of a matrix, or of a function of another matrix, which they follow.
+    """The blocks of a matrix, or of a function of another matrix, which follow that matrix.
 
-    Parameters
-    ----------
-    make : callable
-        Takes nothing, and returns the blocks; or takes those of `source`.
-    source : Factors, optional
-        Those of the matrix that this one is a function of.
-    watch : Watch, optional
-        The variables that the blocks depend on, where it matters whether they have changed.
-    check : bound method, optional
-        Makes sure, in Python, that they have not changed: raises an error, or evaluates again.
-
-    Attributes
-    ----------
-    version : int
-        How often the blocks of the matrix were replaced.
+    `make` takes nothing and returns the blocks, or takes the blocks of `source`, the matrix that
+    this one is a function of. `watch` has the variables that the blocks depend on, if it matters
+    whether they have changed; if so, the bound method `check` raises an error or evaluates again.
+    `version` counts how often the blocks of the matrix were replaced.
     """
 
     def __init__(
@@ -58,11 +47,11 @@ class Factors:
 
     @property
     def root(self) -> Factors:
-        """Those of the matrix itself."""
+        """The factors of the matrix itself."""
         return self if self._source is None else self._source.root
 
     def current(self) -> list[Block]:
-        """Return the blocks, having made sure that they are those of the variables' values."""
+        """Return the blocks, after a check that they belong to the variables' current values."""
         self.root.make_sure()
         return self.held()
 
@@ -94,7 +83,7 @@ class Factors:
         return True
 
     def fill(self) -> None:
-        """Let graphs read the blocks of now."""
+        """Update the blocks that graphs read."""
         for cell, tensor in zip(self._cells, _tensors(self.held())):
             cell.assign(tensor)
         if self._watched and self._watch is not None:
@@ -102,10 +91,10 @@ class Factors:
                 cell.assign(value)
 
     def in_graph(self) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """Return what products read in the graph being traced, and whether it is out of date.
+        """Return what products read in the graph being traced, and whether it is stale.
 
-        What XLA compiles cannot ask Python; elsewhere the graph raises an error, or waits for
-        another evaluation, and nothing is out of date.
+        Code that XLA compiles cannot call Python. Other graphs call it to raise an error or to
+        evaluate again, so that their blocks are never stale.
         """
         root = self.root
         with tf.init_scope():
@@ -123,7 +112,7 @@ class Factors:
             return [cell.read() for cell in self._cells], tf.constant(False)
 
     def follow(self, other: Factors) -> None:
-        """Fill the cells of factors that are made from these whenever these are replaced."""
+        """Keep graphs that read factors made from these up to date when these are replaced."""
         self._followers.update({self, other})
 
     def changed(self) -> tf.Tensor:
@@ -133,7 +122,7 @@ class Factors:
         return tf.reduce_any(changed) if changed else tf.constant(False)
 
     def make_cells(self, tensors: Sequence[tf.Tensor]) -> None:
-        """Make variables that hold tensors, and the values of what is watched, for graphs."""
+        """Create variables for graphs that hold the tensors and the values of watched variables."""
 
         def make() -> None:
             if not self._cells:
@@ -151,5 +140,5 @@ def _tensors(blocks: Blocks) -> list[tf.Tensor]:
 
 
 def with_tensors(blocks: Blocks, tensors: Iterator[tf.Tensor]) -> list[Block]:
-    """Return blocks that read others in place of their tensors."""
+    """Return blocks that read other tensors in place of their own."""
     return [block.with_tensors(tensors) for block in blocks]

@@ -1,9 +1,9 @@
 """How an operation combines a weight with the data, in the form that Kronecker factors need.
 
-Where an operation multiplies the data by a matrix `W`, at each position `t` of an example,
-`y_t = a_t W`, the gradient of an example in `W` is the sum over positions of `a_t g_t^T`. Here
-`a_t` is what enters and `g_t` the gradient in what comes out. Grouped convolutions, and einsums in
-which an axis of the weight is one of the data and of the result, have several matrices, the groups.
+Where an operation multiplies the data by a matrix `W`, `y_t = a_t W` at each position `t` of an
+example, the gradient of the example in `W` is the sum of `a_t g_t^T` over positions, where `a_t` is
+the input and `g_t` the gradient in the output. Grouped convolutions have several such matrices, the
+groups, and so have einsums in which an axis of the weight is one of the data and of the result.
 
 An operation that multiplies or adds entry by entry has a gradient that is summed over positions.
 """
@@ -30,15 +30,7 @@ _ADDITIONS = frozenset(["Add", "AddV2", "BiasAdd", "Sub", "BroadcastTo"])
 
 
 class Form(abc.ABC):
-    """How an operation uses a weight.
-
-    Attributes
-    ----------
-    inputs : sequence of str
-        The tensors of the graph that `rows` takes.
-    output : str
-        The result of the operation, whose gradient is needed.
-    """
+    """How an operation computes the tensor `output` from a weight and the tensors `inputs`."""
 
     inputs: Sequence[str]
     output: str
@@ -49,26 +41,23 @@ class MatrixForm(Form):
 
     @abc.abstractmethod
     def rows(self, data: Sequence[tf.Tensor], examples: Any) -> tf.Tensor:
-        """Return what enters, of shape `(K, examples, T, I)`."""
+        """Return the inputs of the matrices, of shape `(K, examples, T, I)`."""
 
     def rows_with_ones(self, data: Sequence[tf.Tensor], examples: Any) -> tf.Tensor:
-        """Return the same with a column of ones at the end, for the bias."""
+        """Return `rows` with a column of ones at the end, for the bias."""
         rows = self.rows(data, examples)
         return tf.concat([rows, tf.ones_like(rows[..., :1])], axis=-1)
 
     @abc.abstractmethod
     def columns(self, gradient: tf.Tensor, examples: Any) -> tf.Tensor:
-        """Arrange the gradient in the result: shape `(K, examples, T, O)`."""
+        """Arrange the gradient in the result as `(K, examples, T, O)`."""
 
     @abc.abstractmethod
     def arrange(self, view: np.ndarray) -> np.ndarray:
-        """Arrange entries of the weight as they enter: shape `(K, I, O)`."""
+        """Arrange entries of the weight as `(K, I, O)`."""
 
     def bias(self, entries: np.ndarray, groups: int) -> np.ndarray | None:
-        """Arrange the entries of a bias that is added to the result: shape `(K, O)`.
-
-        None if the bias does not have one entry for each column of the matrices.
-        """
+        """Arrange a bias as `(K, O)`, or return None unless it has one entry for each column."""
         del entries, groups
         return None
 
@@ -77,13 +66,8 @@ class MatrixForm(Form):
 class EinsumForm(MatrixForm):
     """A product of matrices, or an einsum.
 
-    Attributes
-    ----------
-    data, weight, result : str
-        A letter for each axis of the data, of the weight and of the result. Axes of one entry along
-        which the weight is repeated have none.
-    shape : tuple of int
-        The sizes of the axes of the weight that have letters.
+    `data`, `weight` and `result` have a letter for each axis. Axes of one entry along which the
+    weight is repeated have none, and do not count in `shape`, the sizes of the weight's axes.
     """
 
     inputs: Sequence[str]
@@ -97,7 +81,7 @@ class EinsumForm(MatrixForm):
     def of(
         cls, inputs: Sequence[str], output: str, letters: Sequence[str], shape: Sequence[int]
     ) -> EinsumForm | None:
-        """Return the form; None if it is not a product of matrices."""
+        """Return the form, or None if the einsum is not a product of matrices."""
         data, weight, result = letters
         kept = [
             (x, size)
@@ -159,23 +143,10 @@ class EinsumForm(MatrixForm):
 class ConvolutionForm(MatrixForm):
     """A convolution of any number of axes, with strides, dilations, padding and groups.
 
-    Attributes
-    ----------
-    kernel : tuple of int
-        The sizes of the window.
-    groups : int
-        How many groups of channels there are.
-    strides, dilations : tuple of int
-        Along each axis.
-    padding : sequence of (int, int), or "SAME"
-        How many zeros there are before and after each axis.
-    channels_first : bool
-        Whether channels come before the axes of the window.
-    is_depthwise : bool
-        Whether there is one group for each channel of the data.
-    is_transposed : bool
-        Whether the operation is the transpose of the convolution, so that windows are those of the
-        gradient.
+    The window has the sizes `kernel`. The `padding` is ``"SAME"``, or the numbers of zeros before
+    and after each axis. A depthwise convolution has one group for each channel of the data. Where
+    the operation `is_transposed`, it is the transpose of this convolution, and windows are taken
+    from the gradient.
     """
 
     inputs: Sequence[str]
@@ -214,7 +185,7 @@ class ConvolutionForm(MatrixForm):
         return None if self.is_transposed else entries.reshape(groups, -1)
 
     def _points(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Take the channels of each position: shape `(K, N, T, channels / K)`."""
+        """Return the channels of each position, of shape `(K, N, T, channels / K)`."""
         tensor = self._channels_last(tensor)
         shape = tf.shape(tensor)
         points = tf.reshape(tensor, [shape[0], -1, self.groups, shape[-1] // self.groups])
@@ -223,7 +194,7 @@ class ConvolutionForm(MatrixForm):
         return tf.transpose(points, [2, 0, 1, 3])
 
     def _windows(self, tensor: tf.Tensor, *, ones: bool = False) -> tf.Tensor:
-        """Take the window of each position: shape `(K, N, T, window * channels / K)`."""
+        """Return the window of each position, of shape `(K, N, T, window * channels / K)`."""
         tensor = self._channels_last(tensor)
         axes = len(self.kernel)
         sizes = tf.unstack(tf.shape(tensor), axes + 2)
@@ -279,7 +250,7 @@ class GatherForm(MatrixForm):
     output: str
 
     def rows(self, data: Sequence[tf.Tensor], examples: Any) -> tf.Tensor:
-        """Return the numbers of the rows, of shape `(1, examples, T)`."""
+        """Return the indices of the rows, of shape `(1, examples, T)`."""
         return tf.reshape(tf.cast(data[0], tf.int64), [1, examples, -1])
 
     def columns(self, gradient: tf.Tensor, examples: Any) -> tf.Tensor:
@@ -291,15 +262,7 @@ class GatherForm(MatrixForm):
 
 @dataclass(frozen=True)
 class EntrywiseForm(Form):
-    """An operation that multiplies or adds entry by entry.
-
-    Attributes
-    ----------
-    shape : tuple of int
-        The shape of the weight as it enters.
-    sign : float
-        What the entries are multiplied by besides the data.
-    """
+    """An entrywise product or sum with `sign` times a weight that enters in this `shape`."""
 
     inputs: Sequence[str]
     output: str
@@ -322,7 +285,7 @@ class EntrywiseForm(Form):
 
 
 def form_of(use: Use, graph: WeightedGraph) -> Form | None:
-    """Return the form of a use of a weight; None if it has none of these."""
+    """Return the form of a use of a weight, or None if the use has no known form."""
     node = use.node
     if use.view is None:
         return None
@@ -370,7 +333,7 @@ def _entrywise(use: Use, graph: WeightedGraph, others: Sequence[str]) -> Form | 
 
 
 def _letters(use: Use, graph: WeightedGraph) -> tuple[str, str, str] | None:
-    """Return letters for the axes of the data, of the weight and of the result of a product."""
+    """Return letters for the axes of the data, the weight and the result of a product."""
     node, flags = use.node, use.node.attr
     if node.op == "MatMul":
         left = "ki" if flags["transpose_a"].b else "ik"
@@ -451,9 +414,9 @@ def _dilated(
     use: Use,
     graph: WeightedGraph,
 ) -> Form | None:
-    """Return the form of a dilated convolution, which TensorFlow writes as one of fewer examples.
+    """Return the form of a dilated convolution, for which TensorFlow makes examples from positions.
 
-    It moves positions at regular distances to the axis of the examples, and back.
+    Positions at regular distances are moved to the axis of the examples, and back.
     """
     after = graph.consumer(product, PASSED)
     attributes = use.node.attr

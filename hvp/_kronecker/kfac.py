@@ -102,8 +102,8 @@ class KFAC(FromKeras, FactoredOperator):
         As for `FisherOperator`. Recurrent Keras layers are unrolled.
     fisher : {"type-2", "monte-carlo", "empirical"}, optional
         Which matrix to approximate, as `kind` for `FisherOperator`. ``"type-2"`` takes one backward
-        pass for each class, ``"monte-carlo"`` one for each sample. The default is ``"type-2"``, but
-        ``"monte-carlo"`` where there are more than 64 classes and the likelihood is known.
+        pass for each class, ``"monte-carlo"`` one for each sample. The default is ``"type-2"``, or
+        ``"monte-carlo"`` if there are more than 64 classes and the likelihood is known.
     likelihood : str or nest of str, optional
         As for `FisherOperator`. Without one, ``"type-2"`` stands for the Gauss-Newton matrix of any
         convex output loss with up to 256 predictions for each example.
@@ -125,8 +125,8 @@ class KFAC(FromKeras, FactoredOperator):
     largest_exact : int, optional
         Exact blocks with more rows are kept as diagonals.
     **options
-        As for `HessianOperator`: {option_names}. With ``on_stale="ignore"`` the factors of the old
-        values go on to be used, as optimizers do for many steps.
+        As for `HessianOperator`: {option_names}. With ``on_stale="ignore"`` the old factors remain
+        in use, which is what optimizers do for many steps.
 
     Raises
     ------
@@ -292,7 +292,7 @@ class KFAC(FromKeras, FactoredOperator):
     @outside_strategies
     @Uninterrupted()
     def refresh(self, decay: float = 0.0) -> None:
-        """Evaluate again, at the values that the variables have now.
+        """Evaluate the matrix again, at the current values of the variables.
 
         Parameters
         ----------
@@ -321,7 +321,7 @@ class KFAC(FromKeras, FactoredOperator):
         self._factors.replace(blocks)
 
     def _make_sure(self) -> None:
-        """Do what `on_stale` says if weights have changed since the last evaluation."""
+        """Follow `on_stale` if weights have changed since the last evaluation."""
         changed = self._watch.changed()
         if changed and self._on_stale == "refresh":
             self.refresh()
@@ -340,7 +340,7 @@ class KFAC(FromKeras, FactoredOperator):
         probes : int, optional
             Number of random vectors that each block is multiplied by.
         seed : int, optional
-            What they depend on.
+            Seed of the random vectors.
 
         Returns
         -------
@@ -349,14 +349,14 @@ class KFAC(FromKeras, FactoredOperator):
             is the exact block. The estimate has a relative standard error of at most about one over
             the square root of ``probes / 2``.
 
-        Notes
-        -----
-        It takes `probes` products with the matrix for each block.
-
         Raises
         ------
         StaleOperatorError
             If weights have changed since the last evaluation.
+
+        Notes
+        -----
+        It takes `probes` products with the matrix for each block.
         """
         check_count(probes, "probes")
         changed = self._watch.changed()
@@ -383,7 +383,7 @@ class KFAC(FromKeras, FactoredOperator):
         return SymmetricOperator(evaluation)
 
     def _find_layers(self) -> None:
-        """Trace the model once, and make variables that stand for the statistics."""
+        """Trace the model once, and create variables that stand for the statistics."""
         problem = self._problem(self._rule, list(self._nest.variables))
         batch = problem.first_batch()
         traced, rows = self._traced(batch.part(0, min(2, batch.examples)))
@@ -403,7 +403,7 @@ class KFAC(FromKeras, FactoredOperator):
     def _traced(
         self, batch: Any, *, backward: bool = True
     ) -> tuple[TracedModel, dict[str, np.ndarray]]:
-        """Trace the model, and evaluate what enters the matrices of each layer."""
+        """Trace the model, and evaluate the inputs of the matrices of each layer."""
         found: list[TracedModel] = []
 
         def rows() -> dict[str, tf.Tensor]:
@@ -428,7 +428,7 @@ class KFAC(FromKeras, FactoredOperator):
             return found[-1], {key: tensor.numpy() for key, tensor in compiled().items()}
 
     def _refuse_mixed(self, rows: dict[str, np.ndarray], alone: dict[str, np.ndarray]) -> None:
-        """Refuse layers in which rows do not belong to one example after the other."""
+        """Refuse layers whose rows do not belong to one example after the other."""
         for key, both in rows.items():
             one, name = alone.get(key, np.empty(0)), key.rpartition(" ")[0]
             within = both[:, :1].astype(np.float64)
@@ -471,7 +471,7 @@ class KFAC(FromKeras, FactoredOperator):
         return means
 
     def _blocks_of(self, means: Sequence[Sequence[np.ndarray]]) -> Callable[[], list[Block]]:
-        """Compute what depends on the weights now, and return a function for the rest."""
+        """Compute what depends on the current weights, and return a function for the rest."""
         uncovered = self._uncovered_blocks()
         return lambda: [*self._of_layers(means), *uncovered]
 
@@ -549,7 +549,7 @@ class EKFAC(KFAC):
         return lambda: blocks
 
     def _with_scales(self, blocks: list[Block]) -> list[Block]:
-        """Evaluate the scales along the eigenvectors, at the values that variables have now."""
+        """Evaluate the scales along the eigenvectors, at the variables' current values."""
         kronecker = [place for place, block in enumerate(blocks) if block.kind == "kronecker"]
         if not kronecker:
             return blocks
@@ -584,7 +584,7 @@ class EKFAC(KFAC):
 
 
 def _class_count(functions: tuple[Callable[..., Any], Callable[..., Any]], data: Any) -> int:
-    """Return the largest length of the last axes of the predictions of one example."""
+    """Return the largest size of a last axis among the predictions of one example."""
     batches = Batches(data, 1 if isinstance(data, (tuple, dict)) else None, None)
     first = next(iter(batches)).elements.part(0, 1)
     try:
@@ -611,7 +611,7 @@ _INSTEAD = {
 
 
 class _WithLayers:
-    """A function of a Keras model, with the model for its layers."""
+    """A function of a Keras model that carries the model, so that its layers are known."""
 
     def __init__(self, function: Callable[..., Any], model: Any) -> None:
         self._function, self.keras_model = function, model

@@ -1,4 +1,4 @@
-"""The layers of what is being traced, with the tensors that enter them and come out of them."""
+"""The layers of the graph being traced, with their inputs and outputs."""
 
 from __future__ import annotations
 
@@ -24,16 +24,10 @@ _SCOPE = "hvp_layers"
 
 @dataclass
 class LayeredGraph:
-    """A copy of what has been traced, in which the layers are known.
+    """A copy of the traced graph in which the layers are known.
 
-    Attributes
-    ----------
-    layers : list of Layer
-        The layers.
-    uncovered : list of str
-        Names of weights that belong to none.
-    results : list of tf.Tensor
-        What was traced, computed by the copy.
+    The copy computes the `results` of the traced graph. The weights with the names `uncovered`
+    belong to no layer.
     """
 
     layers: list[Layer]
@@ -45,19 +39,9 @@ class LayeredGraph:
     def of(
         cls, nest: VariableNest, data: Sequence[tf.Tensor], results: Sequence[tf.Tensor]
     ) -> LayeredGraph:
-        """Find the layers in the graph that is being traced, and import a copy of it.
+        """Find the layers of the graph being traced, from `data` to `results`, and import a copy.
 
-        Parameters
-        ----------
-        nest : VariableNest
-            The weights.
-        data, results : sequence of tf.Tensor
-            Where the graph begins and ends.
-
-        Raises
-        ------
-        HvpError
-            If a weight is used in two ways.
+        A weight that is used in two ways is refused.
         """
         graph = tf.compat.v1.get_default_graph()
         flat, rename = inline_calls(replace_operations(graph_def_with_shapes(graph)))
@@ -77,12 +61,12 @@ class LayeredGraph:
         return cls(layers, uncovered, [tensors[name] for name in ends], tensors)
 
     def inputs(self, layer: Layer) -> list[list[tf.Tensor]]:
-        """Return what enters the operations of a layer, for each of them."""
+        """Return the inputs of each operation of a layer."""
         forms = layer.forms if isinstance(layer, MatrixLayer) else [use[0] for use in layer.uses]
         return [[self._tensors[name] for name in form.inputs] for form in forms]
 
     def output(self, name: str) -> tf.Tensor:
-        """Return what comes out of an operation of a layer."""
+        """Return the output of an operation of a layer."""
         return self._tensors[name]
 
     def derivative(self, tensor: str, value: str) -> tf.Tensor:
@@ -94,12 +78,9 @@ class LayeredGraph:
         return gradient
 
     def gradients(self, weights: Sequence[tf.Tensor] | None = None) -> list[list[Any]]:
-        """Return the gradients in what comes out of the operations, for each layer.
+        """Return the gradients in the outputs of the operations of each layer.
 
-        Parameters
-        ----------
-        weights : sequence of tf.Tensor, optional
-            What to multiply the results by. The default is ones.
+        The results are multiplied by `weights` before they are summed; None stands for ones.
         """
         names = _outputs_of(self.layers)
         wanted = list(dict.fromkeys(name for several in names for name in several if name))
@@ -113,9 +94,9 @@ class LayeredGraph:
         return [[by_name.get(name) for name in several] for several in names]
 
     def leave_out_unconnected(self, gradients: Sequence[Sequence[Any]]) -> list[list[Any]]:
-        """Leave out layers that no gradient reaches, as where a function has one of its own.
+        """Leave out layers that no gradient reaches, as behind a function with its own gradient.
 
-        The gradients of the layers that are left are returned.
+        The gradients of the remaining layers are returned.
         """
         layers, kept = [], []
         for layer, names, parts in zip(self.layers, _outputs_of(self.layers), gradients):
@@ -148,7 +129,7 @@ def _outputs_of(layers: Sequence[Layer]) -> list[list[str]]:
 
 
 def _tensors_of(layers: Sequence[Layer]) -> list[str]:
-    """Return the names of all tensors that are asked for later."""
+    """Return the names of all tensors that are needed later."""
     names = [name for several in _outputs_of(layers) for name in several]
     for layer in layers:
         if isinstance(layer, MatrixLayer):

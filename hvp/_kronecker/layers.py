@@ -1,6 +1,6 @@
 """Finds the layers of a model in its graph: which weights have a Kronecker-factored block.
 
-A layer is found by the operations that read its weights, not by the class that made them.
+A layer is identified by the operations that read its weights, not by the class that built them.
 """
 
 from __future__ import annotations
@@ -20,19 +20,10 @@ from hvp._kronecker.forms import PASSED, EntrywiseForm, Form, GatherForm, Matrix
 
 @dataclass(frozen=True)
 class MatrixLayer:
-    """Weights that are matrices, with what is added to the product.
+    """Weights that are matrices, with the bias that is added to the product, if any.
 
-    Attributes
-    ----------
-    names : tuple of str
-        The names of the weights.
-    forms : tuple of MatrixForm
-        The operations that use them.
-    entries : ndarray of int
-        The places of the entries in the flat vector, of shape `(K, I, O)`. If there is a bias, it
-        is the last of the `I` rows.
-    has_bias : bool
-        Whether there is a bias.
+    The operations `forms` use the weights `names`, whose indices in the flat vector are `entries`,
+    of shape `(K, I, O)`. A bias is the last of the `I` rows.
     """
 
     names: tuple[str, ...]
@@ -42,7 +33,7 @@ class MatrixLayer:
 
     @property
     def is_table(self) -> bool:
-        """Whether rows are looked up instead of multiplied."""
+        """Whether rows are looked up, not multiplied."""
         return isinstance(self.forms[0], GatherForm)
 
 
@@ -50,15 +41,9 @@ class MatrixLayer:
 class EntrywiseLayer:
     """Weights that multiply or are added entry by entry.
 
-    Attributes
-    ----------
-    names : tuple of str
-        The names of the weights.
-    uses : tuple of (EntrywiseForm, str, str)
-        The operations that use them. For each also the tensor that enters, and the one that holds
-        the weight, if the first is a function of the second; else empty texts.
-    entries : ndarray of int
-        The places of the entries in the flat vector, of shape `(d,)`.
+    Each use has two tensors besides its form: the one that enters the operation and the one that
+    holds the weight, if the first is a function of the second, else empty strings. The indices
+    `entries` of the weights in the flat vector have the shape `(d,)`.
     """
 
     names: tuple[str, ...]
@@ -73,16 +58,8 @@ Layer = Any  # MatrixLayer or EntrywiseLayer
 class Weight:
     """A variable as the graph knows it.
 
-    Attributes
-    ----------
-    name : str
-        Its name.
-    handle : str
-        The tensor that stands for it; empty if the graph does not have it.
-    shape : tuple of int
-        Its shape.
-    first : int
-        The place of its first entry in the flat vector.
+    The tensor `handle` stands for it in the graph, and is empty if the graph does not read it. Its
+    first entry has the index `first` in the flat vector.
     """
 
     name: str
@@ -107,10 +84,8 @@ class _Uses:
 def find_layers(graph: WeightedGraph, weights: Sequence[Weight]) -> tuple[list[Layer], list[str]]:
     """Return the layers in the order of their weights, and the names of weights without one.
 
-    Raises
-    ------
-    HvpError
-        If a weight is used in two ways, such as one that is both looked up and multiplied by.
+    An `HvpError` is raised if a weight is used in two ways, for example both looked up and
+    multiplied.
     """
     matrices: list[MatrixLayer] = []
     entrywise: list[EntrywiseLayer] = []
@@ -135,7 +110,7 @@ def find_layers(graph: WeightedGraph, weights: Sequence[Weight]) -> tuple[list[L
 
 
 def _grouped(weight: Weight, uses: Sequence[Use], graph: WeightedGraph) -> list[_Uses] | None:
-    """Group uses by the entries that they use; None if one of them has no known form."""
+    """Group uses by the entries that they use, or return None if one of them has no known form."""
     groups: dict[Any, _Uses] = {}
     for use in uses:
         form = form_of(use, graph)
@@ -220,7 +195,7 @@ def _place_of_bias(
 
 
 def _product_before(node: Any, outputs: dict[str, int], graph: WeightedGraph) -> str | None:
-    """Return the product that an addition adds to, if nothing else uses that product."""
+    """Return the product to which an addition adds, if nothing else uses that product."""
     for start in data_inputs(node):
         tensor = with_index(start)
         while tensor not in outputs:
@@ -234,7 +209,7 @@ def _product_before(node: Any, outputs: dict[str, int], graph: WeightedGraph) ->
 
 
 def _is_along_columns(form: EntrywiseForm, product: Any, width: int, graph: WeightedGraph) -> bool:
-    """Whether a bias has its entries along the axes of the result that are the columns."""
+    """Whether the entries of a bias lie along the axes of the result that are the columns."""
     result = graph.shape(form.output)
     if result.rank is None:
         return False

@@ -1,8 +1,8 @@
 """Vectors whose outer products add up to the matrix `B` of each example's predictions.
 
 With the Jacobian `J_n` of an example, the curvature is the mean of `J_n^T B_n J_n`. If `B_n` is the
-sum of `s s^T` over some vectors `s`, it is the mean of the sums of `(J_n^T s) (J_n^T s)^T`: what
-one backward pass for each `s` computes for all examples together.
+sum of `s s^T` over some vectors `s`, this is the mean of the sums of `(J_n^T s) (J_n^T s)^T`, and
+one backward pass for each `s` computes `J_n^T s` for all examples together.
 """
 
 from __future__ import annotations
@@ -27,21 +27,10 @@ _SIGNS = (53, 59)
 
 
 def roots(rule: PredictionRule, output: Output, signs: int) -> list[tf.Tensor]:
-    """Return the vectors for each tensor of the predictions.
+    """Return the vectors along a new first axis of each tensor of the predictions.
 
-    Parameters
-    ----------
-    rule : PredictionRule
-        The matrix: a Fisher matrix, or the Gauss-Newton matrix of any loss.
-    output : Output
-        The loss at the predictions.
-    signs : int
-        How many random signs to draw for each of several predictions of an example.
-
-    Returns
-    -------
-    list of tf.Tensor
-        Shaped like the predictions, with a common first axis in front, that of the vectors.
+    The `rule` is that of a Fisher matrix, or of the Gauss-Newton matrix of any loss. Where an
+    example has several predictions, `signs` random signs are drawn for each of them.
     """
     if isinstance(rule, EmpiricalFisherRule):
         gradients, count = rule.prepare(output)
@@ -54,11 +43,7 @@ def roots(rule: PredictionRule, output: Output, signs: int) -> list[tf.Tensor]:
 
 
 def _examples(output: Output) -> tf.Tensor:
-    """Return the number of examples.
-
-    The outer products of the vectors are averaged over the examples, and the loss may divide by
-    another number.
-    """
+    """Return the number of examples, which may differ from the number that the loss divides by."""
     first = output.predictions[0]
     return tf.cast(tf.shape(first)[0], first.dtype)
 
@@ -81,7 +66,7 @@ def _signed(vectors: tf.Tensor, index: int, draws: int) -> tf.Tensor:
     """Multiply each prediction of an example by random signs of its own.
 
     The predictions of a sequence have no curvature between them. One backward pass serves all of
-    them, if products of two different ones are zero on average.
+    them if the products of two different ones are zero on average.
     """
     if len(vectors.shape) <= 3:
         return vectors
@@ -91,7 +76,7 @@ def _signed(vectors: tf.Tensor, index: int, draws: int) -> tf.Tensor:
 
 
 def _alone(parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Let vectors of several predictions follow each other, with zeros for the others."""
+    """Concatenate the vectors of several predictions, padded with zeros for the others."""
     counts = [tf.shape(part)[0] for part in parts]
     padded = []
     for index, part in enumerate(parts):
@@ -102,7 +87,7 @@ def _alone(parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 
 
 def _of_hessian(rule: PredictionRule, output: Output) -> list[tf.Tensor]:
-    """Factor the Hessian of the loss in the predictions of each example."""
+    """Factor the Hessian of the loss with respect to the predictions of each example."""
     predictions = output.predictions
     shapes = [part.shape[1:] for part in predictions]
     sizes = [shape.num_elements() for shape in shapes]

@@ -1,8 +1,8 @@
-"""Rules that evaluate statistics of layers in the place of a gradient.
+"""Rules that evaluate statistics of layers in place of a gradient.
 
-A rule's gradient is averaged over batches, devices and pieces of batches, and memory limits, data
-checks and progress bars come with that. These rules return the statistics in its place: what they
-are "differentiated by" are variables that have the shapes of the statistics, and are not read.
+A rule's gradient is averaged over batches, devices and pieces of batches, with memory limits, data
+checks and progress bars. These rules return statistics instead: the variables that they are
+"differentiated" with respect to have the shapes of the statistics, and are never read.
 """
 
 from __future__ import annotations
@@ -25,18 +25,11 @@ from hvp._vectors.variables import VariableNest
 
 @dataclass(frozen=True)
 class Arrangement:
-    """What is kept of each layer.
+    """Which statistics of each layer are stored.
 
-    Attributes
-    ----------
-    reduces : bool
-        Whether positions that share weights are reduced before products are taken.
-    largest : int
-        Kronecker factors with more rows are kept as diagonals.
-    largest_exact : int
-        Exact blocks with more rows are kept as diagonals.
-    dtype : tf.DType
-        The type of the statistics.
+    Kronecker factors with more than `largest` rows and exact blocks with more than `largest_exact`
+    rows are stored as diagonals. If `reduces`, positions that share weights are reduced before
+    products are taken.
     """
 
     reduces: bool
@@ -45,12 +38,12 @@ class Arrangement:
     dtype: tf.DType
 
     def full(self, layer: MatrixLayer) -> tuple[bool, bool]:
-        """Return whether the factors of a layer are kept as matrices."""
+        """Return whether each factor of a layer is stored as a full matrix."""
         _, size, width = layer.entries.shape
         return size <= self.largest and not layer.is_table, width <= self.largest
 
     def is_exact(self, layer: EntrywiseLayer) -> bool:
-        """Whether the block of a layer is kept as a matrix."""
+        """Whether the block of a layer is stored as a full matrix."""
         return layer.entries.size <= self.largest_exact
 
     def shapes(self, layer: Layer) -> list[tuple[int, ...]]:
@@ -67,18 +60,8 @@ class Arrangement:
 class StatisticsRule(Rule):
     """The Kronecker factors and exact blocks of all layers.
 
-    Attributes
-    ----------
-    matrix : PredictionRule
-        The matrix that they approximate, with the model and the loss.
-    nest : VariableNest
-        The weights.
-    arrangement : Arrangement
-        What is kept.
-    source : nest
-        Models and layers, some of which may be recurrent.
-    signs : int
-        How many random signs to draw for each of several predictions of an example.
+    They approximate the matrix of the rule `matrix`. The `source` has the models and layers that
+    may be recurrent, and `signs` is as for `roots`.
     """
 
     matrix: PredictionRule
@@ -110,7 +93,7 @@ class StatisticsRule(Rule):
         return Evaluated(traced.output.taped.value, parts, None)
 
     def _refuse_others(self, layers: Sequence[Layer], variables: Sequence[tf.Variable]) -> None:
-        """Refuse a batch in whose graph there are other layers than in that of the first."""
+        """Refuse a batch whose graph has other layers than the graph of the first batch."""
         found = [shape for place, layer in enumerate(layers) for shape in self.shapes(place, layer)]
         if found != [tuple(variable.shape) for variable in variables]:
             raise HvpError(
@@ -120,20 +103,20 @@ class StatisticsRule(Rule):
             )
 
     def shapes(self, place: int, layer: Layer) -> list[tuple[int, ...]]:
-        """Return the shapes of what is computed for a layer."""
+        """Return the shapes of the statistics of a layer."""
         return self.arrangement.shapes(layer)
 
     def weights(self, variables: Sequence[tf.Variable]) -> Sequence[tf.Variable]:
-        """Return the weights of the model, not what stands for the statistics."""
+        """Return the weights of the model, not the variables that stand for the statistics."""
         return self.nest.variables
 
     def traced(self, batch: Any, *, backward: bool = True) -> TracedModel:
-        """Trace the model into the present graph."""
+        """Trace the model into the current graph."""
         with unrolled(self.source):
             return TracedModel.of(self.matrix, self.nest, batch, self.signs, backward=backward)
 
     def statistic(self, place: int, layer: Layer) -> Statistic | None:
-        """Return what to compute for a layer."""
+        """Return the statistic of a layer, or None if it has none."""
         arrangement = self.arrangement
         if isinstance(layer, EntrywiseLayer):
             return ExactBlock(layer, arrangement.dtype, arrangement.is_exact(layer))
@@ -142,7 +125,7 @@ class StatisticsRule(Rule):
         )
 
     def multiply(self, state: Any, vector: Parts) -> Parts:
-        """Statistics are not linear in anything, and have no product."""
+        """Raise an error: statistics are not linear in anything, and have no product."""
         raise NotImplementedError
 
 
@@ -150,22 +133,20 @@ class StatisticsRule(Rule):
 class ScalesRule(StatisticsRule):
     """The second moments of gradients along given eigenvectors.
 
-    Attributes
-    ----------
-    bases : sequence of (tf.Variable or None, tf.Variable or None), or None
-        For each layer the eigenvectors of its factors; None for layers with exact blocks.
+    For each layer `bases` has the pair of its factors' eigenvectors, where None stands for unit
+    vectors, or None if the layer has an exact block.
     """
 
     bases: Sequence[Any] = ()
     evaluates = "the scales of the eigenvectors"
 
     def shapes(self, place: int, layer: Layer) -> list[tuple[int, ...]]:
-        """Return the shapes of what is computed for a layer."""
+        """Return the shape of the scales of a layer, if it has any."""
         known = place < len(self.bases) and self.bases[place] is not None
         return [layer.entries.shape] if known else []
 
     def statistic(self, place: int, layer: Layer) -> Statistic | None:
-        """Return what to compute for a layer."""
+        """Return the scales of a layer, or None if it has an exact block."""
         if self.bases[place] is None:
             return None
         # ScaleStatistic are those of whole gradients of examples, whatever the factors are of.

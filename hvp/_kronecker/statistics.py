@@ -1,6 +1,6 @@
-"""What is averaged over the examples: Kronecker factors, their scales, and exact blocks.
+"""Statistics that are averaged over examples: Kronecker factors, their scales and exact blocks.
 
-All are means over the examples of one batch, so that their weighted mean over batches is the mean
+Each is a mean over the examples of one batch, so that its weighted mean over batches is the mean
 over the data.
 """
 
@@ -22,13 +22,13 @@ _BYTES = 2**26
 class Statistic(abc.ABC):
     """The means of one layer, computed from a batch.
 
-    `start` is called once, `step` for each backward pass, and `finish` with the sums of what the
-    steps returned.
+    Call `start` once, `step` for each backward pass, and `finish` with the sums of what the steps
+    returned.
     """
 
     @abc.abstractmethod
     def start(self, traced: TracedModel, inputs: Sequence[Sequence[tf.Tensor]]) -> None:
-        """Take what enters the layer."""
+        """Take the inputs of the layer."""
 
     @abc.abstractmethod
     def step(self, gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -40,16 +40,9 @@ class Statistic(abc.ABC):
 
 
 class _OfMatrix(Statistic):
-    """What statistics of matrices share.
+    """Shared by the statistics of matrices; the means have the type `dtype`.
 
-    Parameters
-    ----------
-    layer : MatrixLayer
-        The layer.
-    reduces : bool
-        Whether positions are averaged, and their gradients added up, before products are taken.
-    dtype : tf.DType
-        The type of the means.
+    If `reduces`, inputs are averaged over positions and gradients summed before products are taken.
     """
 
     def __init__(self, layer: MatrixLayer, reduces: bool, dtype: tf.DType) -> None:
@@ -75,7 +68,7 @@ class _OfMatrix(Statistic):
             self._positions = tf.ones([], self._dtype)
 
     def columns(self, gradients: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Return the gradients in what comes out, of shape `(K, examples, T, O)`."""
+        """Return the gradients in the outputs, of shape `(K, examples, T, O)`."""
         pairs = zip(self._layer.forms, gradients)
         columns = [tf.cast(form.columns(g, self._examples), self._dtype) for form, g in pairs]
         whole = columns[0] if len(columns) == 1 else tf.concat(columns, axis=2)
@@ -84,14 +77,9 @@ class _OfMatrix(Statistic):
 
 
 class FactorStatistic(_OfMatrix):
-    """The Kronecker factors `A` of what enters, and `G` of the gradients.
+    """The Kronecker factors `A` of the inputs and `G` of the gradients.
 
-    Parameters
-    ----------
-    layer, reduces, dtype
-        As above.
-    full : (bool, bool)
-        Whether `A` and `G` are matrices; else only their diagonals are kept.
+    `full` tells whether each of them is a matrix, or only its diagonal.
     """
 
     def __init__(
@@ -115,14 +103,9 @@ class FactorStatistic(_OfMatrix):
 
 
 class ScaleStatistic(_OfMatrix):
-    """The second moments of gradients along products of eigenvectors, as EK-FAC keeps them.
+    """The second moments of gradients along products of eigenvectors, as EK-FAC needs them.
 
-    Parameters
-    ----------
-    layer, reduces, dtype
-        As above.
-    bases : (tf.Variable or None, tf.Variable or None)
-        The eigenvectors of `A` and of `G` as columns; None for unit vectors.
+    The `bases` are the eigenvectors of `A` and of `G` as columns, or None for unit vectors.
     """
 
     def __init__(
@@ -152,7 +135,7 @@ class ScaleStatistic(_OfMatrix):
         return [total / self._count]
 
     def _of_examples(self, columns: tf.Tensor) -> tf.Tensor:
-        """Add up the squares of the gradients of single examples, some of them at a time."""
+        """Sum the squares of the gradients of single examples, a limited number at a time."""
         groups, size, width = self._layer.entries.shape
         shape = groups, size, width
         at_once = max(1, _BYTES // (groups * size * width * self._dtype.size))
@@ -176,7 +159,7 @@ class ScaleStatistic(_OfMatrix):
         )[1]
 
     def _of_table(self, columns: tf.Tensor) -> tf.Tensor:
-        """Add up gradients of the rows that each example looks up, and square the sums."""
+        """Sum the gradients of the rows that each example looks up, and square the sums."""
         size = self._layer.entries.shape[1]
         example = tf.range(tf.cast(self._examples, tf.int64), dtype=tf.int64)[:, tf.newaxis]
         keys, places = tf.unique(tf.reshape(example * size + self._rows[0], [-1]))
@@ -187,17 +170,7 @@ class ScaleStatistic(_OfMatrix):
 
 
 class ExactBlock(Statistic):
-    """The block of weights that act entry by entry, or its diagonal.
-
-    Parameters
-    ----------
-    layer : EntrywiseLayer
-        The layer.
-    dtype : tf.DType
-        The type of the mean.
-    is_full : bool
-        Whether to keep the whole block.
-    """
+    """The block of weights that act entry by entry, or its diagonal unless `is_full`."""
 
     def __init__(self, layer: EntrywiseLayer, dtype: tf.DType, is_full: bool) -> None:
         self._layer, self._dtype, self._is_full = layer, dtype, is_full
@@ -231,13 +204,13 @@ class ExactBlock(Statistic):
 
 
 def _grouped(rows: tf.Tensor, layer: MatrixLayer) -> tf.Tensor:
-    """Note the number of groups, which a shape that is computed hides."""
+    """Declare the number of groups, which a computed shape hides."""
     shape = [layer.entries.shape[0], *[None] * (len(rows.shape) - 1)]
     return tf.ensure_shape(rows, shape)
 
 
 def _second_moment(rows: tf.Tensor, is_full: bool) -> tf.Tensor:
-    """Add up `r r^T`, or its diagonal, over the rows of `(K, N, T, d)`."""
+    """Sum `r r^T`, or its diagonal, over the rows of `(K, N, T, d)`."""
     groups, width = rows.shape[0], tf.shape(rows)[-1]
     flat = tf.reshape(rows, [tf.shape(rows)[0], -1, width])
     if not is_full:
@@ -248,7 +221,7 @@ def _second_moment(rows: tf.Tensor, is_full: bool) -> tf.Tensor:
 
 
 def _rotated(rows: tf.Tensor, basis: Any) -> tf.Tensor:
-    """Multiply rows of `(K, N, T, d)` by a basis of each group."""
+    """Multiply rows of `(K, N, T, d)` by the basis of each group."""
     if basis is None:
         return rows
     shape = tf.shape(rows)

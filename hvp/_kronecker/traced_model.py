@@ -1,4 +1,4 @@
-"""A model that is being traced, with what belongs to its predictions."""
+"""A model that is being traced, with the loss at its predictions."""
 
 from __future__ import annotations
 
@@ -24,18 +24,9 @@ _MOST_UNROLLED = 16
 
 @dataclass
 class TracedModel:
-    """What one batch contributes.
+    """The contribution of one batch, with the loss at the predictions as its `output`.
 
-    Attributes
-    ----------
-    graph : LayeredGraph
-        The layers.
-    examples : int or tf.Tensor
-        The number of examples.
-    output : Output
-        The loss at the predictions.
-    vectors : list of tf.Tensor
-        What to propagate backward, for each tensor of the predictions.
+    `vectors` has what to propagate backward from each tensor of the predictions.
     """
 
     graph: LayeredGraph
@@ -53,21 +44,7 @@ class TracedModel:
         *,
         backward: bool = True,
     ) -> TracedModel:
-        """Trace a model into the present graph, and find its layers.
-
-        Parameters
-        ----------
-        rule : PredictionRule
-            The matrix, with the model and the loss.
-        nest : VariableNest
-            The weights.
-        batch : Elements
-            The data.
-        signs : int
-            As for `roots`.
-        backward : bool, optional
-            Whether gradients will be propagated backward.
-        """
+        """Trace a model into the current graph; there are no `vectors` unless `backward`."""
         data = [tf.identity(tensor) for tensor in batch.tensors]
         named = batch.with_tensors(data)
         made: Predictions = named.call(lambda *elements: Predictions(rule.predict(*elements)))
@@ -93,10 +70,10 @@ class TracedModel:
         return cls(graph, examples, output, vectors)
 
     def rows(self) -> dict[str, tf.Tensor]:
-        """Return what should belong to one example after the other, along the second axis.
+        """Return tensors that should hold one example after the other along their second axis.
 
-        It is what enters the matrices, and the results of operations entry by entry. The keys are
-        the name of the weight, the place of its block in it and the number of the use.
+        These are the inputs of matrices and the results of entrywise operations. The keys are made
+        of the weight's name, the index of its block and the number of the use.
         """
         rows = {}
         for layer in self.graph.layers:
@@ -112,13 +89,9 @@ class TracedModel:
         return rows
 
     def backward(self, step: Callable[[list[Any]], list[tf.Tensor]]) -> list[tf.Tensor]:
-        """Add up what a function computes from the gradients that belong to each vector.
+        """Sum the tensors that `step` computes from the gradients that belong to each vector.
 
-        Parameters
-        ----------
-        step : callable
-            Takes the gradients in the results of all operations, as many lists as there are layers;
-            returns tensors to be added up.
+        `step` takes the gradients in the results of all operations, one list for each layer.
         """
         count = self.vectors[0].shape[0]
         if count is not None and count <= _MOST_UNROLLED:

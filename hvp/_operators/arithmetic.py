@@ -1,7 +1,7 @@
-"""Arithmetic of scipy operators that keeps their dtype.
+"""Arithmetic of scipy operators that preserves their dtype.
 
-`scipy.sparse.linalg.LinearOperator` takes the type of a Python scalar for an array's: `2 * H` of a
-float32 operator answers float64. NumPy's arrays do not do that, and neither do these operators.
+`scipy.sparse.linalg.LinearOperator` takes the type of a Python scalar for that of an array: `2 * H`
+of a float32 operator is float64. NumPy's arrays do not do that, and neither do these operators.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class DtypePreserving(LinearOperator):
         return self * -1
 
     def __mul__(self, other: Any) -> Any:
-        """Multiply by a scalar (a tensor of no axes is one), an operator, or an array."""
+        """Multiply by a scalar (which may be a tensor without axes), an operator, or an array."""
         if hasattr(other, "shape") and len(other.shape) == 0:
             other = np.asarray(other)[()]
         return self.dot(other)
@@ -74,7 +74,7 @@ class DtypePreserving(LinearOperator):
         Returns
         -------
         LinearOperator or ndarray
-            An array for an array, an operator for the rest.
+            An array if `x` is one, and an operator otherwise.
         """
         if type(x) in (bool, int, float):
             x = self.dtype.type(x)
@@ -88,13 +88,7 @@ class DtypePreserving(LinearOperator):
 
 
 class Composite(DtypePreserving):
-    """An operator that scipy built out of others, with arithmetic that preserves the dtype.
-
-    Parameters
-    ----------
-    operator : LinearOperator
-        What does the work.
-    """
+    """An operator that scipy built out of others, with arithmetic that preserves the dtype."""
 
     def __init__(self, operator: LinearOperator) -> None:
         self._operator = operator

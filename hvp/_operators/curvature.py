@@ -29,23 +29,10 @@ def check_curvature(curvature: Any) -> None:
 
 
 def rule_of(loss: Any, curvature: Curvature, data: Any, options: Mapping[str, Any]) -> Rule:
-    """Return the rule of the matrix of a loss.
+    """Return the rule of the matrix of a loss, and refuse invalid arguments.
 
-    Parameters
-    ----------
-    loss : callable or pair of callables
-        The loss; for Gauss-Newton the model and the output loss.
-    curvature : {"hessian", "gauss-newton"}
-        Which matrix.
-    data : object
-        The examples.
-    options : mapping
-        The other arguments, some of which divide the data.
-
-    Raises
-    ------
-    HvpError
-        If an argument is invalid.
+    For Gauss-Newton, `loss` is the pair of the model and the output loss. Some of the `options`
+    divide the data into batches.
     """
     check_curvature(curvature)
     is_pair = isinstance(loss, (tuple, list)) and len(loss) == 2
@@ -84,7 +71,7 @@ def gauss_newton_rule(
 
 
 def composed(loss: Any) -> Callable[..., Any]:
-    """Return the loss of a pair as one function of the elements of a batch."""
+    """Return the loss, which may be a pair, as one function of the elements of a batch."""
     if callable(loss):
         return loss
     model, output_loss = loss

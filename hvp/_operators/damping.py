@@ -11,7 +11,7 @@ from hvp._errors import HvpError
 
 
 def check_damping(damping: Any) -> float:
-    """Return a number, NumPy scalar or tensor of no axes as a float."""
+    """Return a number, NumPy scalar or tensor without axes as a float, and refuse anything else."""
     is_number = isinstance(damping, numbers.Real) or getattr(damping, "shape", None) == ()
     value = np.asarray(damping) if is_number else None  # an object, if too large for a float
     if value is None or value.dtype.kind not in "fiu" or not np.isfinite(value):

@@ -40,11 +40,10 @@ class FisherOperator(FromKeras, SymmetricOperator):
         The expectation over targets drawn from the model's own distribution. It equals the
         Gauss-Newton matrix (Martens 2020 [Mar]_).
     ``"monte-carlo"``
-        An unbiased estimate of it from `samples` such targets for each prediction.
+        An unbiased estimate of this expectation from `samples` such targets for each prediction.
     ``"empirical"``
         The targets of the data. This needs no `likelihood`, but it is a different matrix, which
-        approaches the Fisher matrix only where the model fits the data (Kunstner et al. 2019
-        [Kun]_).
+        approaches the Fisher matrix only if the model fits the data (Kunstner et al. 2019 [Kun]_).
 
     All are positive semi-definite.
 
@@ -69,7 +68,7 @@ class FisherOperator(FromKeras, SymmetricOperator):
         softmax cross-entropy or a mean square error; any other raises an error.
     samples : int, optional
         Number of targets to draw for each prediction, if `kind` is ``"monte-carlo"``. They take as
-        much memory as `samples` times the predictions. The error is proportional to one over the
+        much memory as `samples` times the predictions. The error is inversely proportional to the
         square root of `samples`; `standard_error` estimates it.
     seed : int, optional
         Seed of the draws, which also depend on the data. The draws are the same in all products,
@@ -161,7 +160,7 @@ class FisherOperator(FromKeras, SymmetricOperator):
 
     @Uninterrupted()
     def standard_error(self, X: Any, *, replicates: int = 8) -> np.ndarray:
-        """Estimate the standard error of products of a matrix with drawn targets.
+        """Estimate the standard error of products if targets are drawn at random.
 
         Parameters
         ----------
@@ -173,8 +172,8 @@ class FisherOperator(FromKeras, SymmetricOperator):
         Returns
         -------
         ndarray
-            The standard error of each entry of ``F @ X``, shaped like `X`. Its own relative error
-            is about one over the square root of ``2 * (replicates - 1)``.
+            The standard error of each entry of ``F @ X``, shaped like `X`. The relative error of
+            this estimate is about one over the square root of ``2 * (replicates - 1)``.
 
         Raises
         ------
@@ -191,7 +190,7 @@ class FisherOperator(FromKeras, SymmetricOperator):
         -----
         The estimate is the standard deviation of `replicates` products of matrices whose targets
         are drawn independently, with as many samples each. It costs one trace, and an evaluation
-        and a product for each replicate. Residuals are then in memory twice.
+        and a product for each replicate. Meanwhile memory holds the residuals twice.
 
         Examples
         --------
@@ -252,16 +251,9 @@ def fisher_rule(
     *,
     argument: str = "kind",
 ) -> PredictionRule:
-    """Return the rule of a Fisher matrix, of arguments that are checked here.
+    """Return the rule of a Fisher matrix of the model and the output loss in `functions`.
 
-    Parameters
-    ----------
-    functions : (callable, callable)
-        The model and the output loss.
-    weight, kind, likelihood, samples, seed
-        As for `FisherOperator`.
-    argument : str, optional
-        What the caller calls `kind`.
+    The other arguments are checked here. `argument` is what the caller calls `kind`.
     """
     if _checked_kind(kind) == "empirical":
         if likelihood is not None:

@@ -25,15 +25,15 @@ class GaussNewtonOperator(FromKeras, SymmetricOperator):
 
     It is the matrix `J^T B J`, where `J` is the Jacobian of the model's predictions with respect to
     the variables and `B` the Hessian of the loss with respect to the predictions: the Hessian of
-    the whole without the second derivatives of the model (Schraudolph 2002 [Sch]_). It is positive
-    semi-definite where the loss is convex in the predictions.
+    the loss without the terms that contain second derivatives of the model (Schraudolph 2002
+    [Sch]_). It is positive semi-definite if the loss is convex in the predictions.
 
     Parameters
     ----------
     model : callable
         Returns the predictions, a tensor or a nest of floating-point tensors. It is called with the
-        first element of `data`, or with several arguments if that is a tuple; with none if `data`
-        is None.
+        first element of `data`, or with several arguments if that is a tuple. If `data` is None, it
+        takes no arguments.
     output_loss : callable
         Takes the predictions and the other elements of `data`; returns the mean over the examples,
         a real scalar tensor.
@@ -44,10 +44,10 @@ class GaussNewtonOperator(FromKeras, SymmetricOperator):
     damping : float, optional
         Adds `damping * v` to every product.
     convex : bool, optional
-        Whether to make sure, at every evaluation, that the output loss is convex in the
-        predictions, so that the matrix is positive semi-definite. It takes up to 12 products with
-        `B`, which find all of its eigenvalues for up to 12 predictions of an example; for more they
-        find the outermost ones.
+        Whether to check, at every evaluation, that the output loss is convex in the predictions, so
+        that the matrix is positive semi-definite. The check takes up to 12 products with `B`. They
+        find all of its eigenvalues if an example has up to 12 predictions, and otherwise the
+        outermost ones.
     **options
         As for `HessianOperator`: {option_names}. A `regularization` adds its Hessian.
 
@@ -56,7 +56,7 @@ class GaussNewtonOperator(FromKeras, SymmetricOperator):
     InvalidLossError
         If `model` or `output_loss` is not a function, if the predictions are not floating-point
         tensors, or if the loss is not a real scalar; if it is a sum over examples, or depends on
-        several of them at once where the data are divided; if it is not convex, and `convex` is
+        several of them at once although the data are divided; if it is not convex, and `convex` is
         True.
     InvalidDataError
         If `data` is a dict, or anything that `HessianOperator` refuses.

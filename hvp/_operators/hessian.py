@@ -59,8 +59,8 @@ class HessianOperator(FromKeras, SymmetricOperator):
     Raises
     ------
     InvalidLossError
-        If the loss is not a function that returns a real scalar tensor; or is a sum over examples,
-        where batches are averaged or `reduction` is ``"sum"``.
+        If the loss is not a function that returns a real scalar tensor; or is a sum over examples
+        although batches are averaged or `reduction` is ``"sum"``.
     InvalidVariablesError
         If `variables` contains anything else, or the loss depends on none of them.
     InvalidDataError
@@ -141,8 +141,8 @@ def hessian_vector_product(
 ) -> Any:
     """Multiply the Hessian of a loss by one vector.
 
-    Each call traces the loss and evaluates its gradient anew. For more than one vector make a
-    `HessianOperator`, which does both once for all.
+    Each call traces the loss and evaluates its gradient anew. For more than one vector, create a
+    `HessianOperator`, which does both only once.
 
     Parameters
     ----------

@@ -28,8 +28,9 @@ OPTIONS = without("reduction", "regularization", "weight", "devices", "device_ti
 class JacobianOperator(EvaluatedOperator):
     """The Jacobian of a function of the variables, as a rectangular scipy `LinearOperator`.
 
-    The function is evaluated once, at the values the variables have now. What its derivative needs
-    is kept as *residuals*, which all products reuse: `J @ v`, `J.T @ u`, and those of blocks.
+    The function is evaluated once, at the values the variables have now. The intermediate results
+    that its derivative needs are kept as *residuals*, which all products reuse: `J @ v`, `J.T @ u`,
+    and those of blocks.
 
     Parameters
     ----------
@@ -85,7 +86,7 @@ class JacobianOperator(EvaluatedOperator):
     array([3., 3.])
 
     It can be the `jac` of `scipy.optimize.least_squares`, evaluated again at each new point. The
-    solver may multiply by it after it has tried a further one, hence ``on_stale="ignore"``:
+    solver may multiply by it after it has tried another point, hence ``on_stale="ignore"``:
 
     >>> from scipy.optimize import least_squares
     >>> x = np.linspace(0, 1, 20)
@@ -119,7 +120,7 @@ class JacobianOperator(EvaluatedOperator):
 
     @property
     def value(self) -> Any:
-        """The values of the function, a nest of tensors; those of batches are stacked."""
+        """The values of the function as a nest of tensors; those of batches are stacked."""
         if self._snapshot.held is not None:
             self._value = self._snapshot.value()
         return self._value
@@ -247,7 +248,7 @@ class JacobianOperator(EvaluatedOperator):
         Raises
         ------
         InvalidVariablesError
-            If something is none of the operator's variables.
+            If something is not among the operator's variables.
 
         Examples
         --------

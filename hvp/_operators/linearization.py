@@ -1,4 +1,4 @@
-"""Any function's value, and its derivative as a linear map."""
+"""The value of any function, and its derivative as a linear map."""
 
 from __future__ import annotations
 

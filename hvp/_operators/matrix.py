@@ -1,4 +1,4 @@
-"""Symmetric matrices as their products: what the rest of the package uses of an operator."""
+"""Symmetric matrices, defined by their products: what the rest of the package uses of operators."""
 
 from __future__ import annotations
 
@@ -35,29 +35,11 @@ _MOST_CACHED = 64
 
 
 class Matrix:
-    """A symmetric matrix as its products: what solvers and estimators use of an operator.
+    """A symmetric matrix, defined by its products: what solvers and estimators use of an operator.
 
-    Parameters
-    ----------
-    linear_map : LinearMap
-        The products, without damping.
-
-    Attributes
-    ----------
-    damping : float
-        A multiple of the identity that is added to them.
-    space : Space
-        The space of its vectors.
-    has_variables : bool
-        Whether vectors are those of variables.
-    is_low : bool
-        Whether products are computed in low precision.
-    may_be_wide : bool
-        Whether a float32 matrix can be evaluated in float64.
-    snapshot : Snapshot or None
-        The evaluation that it is of, if any.
-    problem : Problem or None
-        What it is of, to evaluate it in another way.
+    `linear_map` gives the products without `damping`, a multiple of the identity. If
+    `has_variables`, the vectors of `space` are those of variables. A matrix of a loss has the
+    `snapshot` of its evaluation, and the `problem` from which it can be evaluated in another way.
     """
 
     has_variables = False
@@ -75,7 +57,7 @@ class Matrix:
         self._lock = threading.RLock()
 
     def damped(self: Self, damping: float) -> Self:
-        """Return the matrix with a further multiple of the identity; it shares everything."""
+        """Return the matrix plus a further multiple of the identity; it shares everything."""
         if not damping:
             return self
         twin = copy.copy(self)
@@ -85,7 +67,7 @@ class Matrix:
 
     @property
     def damped_map(self) -> LinearMap:
-        """The products, damping included."""
+        """The products, including damping."""
         return damped(self.linear_map, self.damping)
 
     @property
@@ -105,7 +87,7 @@ class Matrix:
 
     @property
     def is_positive_semidefinite(self) -> bool:
-        """Whether it is known that no eigenvalue is negative, damping included."""
+        """Whether it is known that no eigenvalue is negative, including damping."""
         return False
 
     def multiply(self, rows: tf.Tensor) -> tf.Tensor:
@@ -113,13 +95,13 @@ class Matrix:
         return self.linear_map.apply(rows)
 
     def multiply_damped(self, vectors: np.ndarray) -> np.ndarray:
-        """Multiply the rows of an array by the matrix with its damping, outside of graphs."""
+        """Multiply the rows of an array by the matrix including damping, outside of graphs."""
         return self.damped_map.apply(tf.constant(vectors)).numpy()
 
     def cached(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return the object stored under a key, whatever the damping; make it at the first call.
+        """Return the object stored under a key, for any damping; make it at the first call.
 
-        The objects that were used last are kept.
+        Only the objects that were used last are kept.
         """
         with self._lock:
             value = self._cache.pop(key) if key in self._cache else make()
@@ -135,12 +117,12 @@ class Matrix:
 
     @contextlib.contextmanager
     def in_full_precision(self) -> Iterator[Matrix]:
-        """Yield the matrix in full precision: this one, if it is."""
+        """Yield the matrix in full precision, which may be this one."""
         yield self
 
     @contextlib.contextmanager
     def in_float64(self) -> Iterator[Matrix | None]:
-        """Yield a float32 matrix computed in float64; None where there is none."""
+        """Yield a float32 matrix computed in float64, or None if there is none."""
         yield None
 
     def make_sure(self) -> None:
@@ -148,14 +130,14 @@ class Matrix:
 
     @property
     def evaluations(self) -> int:
-        """How often it was evaluated."""
+        """The number of times that it was evaluated."""
         return 0
 
     def make_sure_evaluated(self, evaluations: int) -> None:
-        """Raise `StaleOperatorError` if the matrix is at another point than it was then."""
+        """Raise `StaleOperatorError` if the point has changed since `evaluations` was this."""
 
     def gradient_or_none(self) -> np.ndarray | None:
-        """Return the gradient of the loss, if the matrix is that of a loss and has it."""
+        """Return the gradient of the loss, if there is a loss and its gradient is available."""
         return None
 
     def probe(self) -> np.ndarray:
@@ -164,21 +146,15 @@ class Matrix:
         return row.astype(self.dtype.as_numpy_dtype)
 
     def fingerprint(self) -> dict[str, str]:
-        """Return a fingerprint of the matrix, which is the same in every process."""
+        """Return a fingerprint of the matrix that is the same in every process."""
         return {"operator": digest(self.multiply(tf.constant(self.probe())).numpy())}
 
 
 class Evaluation(Matrix):
     """A matrix of a loss at the values that variables had, and what was computed from it.
 
-    Parameters
-    ----------
-    snapshot : Snapshot
-        The results and the linear map.
-    evaluate_gradient : callable, optional
-        Returns a snapshot of the gradient alone, of a new trace: for checks.
-    problem : Problem, optional
-        What the matrix is of, to evaluate it in another way.
+    For checks, `evaluate_gradient` returns a snapshot of the gradient alone, from a new trace. From
+    `problem` the matrix can be evaluated in another way.
     """
 
     has_variables = True
@@ -202,7 +178,7 @@ class Evaluation(Matrix):
         self._blocks = weakref.WeakValueDictionary()
 
     def block(self, places: Sequence[int]) -> BlockEvaluation:
-        """Return a diagonal block, the same one while it is in use."""
+        """Return a diagonal block, which is the same object while it is in use."""
         with self._lock:
             key = tuple(places)
             block = self._blocks.get(key) or BlockEvaluation(self, places)
@@ -227,16 +203,11 @@ class Evaluation(Matrix):
 
     @contextlib.contextmanager
     def in_full_precision(self) -> Iterator[Evaluation]:
-        """Evaluate the same matrix in full precision, and release what that keeps afterwards.
+        """Evaluate the same matrix in full precision, and release its residuals afterwards.
 
-        If products are in full precision anyway, this is the object itself.
-
-        Raises
-        ------
-        StaleOperatorError
-            If a variable has changed since the operator was evaluated.
-        HvpError
-            If the loss draws random numbers that cannot be repeated.
+        Yields this object if its products are in full precision anyway. Raises `StaleOperatorError`
+        if a variable has changed since the evaluation, and `HvpError` if the loss draws random
+        numbers that cannot be repeated.
         """
         if not self.is_low:
             yield self
@@ -257,11 +228,11 @@ class Evaluation(Matrix):
 
     @property
     def may_be_wide(self) -> bool:  # type: ignore[override]
-        """Whether the matrix is float32 and can be evaluated in float64, but for missing kernels.
+        """Whether the matrix is float32 and can be evaluated in float64, if no kernel is missing.
 
-        Not on tapes, nor with devices of its own, nor of losses that draw random numbers, nor at
-        values that the variables no longer have. Nor where memory is bounded, as float64 takes
-        twice as much.
+        It cannot with tapes, with devices of its own, if the loss draws random numbers, or at
+        values that the variables no longer have. It must not where memory is bounded, as float64
+        takes twice as much.
         """
         facts = self.snapshot.facts
         if self.problem is None or self.space.dtype != tf.float32:
@@ -274,11 +245,10 @@ class Evaluation(Matrix):
 
     @contextlib.contextmanager
     def in_float64(self) -> Iterator[Evaluation | None]:
-        """Evaluate a float32 matrix in float64, and release what that keeps afterwards.
+        """Evaluate a float32 matrix in float64, and release its residuals afterwards.
 
-        Vectors and products stay float32; what is computed between them does not. Yields None if
-        the matrix may not be wide, or if it cannot be evaluated so: the device may have no kernel
-        for one of the operations, or too little memory.
+        Vectors and products stay float32; only what is computed between them does not. Yields None
+        if the matrix may not be wide, or if the device lacks a kernel or the memory.
         """
         if not self.may_be_wide:
             yield None
@@ -309,7 +279,7 @@ class Evaluation(Matrix):
 
     @contextlib.contextmanager
     def evaluated_alone(self, part: Problem) -> Iterator[Evaluation]:
-        """Evaluate a part of the data, at the present values, and release it afterwards."""
+        """Evaluate a part of the data at the present values, and release it afterwards."""
         engine: Engine = "tape" if self.snapshot.facts.engine == "tape" else "graph"
         part = dataclasses.replace(part, options=Options(on_stale="ignore", engine=engine))
         with self.snapshot.with_seeds():
@@ -321,14 +291,9 @@ class Evaluation(Matrix):
 
     @contextlib.contextmanager
     def evaluated_with(self, rule: Rule) -> Iterator[Evaluation]:
-        """Evaluate another matrix of the same problem in the same way, and release it after.
+        """Evaluate another matrix of the same problem in the same way, and release it afterwards.
 
-        Raises
-        ------
-        StaleOperatorError
-            If a variable has changed since the operator was evaluated.
-        HvpError
-            If the loss draws random numbers that cannot be repeated.
+        The errors are those of `in_full_precision`.
         """
         assert self.problem is not None
         self._refuse_another_matrix("with other targets", "")
@@ -345,19 +310,15 @@ class Evaluation(Matrix):
 
     @property
     def is_positive_semidefinite(self) -> bool:
-        """Whether it is known that no eigenvalue is negative, damping included."""
+        """Whether it is known that no eigenvalue is negative, including damping."""
         known = self.problem is not None and self.problem.is_positive_semidefinite
         return known and self.damping >= 0
 
     def _refuse_another_matrix(self, how: str, instead: str) -> None:
-        """Refuse to evaluate again where that would be another matrix.
+        """Refuse to evaluate again if that would be another matrix.
 
-        Parameters
-        ----------
-        how : str
-            The way in which it would be evaluated, for the message.
-        instead : str
-            What to do instead, or an empty text.
+        In the message, `how` is the way in which it would be evaluated, and `instead` a remedy or
+        empty.
         """
         self.snapshot.make_sure()
         instead = f", or {instead}" if instead else ""
@@ -379,10 +340,7 @@ class Evaluation(Matrix):
     def gradients(self, places: Sequence[int] | None = None) -> Gradients | None:
         """Return the gradient as a function of the point, traced anew; None if there is none.
 
-        Parameters
-        ----------
-        places : sequence of int, optional
-            Of some variables alone: which they are.
+        With `places`, it is that of some of the variables.
         """
         if self._evaluate_gradient is None:
             return None
@@ -397,7 +355,7 @@ class Evaluation(Matrix):
 
     @property
     def remarks(self) -> DerivativeReport | None:
-        """What the graph of the loss tells about its derivatives; None if there is none."""
+        """What the graph of the loss shows about its derivatives; None if there is no graph."""
         return self.snapshot.facts.remarks
 
     @property
@@ -420,7 +378,7 @@ class Evaluation(Matrix):
         return self.space.join(self.snapshot.gradient())
 
     def gradient_or_none(self) -> np.ndarray | None:
-        """Return the gradient, unless it was released or cannot be had."""
+        """Return the gradient, unless it was released or is not available."""
         try:
             return self.gradient().numpy()
         except HvpError:
@@ -432,11 +390,11 @@ class Evaluation(Matrix):
 
     @property
     def evaluations(self) -> int:
-        """How often it was evaluated."""
+        """The number of times that it was evaluated."""
         return self.snapshot.statistics.gradient_evaluations
 
     def make_sure_evaluated(self, evaluations: int) -> None:
-        """Raise `StaleOperatorError` if the matrix is at another point than it was then.
+        """Raise `StaleOperatorError` if the point has changed since `evaluations` was this.
 
         What was computed from a matrix that is closed now remains valid.
         """
@@ -455,20 +413,7 @@ class Evaluation(Matrix):
 
 
 class BlockEvaluation(Evaluation):
-    """A diagonal block of a matrix of a loss.
-
-    Parameters
-    ----------
-    whole : Evaluation
-        The matrix.
-    places : sequence of int
-        Which of its variables the block belongs to, in increasing order.
-
-    Attributes
-    ----------
-    selection : Selection
-        What the block is of the operator.
-    """
+    """A diagonal block of a matrix of a loss, for some of its variables in increasing order."""
 
     def __init__(self, whole: Evaluation, places: Sequence[int]) -> None:
         super().__init__(whole.snapshot, problem=whole.problem)
@@ -525,17 +470,7 @@ class BlockEvaluation(Evaluation):
 
 @Uninterrupted()
 def evaluated(rule: Rule, variables: Any, data: Any, options: Options) -> Evaluation:
-    """Evaluate a matrix at the values the variables have now.
-
-    Parameters
-    ----------
-    rule : Rule
-        The matrix.
-    variables, data
-        As for `HessianOperator`.
-    options : Options
-        The options of the call.
-    """
+    """Evaluate a matrix at the values the variables have now."""
     problem = Problem.of(rule, variables, data, options)
     return Evaluation(
         problem.snapshot(),

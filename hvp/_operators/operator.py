@@ -1,4 +1,4 @@
-"""Operators: a linear map as a scipy and as a TensorFlow operator."""
+"""Linear maps as operators for scipy and TensorFlow."""
 
 from __future__ import annotations
 
@@ -32,12 +32,13 @@ _DENSE_BLOCK = 64
 
 
 class Operator(OneProcess, DtypePreserving):
-    """Base class of all operators: vectors, arrays and blocks in, the same out.
+    """Base class of all operators, which multiply tensors, arrays and blocks of columns.
 
     Parameters
     ----------
     linear_map : LinearMap
-        What multiplies. Arrays have the wider type of its vectors and products.
+        The map that computes products. The dtype of arrays is the wider one of its domain and
+        codomain.
     """
 
     __signature__: inspect.Signature
@@ -194,7 +195,8 @@ class Operator(OneProcess, DtypePreserving):
         Returns
         -------
         Operator
-            It shares everything with this one. A matrix of a loss stays one of its kind.
+            It shares everything with this one. For the matrix of a loss, it is an operator of the
+            same kind.
 
         Raises
         ------
@@ -208,7 +210,7 @@ class Operator(OneProcess, DtypePreserving):
 
     @Uninterrupted()
     def diagonal(self, *, max_size: int = 4096) -> np.ndarray:
-        """Return the diagonal, exactly, which takes `n` products.
+        """Return the exact diagonal, which takes `n` products.
 
         Parameters
         ----------
@@ -245,7 +247,8 @@ class Operator(OneProcess, DtypePreserving):
         Parameters
         ----------
         max_size : int, optional
-            The matrix may have as many entries as a square one of this size.
+            The largest size of the matrix: it may have as many entries as a square one of this
+            size.
 
         Returns
         -------
@@ -255,7 +258,7 @@ class Operator(OneProcess, DtypePreserving):
         Raises
         ------
         TooLargeError
-            If it has more entries than that.
+            If the matrix has more entries than that.
         """
         rows, columns = self.shape
         if rows * columns > max_size**2:
@@ -327,7 +330,7 @@ class Operator(OneProcess, DtypePreserving):
         Returns
         -------
         tf.linalg.LinearOperator
-            It shares everything with this one, and is self-adjoint if this is symmetric.
+            It shares everything with this operator, and is self-adjoint if this one is symmetric.
 
         Examples
         --------
@@ -390,7 +393,7 @@ class Operator(OneProcess, DtypePreserving):
         return self._belonging(tf.transpose(rows))
 
     def _belonging(self, product: Any) -> Any:
-        """Return the tensors of a product, as a tape around it should see them."""
+        """Return the tensors of a product as a tape around it should see them."""
         return product
 
     def _properties(self) -> list[str]:
@@ -399,7 +402,7 @@ class Operator(OneProcess, DtypePreserving):
         return [f"{rows} x {columns}", self.dtype.name]
 
     def _products_of_unit_vectors(self, held: LinearMap) -> Any:
-        """Iterate over numbers of columns, and the products that are these columns."""
+        """Iterate over the indices of columns, and the products that are these columns."""
         count = held.domain.size
         for start in range(0, count, _DENSE_BLOCK):
             taken = np.arange(start, min(start + _DENSE_BLOCK, count))
@@ -418,12 +421,12 @@ class Operator(OneProcess, DtypePreserving):
 
 
 class EvaluatedOperator(Operator):
-    """An operator whose map is that of an evaluation at the values of variables.
+    """Base class of operators that were evaluated at the values of variables.
 
     Parameters
     ----------
     linear_map : LinearMap
-        What multiplies: the map of the snapshot, or one that is made from it.
+        The map that computes products: that of the snapshot, or one that derives from it.
     snapshot : Snapshot
         The evaluation.
     """
@@ -449,7 +452,7 @@ class EvaluatedOperator(Operator):
         Notes
         -----
         This costs one evaluation of the gradient, as the constructor does. The residuals of the old
-        point are released first, so that the two never have to fit in memory together.
+        point are released first, so that memory never has to hold both.
         """
         self._snapshot.refresh()
 

@@ -12,13 +12,7 @@ from hvp._errors import InvalidDataError, InvalidLossError
 
 
 def refuse_dict(data: Any) -> None:
-    """Refuse data in which nothing comes first.
-
-    Raises
-    ------
-    InvalidDataError
-        If they are a dict.
-    """
+    """Refuse a dict as data, since nothing comes first in it."""
     if isinstance(data, dict):
         raise InvalidDataError(
             "the data are a dict, which has no first element to call the model with",

@@ -1,4 +1,4 @@
-"""Symmetric operators: curvature matrices of a loss."""
+"""Symmetric operators, which are the curvature matrices of a loss."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ Self = TypeVar("Self", bound="SymmetricOperator")
 
 
 class SymmetricOperator(EvaluatedOperator):
-    """Base class of the matrices of a loss, which are symmetric.
+    """Base class of the symmetric matrices of a loss.
 
     Parameters
     ----------
     matrix : Evaluation
-        The matrix, with its damping.
+        The matrix, including its damping.
     """
 
     is_symmetric = True
@@ -42,14 +42,14 @@ class SymmetricOperator(EvaluatedOperator):
 
     @property
     def damping(self) -> float:
-        """The multiple of the identity that is added."""
+        """The multiple of the identity that is added to the matrix."""
         return self._matrix.damping
 
     @property
     def is_positive_semidefinite(self) -> bool:
         """Whether it is known that no eigenvalue is negative, damping included.
 
-        It is for Fisher matrices, and for Gauss-Newton matrices with ``convex=True``, unless a
+        This is so for Fisher matrices, and for Gauss-Newton matrices with ``convex=True``, unless a
         regularization is added.
         """
         return self._matrix.is_positive_semidefinite
@@ -65,7 +65,8 @@ class SymmetricOperator(EvaluatedOperator):
     def gradient(self) -> np.ndarray:
         """The gradient of the loss at the values of the last evaluation.
 
-        A new array of shape `(n,)` each time, in the operator's dtype. Damping is not part of it.
+        Each access returns a new array of shape `(n,)` in the operator's dtype. Damping is not
+        included.
         """
         return self._matrix.gradient().numpy()
 
@@ -80,7 +81,7 @@ class SymmetricOperator(EvaluatedOperator):
         Returns
         -------
         operator of the same kind
-            It shares the residuals, `stats`, `refresh` and `close` with this one.
+            An operator that shares the residuals, `stats`, `refresh` and `close` with this one.
         """
         twin = copy.copy(self)
         twin._matrix = self._matrix.damped(check_damping(lam))
@@ -89,7 +90,7 @@ class SymmetricOperator(EvaluatedOperator):
 
     @Uninterrupted()
     def block(self, rows: Any, columns: Any = None) -> EvaluatedOperator:
-        """Return a block of the matrix, of some of the variables.
+        """Return the block of the matrix that belongs to some of the variables.
 
         Parameters
         ----------
@@ -111,7 +112,7 @@ class SymmetricOperator(EvaluatedOperator):
         Raises
         ------
         InvalidVariablesError
-            If something is none of the operator's variables.
+            If something is not among the operator's variables.
 
         Notes
         -----
@@ -139,7 +140,7 @@ class SymmetricOperator(EvaluatedOperator):
 
     @Uninterrupted()
     def blocks(self) -> dict[str, BlockOperator]:
-        """Return the diagonal blocks of the layers, which together have all variables.
+        """Return the diagonal blocks of the layers, which together contain all variables.
 
         Returns
         -------
@@ -174,10 +175,10 @@ class SymmetricOperator(EvaluatedOperator):
         return super().as_tf_operator(is_positive_definite=is_positive_definite, name=name)
 
     def release_gradient(self) -> None:
-        """Release the gradient, where memory is short and products are all you need.
+        """Release the gradient if memory is short and products are all you need.
 
-        It takes `n` numbers. Until the next `refresh`, `gradient` then raises an `HvpError`, as do
-        functions that need the gradient. Products are not affected.
+        It takes the memory of `n` numbers. Until the next `refresh`, `gradient` then raises an
+        `HvpError`, as do functions that need the gradient. Products are not affected.
 
         Examples
         --------
@@ -204,8 +205,8 @@ class SymmetricOperator(EvaluatedOperator):
 class BlockOperator(SymmetricOperator):
     """A diagonal block of a symmetric operator, which `block` and `blocks` return.
 
-    It has everything that the operator has: products, `damped`, `to_dense`, the part of the
-    `gradient`, and `hvp.solve` takes it.
+    It has everything that the operator has: products, `damped`, `to_dense`, and its part of the
+    `gradient`. You can pass it to `hvp.solve`.
     """
 
     def _properties(self) -> list[str]:
@@ -215,22 +216,14 @@ class BlockOperator(SymmetricOperator):
 
 
 def evaluation_of(operator: SymmetricOperator) -> Evaluation:
-    """Return what the rest of the package uses of an operator of this package."""
+    """Return the matrix behind an operator, which the rest of the package uses."""
     return operator._matrix
 
 
 def matrix_of(operator: Any) -> Matrix:
-    """Return what solvers and estimators use of a symmetric operator.
+    """Return what solvers and estimators use of a square, real and symmetric operator.
 
-    Parameters
-    ----------
-    operator : Operator, Matrix, LinearOperator, ndarray or sparse array
-        Square and symmetric. One that is not of this package is called in Python.
-
-    Raises
-    ------
-    HvpError
-        If the operator has another type, or is not square or not real.
+    An operator or matrix that is not of this package is called in Python.
     """
     if isinstance(operator, Matrix):
         return operator

@@ -10,21 +10,9 @@ import tensorflow as tf
 class TensorFlowOperator(tf.linalg.LinearOperator):
     """An operator that is defined by its products with blocks of columns.
 
-    Parameters
-    ----------
-    multiply : callable
-        Takes a tensor of shape `(n, k)`, and whether to multiply by the transpose; returns one of
-        shape `(m, k)`.
-    shape : tuple of int
-        `(m, n)`.
-    dtype : tf.DType
-        Of the entries.
-    is_self_adjoint : bool
-        Whether it is its own transpose.
-    is_positive_definite : bool, optional
-        The caller's word for it.
-    name : str
-        TensorFlow's name.
+    `multiply` takes a tensor of shape `(n, k)`, and whether to multiply by the transpose; it
+    returns one of shape `(m, k)`. `is_positive_definite` is the caller's claim, which is not
+    checked.
     """
 
     def __init__(

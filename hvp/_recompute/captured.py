@@ -16,15 +16,7 @@ from hvp._vectors.resources import Resource
 
 @dataclass(frozen=True)
 class CapturedVariable:
-    """A variable that a function reads and does not change.
-
-    Attributes
-    ----------
-    resource : Resource
-        The buffer of the variable.
-    variable : tf.Variable or None
-        The variable itself, if it is known.
-    """
+    """A variable that a function reads and does not change; `variable` is None if it is unknown."""
 
     resource: Resource
     variable: tf.Variable | None
@@ -52,20 +44,7 @@ class CapturedVariable:
 
 
 def captured_variables(concrete: Any, flow: Dataflow) -> list[CapturedVariable]:
-    """Return the variables that a traced function reads and does not change.
-
-    Parameters
-    ----------
-    concrete : ConcreteFunction
-        The traced function.
-    flow : Dataflow
-        The dataflow of its graph.
-
-    Raises
-    ------
-    RecomputeError
-        If the function changes a trainable variable that it reads.
-    """
+    """Return the variables that a traced function reads and does not change."""
     known = {id(variable.handle): variable for variable in concrete.variables}
     results = [flow.vertex(tensor.name) for tensor in concrete.outputs]
     reaching = flow.reachable(results, backward=True)
@@ -88,13 +67,7 @@ def captured_variables(concrete: Any, flow: Dataflow) -> list[CapturedVariable]:
 
 
 def captured_tensors(concrete: Any) -> list[tf.Tensor]:
-    """Return the tensors from outside that a traced function uses.
-
-    Raises
-    ------
-    RecomputeError
-        If it uses a TensorArray or a list of tensors of another graph.
-    """
+    """Return the tensors from outside that a traced function uses."""
     outside = [tensor for _, tensor in captures(concrete)]
     if any(t.dtype == tf.variant and tf.is_symbolic_tensor(t) for t in outside):
         raise RecomputeError(

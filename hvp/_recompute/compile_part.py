@@ -34,38 +34,18 @@ def compile_part(
     whole: bool,
     precision: tf.DType | None = None,
 ) -> Any:
-    """Compile a part of a graph as a function of some of its tensors.
+    """Compile a part of a graph as a function of its tensors `inputs`, which returns `results`.
 
-    Parameters
-    ----------
-    part : GraphDef
-        The part.
-    captured : dict of str to tf.Tensor
-        Tensors from outside that the function captures, by name.
-    inputs : sequence of str
-        Names of the tensors that become the function's arguments.
-    specs : sequence of tf.TensorSpec
-        Types and shapes of the arguments.
-    results : sequence of str
-        Names of the tensors that the function returns.
-    whole : bool
-        Whether to schedule the operations for little memory, and to keep calls from being inlined
-        into the graphs that make them. See Notes.
-    precision : tf.DType, optional
-        The type in which large matrix products and convolutions are computed, if `whole`.
+    The function captures those tensors of `captured` that it uses. If `whole`, its operations are
+    scheduled for little memory, with large products and convolutions in `precision`, and its calls
+    are never inlined.
 
-    Returns
-    -------
-    ConcreteFunction
-
-    Notes
-    -----
     Recomputation has to depend on the upstream cotangent. Otherwise its inputs are available in the
     forward pass already, and TensorFlow may run it then and hold the intermediate values until the
-    backward pass. It may also recognize the operations as those of the forward pass and merge the
-    two, or fold them to constants. Either way, the values stay in memory as if nothing were
-    recomputed. A call that is not inlined begins only when all of its inputs are available, and
-    the cotangents are among them. Operations inside it are not merged with operations outside.
+    backward pass. It may also merge the operations with those of the forward pass, or fold them to
+    constants. Either way, the values stay in memory as if nothing were recomputed. A call that is
+    not inlined begins only when all of its inputs are available, and the cotangents are among them.
+    Its operations are not merged with operations outside.
     """
     used = {*results, *(tensor for node in part.node for tensor in node.input)}
     captured = {name: tensor for name, tensor in captured.items() if name in used}
@@ -108,15 +88,7 @@ def compile_part(
 def _simplified(
     part: Any, inputs: dict[str, tf.TensorSpec], results: Sequence[str]
 ) -> tuple[Any, Sizes]:
-    """Merge operations that compute the same, and let none repeat what is broadcast anyway.
-
-    Returns
-    -------
-    part : GraphDef
-        The part, without the shapes that are noted in it.
-    sizes : Sizes
-        The sizes of the results of its operations and of its inputs.
-    """
+    """Merge operations that compute the same, and let none repeat what is broadcast anyway."""
     simple = cut_out(part, {node.name for node in part.node}, keep_controls=True)
     merge_equal_operations(simple, {*map(node_of, results)})
     broadcast_instead_of_repeating(simple, inputs)

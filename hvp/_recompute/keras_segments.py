@@ -36,7 +36,7 @@ def recompute_model(model: Any, segments: int | Sequence[Any] | None = None) -> 
         A sequential, functional or subclassed model that is built. Its weights are used, not
         copied.
     segments : int or sequence of (str or keras.Layer), optional
-        The number of segments, or the sublayers that become segments, or their names. By default,
+        The number of segments, or the sublayers (or their names) that become segments. By default,
         the number is about the square root of the depth, and the sizes of the layers' results
         decide where to cut. For a subclassed model you have to list sublayers.
 
@@ -124,24 +124,10 @@ def _has_outputs(model: Any) -> bool:
 def segments_of(
     variables: Any, segments: Any
 ) -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Return a context manager under which every call of a Keras model is recomputed in segments.
+    """Return a function that makes a context in which calls of a Keras model are recomputed.
 
-    Parameters
-    ----------
-    variables : keras.Model
-        The model.
-    segments : True, int or sequence
-        The segments, as for `recompute_model`. True leaves the choice to `recompute_model`.
-
-    Returns
-    -------
-    callable
-        Takes nothing and returns the context manager.
-
-    Raises
-    ------
-    RecomputeError
-        If the variables are not a Keras model, or as for `recompute_model`.
+    The `segments` are as for `recompute_model`; True stands for the default. If `variables` is not
+    a Keras model, a `RecomputeError` is raised.
     """
     if not has_layers(variables):
         raise RecomputeError(
@@ -173,7 +159,7 @@ def _replaced_call(layer: Any, call: Callable[..., Any]) -> Iterator[None]:
 
 
 def _by_layers(model: Any, listed: Sequence[Any]) -> Callable[..., Any]:
-    """Recompute the listed layers in every call that the model makes of them."""
+    """Recompute the listed layers whenever the model calls them."""
     by_name = {layer.name: layer for layer in layers_of(model, include_self=False)}
     shown = ", ".join(list(by_name)[:8]) + (", ..." if len(by_name) > 8 else "")
     layers = []
@@ -225,16 +211,10 @@ def _by_layers(model: Any, listed: Sequence[Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class _Link:
-    """Part of a functional model, between one tensor that separates the model and the next.
+    """Part of a functional model, from one tensor that separates the model to the next.
 
-    Attributes
-    ----------
-    end : KerasTensor or None
-        The tensor at its end; None for the last link.
-    names : list of str
-        Names of its layers and operations.
-    crossing : list of KerasTensor
-        Inputs of the model that are used after this link.
+    It ends with the tensor `end`, which is None for the last link, and has the layers and
+    operations `names`. The inputs `crossing` of the model are used after this link.
     """
 
     end: Any
@@ -273,7 +253,7 @@ def _by_cuts(model: Any, count: int | None) -> Callable[..., Any]:
 
 
 def _part(model: Any, links: list[_Link], start: int, end: int) -> tuple[Any, list[Any]]:
-    """Return the recomputed model of some links, and the inputs of the whole model it takes."""
+    """Return the recomputed model of some links, and the inputs of the model that it takes."""
     import keras
 
     last = end == len(links)
@@ -300,10 +280,10 @@ def _part(model: Any, links: list[_Link], start: int, end: int) -> tuple[Any, li
 def _links(model: Any) -> list[_Link]:
     """Return the links of a functional model.
 
-    A tensor separates the model if, once it has been computed, no other tensor but inputs and this
-    one is used later. An output of the model does not count as such a tensor, nor does the result
-    of a layer that is called more than once: Keras makes no model that begins with a call of a
-    layer and contains another one.
+    A tensor separates the model if, once it has been computed, only this tensor and inputs of the
+    model are used later. It must not be an output of the model, nor the result of a layer that is
+    called more than once: Keras builds no model that begins with a call of a layer and contains
+    another one.
     """
     makers = _in_order(model)
     calls = Counter(id(operation) for operation, _ in makers)

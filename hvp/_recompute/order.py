@@ -20,19 +20,9 @@ FindMissing = Callable[[Optional[frozenset[int]]], list[SuspectOperation]]
 class Order:
     """One order of derivative of a function.
 
-    Attributes
-    ----------
-    results : list of tf.TensorSpec
-        Types and shapes of the results of a call.
-    present : list of int
-        Above order 0: for each result, the place of the input of the order below that it is the
-        derivative by. Inputs whose derivative is zero have no result.
-    run : ConcreteFunction
-        Computes the results from all inputs of a call.
-    recorded : Recorded
-        The operation that tapes record for a call.
-    missing : callable
-        Finds operations without a derivative between inputs and results.
+    Calls are computed by `run`, and `recorded` is the operation that tapes record for them. Above
+    order 0, each of the `results` is a derivative by the input of the order below whose index is in
+    `present`; inputs whose derivative is zero have no result.
     """
 
     results: list[tf.TensorSpec]
@@ -43,7 +33,7 @@ class Order:
 
     @property
     def cotangents(self) -> list[tf.TensorSpec]:
-        """Types and shapes of the cotangents of the results."""
+        """The types and shapes of the cotangents of the results."""
         return [spec for spec in self.results if has_derivatives(spec)]
 
 

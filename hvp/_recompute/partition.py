@@ -12,24 +12,12 @@ _MAX_SEGMENTS = 256
 
 
 def smallest_largest(sizes: Sequence[int], count: int) -> list[int]:
-    """Divide a chain into segments so that the largest segment is as small as possible.
+    """Divide a chain into `count` segments so that the largest segment is as small as possible.
 
     With the size ``s(a, b) = sizes[a] + ... + sizes[b - 1]`` of a segment, this finds cuts
-    ``0 = c[0] < c[1] < ... < c[count] = n`` that minimize ``max(s(c[i], c[i + 1]))``. The minimum
-    is found by bisection: a bound can be met with `count` segments if and only if it is met by
-    filling one segment after another up to the bound.
-
-    Parameters
-    ----------
-    sizes : sequence of int
-        Sizes of the links of the chain.
-    count : int
-        Number of segments, at most the number of links.
-
-    Returns
-    -------
-    list of int
-        The first link of each segment except the first segment.
+    ``0 = c[0] < c[1] < ... < c[count] = n`` that minimize ``max(s(c[i], c[i + 1]))``, and returns
+    those between the first and the last. The minimum is found by bisection: a bound can be met with
+    `count` segments if and only if it is met by filling one segment after another up to the bound.
     """
     low, high = max(sizes), sum(sizes)
     while low < high:
@@ -47,25 +35,12 @@ def smallest_largest(sizes: Sequence[int], count: int) -> list[int]:
 def fewest_bytes(sizes: Sequence[int], boundaries: Sequence[int]) -> list[int]:
     """Divide a chain so that a Hessian-vector product needs little memory.
 
-    A product holds three tensors for each cut, and about everything that the segment being
-    recomputed computes. For each number of segments this takes the cuts of `smallest_largest`, and
-    it returns those with the least ::
+    A link computes `sizes` bytes, and the tensor between it and the next has `boundaries` bytes. A
+    product holds three tensors for each cut, and about everything that the segment being recomputed
+    computes. Among the cuts of `smallest_largest` for each number of segments, this returns those
+    with the least ::
 
         3 * (boundaries[c[1] - 1] + ... + boundaries[c[k - 1] - 1]) + max(s(c[i], c[i + 1]))
-
-    in the notation of `smallest_largest`.
-
-    Parameters
-    ----------
-    sizes : sequence of int
-        Bytes that each link computes.
-    boundaries : sequence of int
-        Bytes of the tensor between each link and the next.
-
-    Returns
-    -------
-    list of int
-        The first link of each segment except the first segment.
     """
     best: list[int] = []
     least = sum(sizes)

@@ -12,22 +12,10 @@ from hvp._graphs.sizes import note_shapes
 
 
 def postpone(part: Any, inputs: Mapping[str, tf.TensorSpec], first: Sequence[str]) -> Any:
-    """Let every operation that takes one of `inputs` wait for the tensors in `first`.
+    """Return a graph in which operations that take any of `inputs` wait for the tensors `first`.
 
-    Parameters
-    ----------
-    part : GraphDef
-        The graph.
-    inputs : mapping of str to tf.TensorSpec
-        Names, shapes and types of the inputs whose use is postponed.
-    first : sequence of str
-        Names of the tensors to wait for.
-
-    Returns
-    -------
-    GraphDef
-        A graph that computes the same. It is `part` itself if one of `first` depends on one of
-        `inputs`, because waiting would then never end.
+    It is `part` itself if one of `first` depends on one of `inputs`, because the wait would never
+    end.
     """
     nodes = {node.name: node for node in part.node}
     awaited = [tensor for tensor in first if node_of(tensor) in nodes]

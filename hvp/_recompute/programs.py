@@ -5,7 +5,7 @@ could make them differ from one run to the next:
 
 - *Reads of variables.* The values of the variables become inputs, so that a derivative sees the
   values of the call and not later ones.
-- *Random draws.* They become stateless draws from a seed. The seed is drawn in the first run.
+- *Random draws.* They become stateless draws from a seed, which is drawn in the first run.
 - *Other stateful operations*, such as the update of a moving average or the draw of a seed. They
   run in the first run only. Their results (the *state* of the call) are inputs of later runs.
 """
@@ -33,19 +33,7 @@ from hvp._recompute.variable_reads import read_from_inputs
 
 @dataclass(frozen=True)
 class OrderTrace:
-    """A trace of one order of derivative.
-
-    Attributes
-    ----------
-    concrete : ConcreteFunction
-        The trace.
-    graph_def : GraphDef
-        Its graph.
-    function_results : list of str
-        Names of the tensors that the function itself returned in this trace.
-    cotangents : list of tf.TensorSpec
-        Types and shapes of the cotangents that it takes.
-    """
+    """One order's trace, in which the function itself returned the tensors `function_results`."""
 
     concrete: Any
     graph_def: Any
@@ -56,14 +44,7 @@ class OrderTrace:
 class Programs:
     """Compiles the traces of one function and its derivatives.
 
-    Parameters
-    ----------
-    arguments : sequence of tf.TensorSpec
-        Types and shapes of the function's arguments.
-    variables : sequence of CapturedVariable
-        Variables that the function reads.
-    tensors : sequence of tf.Tensor
-        Tensors that the function uses from outside.
+    The function reads the `variables`, and uses the `tensors` from outside.
     """
 
     def __init__(
@@ -82,12 +63,12 @@ class Programs:
 
     @property
     def state_count(self) -> int:
-        """How many stateful results the first run hands to later runs."""
+        """The number of stateful results that the first run passes to later runs."""
         return len(self._state_names)
 
     @property
     def base_count(self) -> int:
-        """How many inputs of a derivative come before the cotangents."""
+        """The number of inputs of a derivative before the cotangents."""
         return len(self._specs) + len(self._state_names)
 
     def compile_first(self, trace: OrderTrace) -> Any:
@@ -111,16 +92,8 @@ class Programs:
     ) -> Any:
         """Compile a derivative, a function of arguments, variables, tensors, state and cotangents.
 
-        Parameters
-        ----------
-        trace : OrderTrace
-            The trace of the derivative.
-        tangents : sequence of int, optional
-            Places of results that are computed before the first cotangents are used.
-        held_back : int, optional
-            The number of these cotangents.
-        precision : tf.DType, optional
-            The type in which large matrix products and convolutions are computed.
+        The results at the indices `tangents` are computed before the first `held_back` cotangents
+        are used. Large matrix products and convolutions are computed in `precision`.
         """
         graph = self._graph_of(trace)
         pure = replay(
@@ -188,21 +161,10 @@ class Programs:
 class _Graph:
     """A trace without calls, in which variables are inputs and draws come from seeds.
 
-    Attributes
-    ----------
-    flat : GraphDef
-        The graph.
-    results : list of str
-        Names of the tensors that the trace returns.
-    function_results : list of str
-        Names of the tensors that the function itself returned.
-    inputs : list of str
-        Names of the arguments, of the values of variables, and of tensors from outside. A tensor
-        that this trace does not use has the name of no node.
-    cotangents : list of str
-        Names of the cotangents.
-    captured : dict of str to tf.Tensor
-        Other resources from outside, such as tables and variables that the function changes.
+    The function itself returned the tensors with the names `function_results`. The `inputs` are the
+    arguments, the values of variables and the tensors from outside; one that this trace does not
+    use has the name of no node. `captured` has other resources from outside, such as tables and
+    variables that the function changes.
     """
 
     flat: Any

@@ -44,7 +44,7 @@ def recompute(f: Callable[..., Any]) -> Callable[..., Any]:
     RecomputeError
         If `f` is not callable. When you call the result, if `f` returns something other than
         tensors, or has a state that cannot be replayed. When you differentiate it, if the Python
-        code of `f` does something else than it did in the first trace.
+        code of `f` does not do the same as in the first trace.
     SecondDerivativeError
         When you differentiate the result twice or more, if TensorFlow lacks a derivative of an
         operation in `f`.
@@ -127,14 +127,8 @@ def name_of(f: Any) -> str:
 class _Signature:
     """The structure, types and shapes of the arguments of a call, without their values.
 
-    Attributes
-    ----------
-    specs : list of tf.TensorSpec
-        Types and shapes of the tensors in the arguments, and of their Keras masks.
-    scope : KerasScope
-        The settings of Keras layers around the call.
-    key : hashable
-        Equal for calls that can share a trace.
+    The `specs` include those of Keras masks, and `scope` has the settings of Keras around the call.
+    Calls with equal keys can share a trace.
     """
 
     def __init__(self, arguments: Any, leaves: list[_Leaf], tensors: list[tf.Tensor]) -> None:
@@ -197,14 +191,8 @@ class _Traced:
 class _Leaf:
     """The type and shape of an argument or result.
 
-    Attributes
-    ----------
-    spec : tf.TypeSpec or None
-        The type of a tensor, ragged tensor or sparse tensor; None for any other object.
-    fixed : object
-        Any other object itself.
-    mask, logits : tf.TensorSpec or None
-        The types of the mask, and of the logits of a softmax, that Keras has attached to a tensor.
+    `spec` is None for an object that is not a tensor; `fixed` is then this object. Keras attaches a
+    `mask`, and the `logits` of a softmax, to a tensor; these are their specs.
     """
 
     spec: Any

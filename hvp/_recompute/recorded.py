@@ -1,4 +1,4 @@
-"""Running a function so that tapes and graphs record it as a single operation."""
+"""Runs a function so that tapes and graphs record it as a single operation."""
 
 from __future__ import annotations
 
@@ -26,16 +26,9 @@ Gradient = Callable[[Sequence[tf.Tensor], Sequence[Any], Any], list[Any]]
 
 
 class Recorded:
-    """An operation with a custom derivative.
+    """An operation of `count` results with a custom derivative.
 
-    Parameters
-    ----------
-    count : int
-        The number of its results.
-    gradient : callable
-        Takes the tensors that the operation was called with, the cotangents of its results, and the
-        note of the call (None if it is not known). Returns the cotangents of the tensors, None for
-        zero.
+    `gradient` returns None for cotangents that are zero, and takes None for a note that is unknown.
     """
 
     def __init__(self, count: int, gradient: Gradient) -> None:
@@ -44,7 +37,7 @@ class Recorded:
 
     @functools.cached_property
     def _name(self) -> str:
-        """A type of gradient of its own, which only graphs need: TensorFlow never removes it."""
+        """The gradient's own type, created for graphs only, because TensorFlow never removes it."""
         name, weak = f"{RECOMPUTED_GRADIENT}{next(_serials)}", weakref.ref(self)
 
         @tf.RegisterGradient(name)
@@ -71,14 +64,8 @@ class Recorded:
     ) -> list[tf.Tensor]:
         """Return the results of `run`, recorded as one call of this operation.
 
-        Parameters
-        ----------
-        run : callable
-            Takes the tensors and returns the results.
-        tensors : sequence of tf.Tensor
-            The inputs of the call.
-        note : object, optional
-            Passed on to `gradient`.
+        The `note` is passed to the gradient, unless TensorFlow differentiates a graph by its
+        operations.
         """
         tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
         if tf.executing_eagerly():

@@ -1,9 +1,9 @@
 """The part of a traced function that can be repeated: the same inputs give the same results.
 
 A function that runs again must see the variables as they were, must draw the same random numbers,
-and must not update anything a second time. In its graph, therefore, reads of variables become
-inputs (`variable_reads`), and random draws become functions of a seed (`seeded_draws`). Any other
-stateful operation runs once, and its results are inputs of every later run.
+and must not update anything a second time. In its graph, reads of variables therefore become inputs
+(`variable_reads`), and random draws become functions of a seed (`seeded_draws`). Any other stateful
+operation runs once, and its results are inputs of every later run.
 """
 
 from __future__ import annotations
@@ -20,14 +20,10 @@ from hvp._graphs.split import has_effects
 
 @dataclass(frozen=True)
 class Replay:
-    """The repeatable part of a traced function.
+    """The repeatable part of a traced function: the nodes that compute the results.
 
-    Attributes
-    ----------
-    part : GraphDef
-        The nodes that compute the results. None of them is stateful.
-    stateful_results : list of str
-        Results of stateful nodes, which the part takes as inputs.
+    None of them is stateful. They take `stateful_results`, the results of stateful nodes, as
+    inputs.
     """
 
     part: Any
@@ -35,25 +31,10 @@ class Replay:
 
 
 def replay(flat: Any, results: Sequence[str], inputs: Sequence[str]) -> Replay:
-    """Find the part of a graph that can be repeated.
+    """Find the repeatable part of a graph, which computes `results` from `inputs`.
 
-    Parameters
-    ----------
-    flat : GraphDef
-        A graph without calls, after `read_from_inputs` and `draw_from_seeds`.
-    results : sequence of str
-        Names of the tensors that the part has to compute.
-    inputs : sequence of str
-        Names of the tensors that the part takes as inputs.
-
-    Returns
-    -------
-    Replay
-
-    Raises
-    ------
-    RecomputeError
-        If a result depends on a stateful loop or branch.
+    The graph has no calls, and has passed through `read_from_inputs` and `draw_from_seeds`. A
+    result that depends on a stateful loop or branch is refused.
     """
     nodes = {node.name: node for node in flat.node}
     functions = {f.signature.name: f for f in flat.library.function}
@@ -72,23 +53,7 @@ def replay(flat: Any, results: Sequence[str], inputs: Sequence[str]) -> Replay:
 
 
 def with_effects(flat: Any, pure: Replay, results: Sequence[str], inputs: Sequence[str]) -> Any:
-    """Return the part of a graph that runs in the first call.
-
-    It computes the results and the results of stateful nodes, and it has all side effects.
-
-    Parameters
-    ----------
-    flat : GraphDef
-        The graph.
-    pure : Replay
-        Its repeatable part.
-    results, inputs : sequence of str
-        The same as for `replay`.
-
-    Returns
-    -------
-    GraphDef
-    """
+    """Return the part of a graph that runs in the first call, with all of its side effects."""
     nodes = {node.name: node for node in flat.node}
     functions = {f.signature.name: f for f in flat.library.function}
     input_nodes = {node_of(name) for name in inputs}

@@ -1,9 +1,9 @@
-"""Matching a later trace of a function with its first trace.
+"""Matches a later trace of a function with its first trace.
 
 The function is traced again for each order of derivative. Results of stateful operations in the
-first run take the place of the same operations in a later trace. To find these, `match_traces`
-walks through both traces from the function's results towards its inputs. It refuses a function
-whose Python code did something else the second time.
+first run replace those of the same operations in a later trace. To find these, `match_traces` walks
+through both traces from the function's results towards its inputs. It refuses a function whose
+Python code did something else the second time.
 """
 
 from __future__ import annotations
@@ -25,26 +25,11 @@ def match_traces(
     later_results: Sequence[str],
     inputs: dict[str, str],
 ) -> dict[str, str]:
-    """Pair the operations of two traces of one function, which have to compute the same.
+    """Return the first trace's name of each operation in a later trace of one function.
 
-    Parameters
-    ----------
-    first, later : GraphDef
-        Both traces, after `read_from_inputs` and `draw_from_seeds`.
-    first_results, later_results : sequence of str
-        The tensors that the function returned in each trace.
-    inputs : dict of str to str
-        From the name of each input in the later trace to its name in the first.
-
-    Returns
-    -------
-    dict of str to str
-        From the name of each operation in the later trace to its name in the first.
-
-    Raises
-    ------
-    RecomputeError
-        If the traces differ.
+    Both graphs have passed through `read_from_inputs` and `draw_from_seeds`. `first_results` and
+    `later_results` are the tensors that the function returned, and `inputs` maps names of inputs in
+    the later trace to those in the first. Traces that differ are refused.
     """
     first_nodes = {node.name: node for node in first.node}
     later_nodes = {node.name: node for node in later.node}
@@ -93,29 +78,10 @@ def match_traces(
 def names_of_state(
     later: Any, pure: Replay, first_names: Sequence[str], pairs: Mapping[str, str]
 ) -> list[str]:
-    """Find the names in a later trace of the stateful results of the first run.
+    """Find the names in a later trace of the stateful results `first_names` of the first run.
 
-    Parameters
-    ----------
-    later : GraphDef
-        The later trace.
-    pure : Replay
-        Its repeatable part.
-    first_names : sequence of str
-        Names of the stateful results in the first trace.
-    pairs : mapping of str to str
-        The pairs of operations that `match_traces` returns.
-
-    Returns
-    -------
-    list of str
-        A name for each of `first_names`. If the later trace does not use one, its name is that of
-        no tensor.
-
-    Raises
-    ------
-    RecomputeError
-        If the derivative uses a stateful result that the function does not have.
+    `pairs` is what `match_traces` returned. A result that the later trace does not use gets the
+    name of no tensor. A derivative that uses a stateful result of its own is refused.
     """
     nodes = {node.name: node for node in later.node}
     later_name_of = {first_name: later_name for later_name, first_name in pairs.items()}

@@ -20,15 +20,10 @@ _PHILOX = 1
 
 
 def draw_from_seeds(flat: Any) -> None:
-    """Replace each stateful draw by a draw of a seed and a stateless draw from that seed.
+    """Replace each stateful draw by a draw of a seed and a stateless draw from it, in place.
 
     The seed is the only result of a stateful operation that remains. It is three integers, whereas
     the random numbers may be many: a later run gets the seed and draws the same numbers.
-
-    Parameters
-    ----------
-    flat : GraphDef
-        A graph, which is changed in place.
     """
     for node in list(flat.node):
         if node.op in _STATELESS:

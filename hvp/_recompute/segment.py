@@ -10,10 +10,10 @@ before. With the function f, its Jacobian J, and cotangents u, v, ... of the res
 and so on. A Hessian-vector product runs order 2, the vjp of a vjp: J(x) v is the tangent of the
 results, and the derivative by x is the second reverse sweep.
 
-Each order is traced from the Python function under nested tapes, one for each order, and compiled
-as a repeatable program. Tapes record only the inputs of a call. Its derivative is a call of the
-next order on these inputs and the cotangents, and tapes record only the inputs of that call, too.
-Derivatives therefore exist to any order, and no order keeps intermediate values.
+Each order is traced from the Python function under one nested tape for each order, and compiled as
+a repeatable program. Tapes record only the inputs of a call. Its derivative is a call of the next
+order on these inputs and the cotangents, of which tapes again record only the inputs. Derivatives
+therefore exist to any order, and no order keeps intermediate values.
 """
 
 from __future__ import annotations
@@ -53,19 +53,8 @@ class Segment:
 
     The inputs of a call are the function's arguments, the values of the variables it reads, the
     tensors it uses from outside, and the state of its first run. Together they are the *base*. The
-    cotangents of each order, from the first on, follow the base.
-
-    Parameters
-    ----------
-    function : callable
-        Takes tensors, returns a list of tensors.
-    specs : sequence of tf.TensorSpec
-        Types and shapes of its arguments.
-
-    Raises
-    ------
-    RecomputeError
-        If the function cannot be made repeatable.
+    cotangents of each order, from the first on, follow the base. A function that cannot be made
+    repeatable is refused.
     """
 
     def __init__(
@@ -136,7 +125,7 @@ class Segment:
             return self._low[order, precision]
 
     def _make_order(self, order: int, precision: tf.DType | None = None) -> Order:
-        """OrderTrace and compile an order; the orders below exist already."""
+        """Trace and compile an order; the orders below exist already."""
         present: list[int] = []
 
         def traced(*tensors: tf.Tensor) -> list[tf.Tensor]:
@@ -176,8 +165,8 @@ class Segment:
     def _evaluate(self, order: int, tensors: list[tf.Tensor]) -> list[Any]:
         """Run the Python code of an order on arguments and cotangents, in the current trace.
 
-        The result of an order above 0 has an entry for each input of the order below; None stands
-        for zero.
+        Above order 0, the result has an entry for each input of the order below, None if it is
+        zero.
         """
         if order == 0:
             with tf.name_scope(_SCOPE):
@@ -212,19 +201,7 @@ class Segment:
     def _missing(
         self, order: int, concrete: Any, flow: Dataflow, present: Sequence[int]
     ) -> FindMissing:
-        """Return the function that finds missing derivatives between an order's inputs and results.
-
-        Parameters
-        ----------
-        order : int
-            The order.
-        concrete : ConcreteFunction
-            Its trace.
-        flow : Dataflow
-            The dataflow of the trace.
-        present : sequence of int
-            For each result, the place of the input that it is a derivative by.
-        """
+        """Return the function that finds missing derivatives between inputs and results."""
         inside = {id(outside): tensor for tensor, outside in captures(concrete)}
         outside = [*(variable.handle for variable in self._variables), *self._tensors]
         count = len(self._specs)
@@ -255,11 +232,7 @@ def _nothing_is_missing(watched: frozenset[int] | None) -> list[SuspectOperation
 
 
 def _refuse_if_nothing_is_recorded() -> None:
-    """Refuse to trace where all derivatives would be zero.
-
-    Recording can be stopped in a thread (`tf.GradientTape.stop_recording`), and a trace in this
-    thread then records nothing.
-    """
+    """Refuse to trace while recording is stopped in this thread: derivatives would be zero."""
     with tf.GradientTape() as tape:
         probe = tf.zeros([])
         tape.watch(probe)

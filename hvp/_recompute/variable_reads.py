@@ -1,8 +1,8 @@
-"""Reads of variables as inputs of a graph, in the functions it calls too.
+"""Reads of variables as inputs of a graph and of the functions that it calls.
 
-A later run must see the values that the variables had in the first one. Loops and branches hand
-variables on to their bodies as resource handles, so that the bodies and the types in the calls have
-to change along with the reads.
+A later run must see the values that the variables had in the first one. Loops and branches pass
+variables to their bodies as resource handles, so that the bodies and the types in the calls change
+along with the reads.
 """
 
 from __future__ import annotations
@@ -41,15 +41,10 @@ _COMMON_ATTRIBUTES = {
 
 
 def read_from_inputs(flat: Any, variables: Mapping[str, tuple[str, tf.DType]]) -> None:
-    """Turn reads of variables into uses of inputs, in loops and branches too.
+    """Turn reads of variables into uses of inputs, in loops and branches too, in place.
 
-    Parameters
-    ----------
-    flat : GraphDef
-        A graph, which is changed in place.
-    variables : mapping of str to (str, tf.DType)
-        From the name of each variable's handle to the name of the input that holds its value, and
-        the value's type.
+    `variables` maps the name of each variable's handle to the name of the input that holds its
+    value, and the value's type.
     """
     if variables:
         _Rewriter(flat).rewrite(flat.node, dict(variables), in_function=False)
@@ -57,7 +52,7 @@ def read_from_inputs(flat: Any, variables: Mapping[str, tuple[str, tf.DType]]) -
 
 
 class _Rewriter:
-    """Replaces variables by their values, in a graph and in the functions it calls."""
+    """Replaces variables by their values in a graph and in the functions that it calls."""
 
     def __init__(self, flat: Any) -> None:
         self._library = flat.library
@@ -66,7 +61,7 @@ class _Rewriter:
         self._rewritten: dict[tuple[str, tuple[int, ...]], str] = {}
 
     def rewrite(self, nodes: Any, variables: _Variables, *, in_function: bool) -> dict[str, str]:
-        """Rewrite nodes, and return the new names of the results whose names had to change."""
+        """Rewrite nodes, and return the new names of results that had to be renamed."""
         # In a function, the name of a result includes the name of the operation's output argument.
         output = ":output" if in_function else ""
         variables = _with_aliases(nodes, variables, output)

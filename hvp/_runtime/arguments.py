@@ -26,16 +26,8 @@ def refuse_unknown(
 ) -> None:
     """Raise `InvalidOptionError` for keyword arguments that do not exist.
 
-    Parameters
-    ----------
-    options : collection of str
-        The names of further keyword arguments that were passed.
-    call : str
-        The public function or class that they were passed to.
-    known : collection of str
-        The names that it takes.
-    instead : mapping of str to str, optional
-        What to do instead of passing some others.
+    `call` is the public function or class that they were passed to. `instead` says, for some names,
+    what to do instead of passing them.
     """
     unknown = sorted(set(options) - set(known))
     if not unknown:

@@ -1,7 +1,7 @@
-"""Checkpoints: the progress of a long computation, saved to a file.
+"""Checkpoints, which save the progress of a long computation to a file.
 
-A save replaces the file in one step, so that the file is never half written. Only the same call,
-with the same data, weights and settings, can load it.
+A save replaces the file atomically, so that it is never half written. Only the same call, with the
+same data, weights and settings, can load it.
 """
 
 from __future__ import annotations
@@ -26,23 +26,11 @@ _FINGERPRINT = "hvp_fingerprint"
 
 
 class Checkpoint:
-    """A file of arrays.
+    """A file of arrays in a folder that already exists; `due` says when to save to it again.
 
-    Parameters
-    ----------
-    path : str or Path
-        Where the file is; its folder must exist.
-    fingerprint : dict of str
-        Digests of the data, weights and settings of this run, by name. ``"call"`` is the name of
-        the function that saves. A file that was saved with another fingerprint is refused, and the
-        error names the entries that differ.
-    interval : float, optional
-        The time between saves, in seconds.
-
-    Raises
-    ------
-    CheckpointError
-        If the folder does not exist or cannot be written to.
+    `fingerprint` holds digests of the data, weights and settings of this run by name, and under
+    ``"call"`` the name of the function that saves. A file with another fingerprint is refused, by a
+    `CheckpointError` that names the entries that differ. `interval` is in seconds.
     """
 
     def __init__(
@@ -66,13 +54,7 @@ class Checkpoint:
             ) from error
 
     def load(self) -> dict[str, np.ndarray]:
-        """Return the arrays that were saved, or an empty dict if there is no file.
-
-        Raises
-        ------
-        CheckpointError
-            If the file was not written by this package, or belongs to another run.
-        """
+        """Return the saved arrays, or an empty dict if there is no file."""
         try:
             with self._path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
                 arrays = {name: archive[name] for name in archive.files}
@@ -119,10 +101,7 @@ class Checkpoint:
         return time.monotonic() - self._last_save >= self._interval
 
     def save(self, arrays: dict[str, np.ndarray]) -> None:
-        """Replace the contents of the file.
-
-        If that fails, warn and leave the file as it was.
-        """
+        """Replace the contents of the file; if that fails, warn and leave the file as it was."""
         try:
             with self._temporary.open("wb") as file:
                 fingerprint = np.array(json.dumps(self._fingerprint))

@@ -1,4 +1,4 @@
-"""Keeps Python's garbage collector from running while there is nothing for it to find."""
+"""Suspension of Python's garbage collector while there is nothing for it to collect."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from collections.abc import Iterator
 def no_collections() -> Iterator[None]:
     """Suspend automatic garbage collection.
 
-    Tracing makes hundreds of thousands of objects that live on. The collector runs again whenever
-    their number has grown by a quarter, and looks at each of them, and at those of TensorFlow and
-    Keras: up to an eighth of the time to the first product.
+    Tracing creates hundreds of thousands of long-lived objects. The collector would scan them,
+    along with those of TensorFlow and Keras, whenever their number has grown by a quarter. This
+    would take up to an eighth of the time to the first product.
     """
     if not gc.isenabled():
         yield

@@ -1,4 +1,4 @@
-"""Digests of arrays, which are the same in every process."""
+"""Digests of arrays that are the same in every process."""
 
 from __future__ import annotations
 
@@ -9,13 +9,7 @@ import numpy as np
 
 
 def digest(values: Any) -> str:
-    """Return a hexadecimal digest of the values, the shape and the dtype of an array.
-
-    Parameters
-    ----------
-    values : array_like or tf.Tensor
-        Numbers or strings.
-    """
+    """Return a hexadecimal digest of an array's values (numbers or strings), shape and dtype."""
     array = np.ascontiguousarray(values)
     checksum = hashlib.blake2b(f"{array.shape}{array.dtype}".encode(), digest_size=16)
     # The entries of an object array are strings. Its bytes are only their addresses.

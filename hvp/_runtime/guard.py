@@ -23,7 +23,7 @@ class _Process:
 
     @classmethod
     def after_fork(cls) -> None:
-        """Record, in the child process, that TensorFlow's threads are missing."""
+        """Record in the child process that TensorFlow's threads are missing."""
         cls.is_broken = cls.in_use
 
 
@@ -32,24 +32,15 @@ if hasattr(os, "register_at_fork"):
 
 
 class Guard:
-    """A context that refuses forked processes and explains a lack of memory.
+    """A context that refuses forked processes and explains out-of-memory errors.
 
-    Parameters
-    ----------
-    out_of_memory : callable
-        Takes the error that TensorFlow raised for lack of memory, and returns the error to raise.
+    `out_of_memory` maps TensorFlow's error to the one to raise. Creating or entering the guard in a
+    process forked from one that used this package raises a `ProcessError`, since TensorFlow would
+    hang there, waiting for threads that do not exist.
 
-    Attributes
-    ----------
-    lock : context manager
-        Lets one thread in at a time. Enter it inside the guard. It is a context of its own because
-        `__exit__` of the guard is written in Python, and an interrupt can prevent it from running.
-
-    Raises
-    ------
-    ProcessError
-        If the guard is created or entered in a process that was forked from one that used this
-        package. TensorFlow would hang there, waiting for threads that do not exist.
+    `lock` lets one thread in at a time; enter it inside the guard. It is a context of its own
+    because the guard's `__exit__` is written in Python, so that an interrupt can prevent it from
+    running.
     """
 
     def __init__(self, out_of_memory: Callable[[Exception], HvpError]) -> None:
@@ -59,10 +50,10 @@ class Guard:
         self._out_of_memory = out_of_memory
 
     def __enter__(self) -> None:
-        """Refuse a forked process.
+        """Refuse a forked process before the lock is taken.
 
-        This comes before the lock: a thread of the parent process may have held it when the process
-        was forked, and nothing would release it here.
+        A thread of the parent may have held the lock during the fork, and nothing would release it
+        here.
         """
         if _Process.is_broken:
             refuse_forks()
@@ -73,7 +64,7 @@ class Guard:
         error: BaseException | None,
         where: TracebackType | None,
     ) -> None:
-        """Replace TensorFlow's error for lack of memory by one that says what to do."""
+        """Replace TensorFlow's out-of-memory error by one that says what to do."""
         if isinstance(error, tf.errors.ResourceExhaustedError):
             raise self._out_of_memory(error) from error
 
@@ -90,10 +81,10 @@ def refuse_forks() -> None:
 
 
 class OneProcess:
-    """Base of objects that cannot be pickled or deep-copied."""
+    """Base class of objects that cannot be pickled or deep-copied."""
 
     def __copy__(self: Self) -> Self:
-        """Return a shallow copy, which shares what the object holds."""
+        """Return a shallow copy, which shares everything with this object."""
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
         return twin

@@ -1,11 +1,11 @@
-"""Defers interrupts by the user until TensorFlow is at rest.
+"""Deferral of the user's interrupts until TensorFlow is at rest.
 
-A `KeyboardInterrupt` that is raised while TensorFlow traces a function can leave the thread inside
-the graph that was being built. Every later operation is then added to that graph and never runs.
-One that is raised while TensorFlow converts an array to a tensor is not noticed there, and can end
-the process by a segmentation fault. An interrupt is therefore deferred until the current evaluation
-or product has ended, in long computations until `deliver_interrupt` is called. A second interrupt
-is not deferred.
+A `KeyboardInterrupt` raised while TensorFlow traces a function can leave the thread inside the
+graph being built; every later operation is then added to that graph and never runs. One raised
+while TensorFlow converts an array to a tensor goes unnoticed, and can end the process with a
+segmentation fault. An interrupt is therefore deferred to the end of the current evaluation or
+product, or in long computations to the next call of `deliver_interrupt`. A second interrupt is not
+deferred.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Deferred:
 
 
 def _defer(number: int, frame: FrameType | None) -> None:
-    """Handle an interrupt: record the first one, and pass the second one on."""
+    """Record the first interrupt, and pass the second one on."""
     if _Deferred.interrupt is None:
         _Deferred.interrupt = number, frame
         return
@@ -39,10 +39,7 @@ def _defer(number: int, frame: FrameType | None) -> None:
 
 
 class Uninterrupted(contextlib.ContextDecorator):
-    """A context that defers an interrupt (SIGINT) until its end; a second one is not deferred.
-
-    It also decorates functions.
-    """
+    """A context or decorator that defers the first interrupt (SIGINT) until it ends."""
 
     def __enter__(self) -> None:
         """Begin to defer interrupts."""
@@ -65,7 +62,7 @@ class Uninterrupted(contextlib.ContextDecorator):
         error: BaseException | None = None,
         where: TracebackType | None = None,
     ) -> None:
-        """Restore the handler, and deliver the interrupt that was deferred."""
+        """Restore the handler, and deliver a deferred interrupt."""
         if threading.current_thread() is not threading.main_thread():
             return
         _Deferred.depth -= 1
@@ -80,7 +77,7 @@ class Uninterrupted(contextlib.ContextDecorator):
 
 
 def deliver_interrupt() -> None:
-    """Deliver a deferred interrupt; called between the parts of a long computation."""
+    """Deliver a deferred interrupt between the parts of a long computation."""
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and _Deferred.depth and _Deferred.handler is not None:
         _deliver(_Deferred.handler)
@@ -93,18 +90,7 @@ def _deliver(handler: Callable[..., Any]) -> None:
 
 
 def put_back(pairs: Iterable[tuple[Callable[[Any], Any], Any]]) -> None:
-    """Call every function with its value, even if an interrupt comes in between.
-
-    Parameters
-    ----------
-    pairs : iterable of (callable, object)
-        Functions that assign, and the values to assign.
-
-    Raises
-    ------
-    KeyboardInterrupt
-        At the end, if there was an interrupt.
-    """
+    """Call each function with its value; raise a `KeyboardInterrupt` only after all calls."""
     remaining, interrupt = list(pairs), None
     while remaining:
         try:

@@ -25,22 +25,10 @@ def progress_bar(
     unit: str = "",
     done: int = 0,
 ) -> Any:
-    """Return a progress bar.
+    """Return a bar that is shown if `progress` is ``"always"``, or if it is True on a terminal.
 
-    It is shown on a terminal only, unless `progress` is ``"always"``.
-
-    Parameters
-    ----------
-    progress : bool or "always"
-        Whether to show a bar. With False tqdm is not needed.
-    iterable : iterable, optional
-        What the bar iterates over.
-    total : int, optional
-        The number of steps.
-    unit : str
-        What to call a step.
-    done : int
-        How many steps an earlier run has done. They do not count towards the speed.
+    The `done` steps of an earlier run do not count towards the speed. If nothing is shown, tqdm is
+    not needed.
     """
     if not progress or (progress is True and not sys.stderr.isatty()):
         return _HiddenBar(() if iterable is None else iterable, done)
@@ -48,7 +36,7 @@ def progress_bar(
 
 
 class _HiddenBar:
-    """Implements the part of tqdm's interface that this package uses, and shows nothing."""
+    """Shows nothing; implements the part of tqdm's interface that this package uses."""
 
     disable = True
 

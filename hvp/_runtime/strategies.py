@@ -1,8 +1,8 @@
-"""Runs functions outside the scope of a `tf.distribute.Strategy`.
+"""Running functions outside the scope of a `tf.distribute.Strategy`.
 
 Inside such a scope a variable has no single buffer, and new variables are copied to every device,
-whereas this package traces for one device. There is no public way to leave a scope. But a scope
-belongs to a thread, and another thread is outside of it.
+whereas this package traces for one device. TensorFlow has no public way to leave a scope, but a
+scope belongs to one thread, so that another thread is outside of it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 def outside_strategies(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Decorate a function so that it runs outside the scope of any strategy.
 
-    Inside ``strategy.run``, where code runs once per replica, the function is called directly.
+    Inside ``strategy.run``, where code runs once per replica, it is called directly.
     """
 
     @functools.wraps(function)

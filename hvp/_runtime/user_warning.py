@@ -1,4 +1,4 @@
-"""Warnings that point to the line of the user's code."""
+"""Warnings that point to the user's code."""
 
 from __future__ import annotations
 
@@ -10,15 +10,7 @@ _BETWEEN = frozenset("concurrent contextlib functools hvp numpy scipy threading"
 
 
 def warn(message: str | Warning, category: type[Warning] = UserWarning) -> None:
-    """Issue a warning that points to the innermost line outside this package.
-
-    Parameters
-    ----------
-    message : str or Warning
-        As for `warnings.warn`.
-    category : type, optional
-        The kind of warning, if the message is a text.
-    """
+    """Issue a warning that points to the innermost line of the user's code."""
     frame, level = inspect.currentframe(), 1
     while frame is not None and frame.f_back is not None:
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]

@@ -10,10 +10,7 @@ import tensorflow as tf
 class Basis:
     """A growing set of orthonormal vectors, for each of several spaces at once.
 
-    Parameters
-    ----------
-    first : tf.Tensor
-        The first vectors, of shape `(spaces, vectors, n)`.
+    Vectors have the shape `(spaces, vectors, n)`.
     """
 
     # Vectors of one tensor. More would be copied too often, fewer multiplied one by one.
@@ -23,7 +20,7 @@ class Basis:
         self._chunks = [first]
 
     def append(self, vectors: tf.Tensor) -> None:
-        """Add vectors, of shape `(spaces, vectors, n)`."""
+        """Add vectors."""
         last = self._chunks[-1]
         if last.shape[1] + vectors.shape[1] <= self._CHUNK:
             self._chunks[-1] = tf.concat([last, vectors], axis=1)
@@ -31,10 +28,7 @@ class Basis:
             self._chunks.append(vectors)
 
     def orthogonalized(self, vectors: tf.Tensor) -> tf.Tensor:
-        """Subtract the parts of vectors along the basis.
-
-        Rounding makes a second pass necessary.
-        """
+        """Subtract the components along the basis, in two passes because of rounding."""
         for _ in range(2):
             vectors = vectors - tf.add_n([_projected(vectors, chunk) for chunk in self._chunks])
         return vectors
@@ -45,14 +39,9 @@ def _projected(vectors: tf.Tensor, chunk: tf.Tensor) -> tf.Tensor:
 
 
 def orthogonalized(vectors: np.ndarray, basis: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Subtract the parts of rows along an orthonormal basis.
+    """Subtract the components of rows along an orthonormal basis.
 
-    Returns
-    -------
-    ndarray
-        What remains of the vectors, of shape `(k, n)`.
-    ndarray
-        The coefficients of the parts, of shape `(k, m)`, in float64.
+    Returns the remainders, of shape `(k, n)`, and the coefficients, of shape `(k, m)`, in float64.
     """
     total = np.zeros((len(vectors), len(basis)))
     directions, rest = tf.constant(basis), tf.constant(vectors)
@@ -64,7 +53,7 @@ def orthogonalized(vectors: np.ndarray, basis: np.ndarray) -> tuple[np.ndarray, 
 
 
 def orthonormal(vectors: np.ndarray, basis: np.ndarray) -> np.ndarray:
-    """Return orthonormal rows with the same span, outside of the span of a basis."""
+    """Orthonormalize rows against a basis and against each other."""
     for _ in range(2):
         if len(basis):
             vectors = orthogonalized(vectors, basis)[0]

@@ -35,11 +35,11 @@ class SpectralDensity:
         of the sums of ``weights * f(nodes)`` estimates the mean of `f` over all eigenvalues.
     bandwidth : float
         The standard deviation of the Gaussians that replace the nodes: the distance of successive
-        nodes where the density has most of its weight, which is what the steps resolve.
+        nodes where the density has most of its weight. This is what the steps resolve.
     size : int
         The number of eigenvalues.
     below, above : int
-        How many single eigenvalues were found below and above the bulk: counted from the end of the
+        The number of single eigenvalues below and above the bulk: counted from the end of the
         spectrum, those whose Ritz values have converged and are separate from the next one. It is
         the median over the vectors. Equal eigenvalues count once.
     products : int
@@ -96,7 +96,7 @@ class SpectralDensity:
         return each.std(axis=0, ddof=1) / np.sqrt(len(each)) if len(each) > 1 else each[0] * np.nan
 
     def distribution(self, x: Any) -> np.ndarray:
-        """Return the part of the eigenvalues up to `x`, without smoothing."""
+        """Return the fraction of the eigenvalues that are at most `x`, without smoothing."""
         x = np.asarray(x, np.float64)
         order = np.argsort(self.nodes, axis=None)
         cumulative = np.append(0, np.cumsum(self.weights.ravel()[order]) / len(self.nodes))
@@ -167,7 +167,7 @@ def spectral_density(
     A : HessianOperator, or another operator of this package or of scipy, or a matrix
         Real and symmetric. Its damping is included.
     probes : int, optional
-        Number of random vectors. The standard error is proportional to one over its square root.
+        Number of random vectors. The standard error is inversely proportional to its square root.
     steps : int, optional
         Steps of the Lanczos method for each vector. More steps resolve finer details.
     seed : int, optional
@@ -192,7 +192,7 @@ def spectral_density(
     Notes
     -----
     The method is stochastic Lanczos quadrature ([LSY]_, [GKX]_) with full reorthogonalization. It
-    costs ``probes * steps`` products, and memory for as many vectors of `n` numbers.
+    costs ``probes * steps`` products, and at most the memory of as many vectors of `n` numbers.
 
     References
     ----------
@@ -267,7 +267,7 @@ def _bandwidth(quadrature: Quadrature) -> float:
 
 
 def _separate(quadrature: Quadrature, size: int) -> tuple[int, int]:
-    """Count the single eigenvalues at both ends, as the medians over the vectors."""
+    """Count the separate eigenvalues at both ends, as the medians over the vectors."""
     counts = []
     for nodes, weights, residuals in zip(
         quadrature.nodes, quadrature.weights, quadrature.residuals

@@ -1,4 +1,4 @@
-"""Estimates of diagonals."""
+"""Estimation of diagonals."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def diagonal(
     A : HessianOperator, or another operator of this package or of scipy, or a matrix
         Real and symmetric. Its damping is included.
     method : {"auto", "exact", "bekas", "xdiag"}, optional
-        - ``"auto"`` is ``"bekas"`` where that needs fewer products than the `n` of ``"exact"``.
+        - ``"auto"`` is ``"bekas"`` if that needs fewer products than the `n` of ``"exact"``.
         - ``"exact"`` multiplies by all unit vectors.
         - ``"bekas"`` is the mean of `z * (A z)` over random signs `z`, entry by entry [BeK]_. The
           variance of an entry is the sum of the squares of the other entries of its row, divided
           by the number of products.
         - ``"xdiag"`` adds a low-rank approximation from the same products, with each vector left
-          out in turn [EpT]_. It needs fewer products where few eigenvalues dominate, and keeps as
-          many vectors of `n` numbers as it multiplies.
+          out in turn [EpT]_. It needs fewer products if few eigenvalues dominate, and keeps as many
+          vectors of `n` numbers as it multiplies.
     absolute : bool, optional
         Whether to return the root of the mean of `(z * (A z))**2` instead, as the optimizer
         AdaHessian does. It estimates the Euclidean norms of the rows, which are never less than the
@@ -65,9 +65,9 @@ def diagonal(
     Returns
     -------
     Estimate
-        With `estimate` and `standard_error` of shape `(n,)`, in float64. The ``unflatten`` of an
-        operator makes a nest of them. Of a matrix that is known to be positive semi-definite no
-        estimate is negative.
+        With `estimate` and `standard_error` of shape `(n,)`, in float64. An operator's
+        ``unflatten`` turns them into nests. No estimate is negative if the matrix is known to be
+        positive semi-definite.
 
     Raises
     ------

@@ -1,16 +1,16 @@
-"""Eigenvalues and eigenvectors at the ends of a spectrum, with residuals that were computed.
+"""Eigenvalues and eigenvectors at the ends of a spectrum, with residuals from true products.
 
 The method is block Lanczos with thick restarts. It differs from the textbook in three ways:
 
-1. Every new block is orthogonalized against the whole basis, twice. The coefficients of that are
-   the projected matrix, whatever the basis was restarted from.
+1. Every new block is orthogonalized against the whole basis, twice. The coefficients form the
+   projected matrix, whatever the basis was restarted from.
 2. Once the wanted Ritz values have converged, the basis is restarted with them and a block of new
    random vectors, and has to converge again to the same values, the next best ones included. A
    Krylov space has only as many vectors of a multiple eigenvalue as a block has columns; the random
    block brings in others.
-3. The residuals that are returned are those of products with the eigenvectors themselves.
+3. The residuals that are returned come from products with the eigenvectors themselves.
 
-References: G. Wu and H. Simon, "Thick-restart Lanczos method for large symmetric eigenvalue
+References: K. Wu and H. Simon, "Thick-restart Lanczos method for large symmetric eigenvalue
 problems", SIAM Journal on Matrix Analysis and Applications 22(2), 2000,
 https://doi.org/10.1137/S0895479898334605; Y. Zhou and Y. Saad, "Block Krylov-Schur method for large
 symmetric eigenvalue problems", Numerical Algorithms 47, 2008,
@@ -41,18 +41,10 @@ _SAME = 2.0
 
 @dataclass(frozen=True)
 class EigenPairs:
-    """Ritz values with their vectors and residuals.
+    """Ritz values in the wanted order, with their vectors as rows.
 
-    Attributes
-    ----------
-    values : ndarray
-        In the wanted order, of shape `(k,)`, in float64.
-    vectors : ndarray
-        As rows, of shape `(k, n)`.
-    residual_norms : ndarray
-        Norms of `A x - value * x`, of shape `(k,)`.
-    scale : float
-        The largest absolute Ritz value that was met.
+    `residual_norms` are the norms of `A x - value * x`, and `scale` is the largest absolute Ritz
+    value that occurred, wanted or not.
     """
 
     values: np.ndarray
@@ -66,24 +58,11 @@ Choose = Callable[[np.ndarray], np.ndarray]
 
 
 class BlockLanczos:
-    """One run of the method.
+    """One run of the method on a matrix, damping included.
 
-    Parameters
-    ----------
-    matrix : Matrix
-        The operator; its damping counts.
-    count : int
-        How many eigenvalues are wanted.
-    choose : callable
-        Which Ritz values are wanted.
-    by_size : bool
-        Whether these are the ones of largest absolute value.
-    tol : float
-        Bound on residuals, relative to the largest absolute Ritz value.
-    seed : int
-        The random seed.
-    advance : callable
-        Called with the number of products, block by block.
+    `choose` ranks the Ritz values, and `by_size` says that it does so by absolute value. `tol`
+    bounds residuals relative to the largest absolute Ritz value. `advance` is called with the
+    number of products of each block.
     """
 
     def __init__(
@@ -106,14 +85,9 @@ class BlockLanczos:
         self.products = 0
 
     def run(self, starts: np.ndarray | None, at_most: int) -> EigenPairs:
-        """Iterate until the wanted values are confirmed, or the products run out.
+        """Iterate until the wanted values are confirmed, or `at_most` products have been used.
 
-        Parameters
-        ----------
-        starts : ndarray or None
-            Vectors to begin with, as rows.
-        at_most : int
-            Upper bound on the products.
+        The rows of `starts` are vectors to begin with.
         """
         self._begin(starts)
         confirmed: np.ndarray | None = None
@@ -144,8 +118,8 @@ class BlockLanczos:
     def _no_other(self, values: np.ndarray, bounds: np.ndarray, scale: float) -> bool:
         """Whether the next best Ritz values, of new vectors, are known not to be wanted.
 
-        Their residuals have to be small beside the distances to the wanted ones, or within the
-        tolerance.
+        Their residuals have to be small compared with the distances to the wanted ones, or within
+        the tolerance.
         """
         order = self._choose(values)
         wanted, others = order[: self._count], order[self._count : self._count + 2]
@@ -221,7 +195,7 @@ class BlockLanczos:
         return bool((np.abs(current - before) <= _SAME * self._tol * scale).all())
 
     def _pairs(self, mixing: np.ndarray) -> EigenPairs:
-        """Return Ritz pairs with the residuals of products with their vectors."""
+        """Return Ritz pairs, with residuals from products with their vectors."""
         vectors = combined(mixing.T, self._basis)
         vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
         self.products += len(vectors)
@@ -230,7 +204,7 @@ class BlockLanczos:
 
 
 def pairs_of(matrix: Matrix, vectors: np.ndarray, scale: float) -> EigenPairs:
-    """Return Rayleigh quotients of unit vectors, with residuals by a product with each."""
+    """Return the Rayleigh quotients of unit vectors, with residuals from a product with each."""
     products = multiply(matrix, vectors)
     values = np.einsum("ij,ij->i", vectors, products, dtype=np.float64)
     residuals = products.astype(np.float64) - values[:, np.newaxis] * vectors
@@ -238,7 +212,7 @@ def pairs_of(matrix: Matrix, vectors: np.ndarray, scale: float) -> EigenPairs:
 
 
 def _both_ends(values: np.ndarray) -> np.ndarray:
-    """Return places from both ends in turn, beginning with the largest value."""
+    """Return places from both ends alternately, beginning with the largest value."""
     order = np.argsort(values)
     turns = np.empty_like(order)
     half = (len(order) + 1) // 2

@@ -78,7 +78,7 @@ class EigenResult:
         return [unflattened(self._space, vector) for vector in self.eigenvectors.T]
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        """Unpack as the results of scipy's and NumPy's functions: values, vectors."""
+        """Unpack into eigenvalues and eigenvectors, like the results of scipy and NumPy."""
         yield self.eigenvalues
         yield self.eigenvectors
 
@@ -135,7 +135,7 @@ def eigsh(
         How many eigenvalues to compute, at most `n`.
     which : {"LA", "SA", "LM", "BE", "near 0"}, optional
         The largest, the smallest, those of largest absolute value, those at both ends (half of them
-        each, one more of the largest if `k` is odd), or those nearest to zero.
+        at each end, with one more of the largest if `k` is odd), or those nearest to zero.
     tol : float, optional
         Upper bound on residual norms, relative to the largest absolute eigenvalue found so far. By
         default 1e-4 in float32, and 1e-8 in float64. The error of a separate eigenvalue is of the
@@ -144,7 +144,7 @@ def eigsh(
         Upper bound on the number of products; by default `10 * n`, and at least 1000.
     v0 : array_like, optional
         Vectors to begin with, of shape `(n,)` or `(n, m)`, such as the eigenvectors of an earlier
-        point. They do not change the result, only how soon it is reached.
+        point. They do not change the result, only how soon it is found.
     seed : int, optional
         The random seed.
     progress : bool or "always", optional
@@ -176,12 +176,12 @@ def eigsh(
     Notes
     -----
     The method is block Lanczos with thick restarts and full reorthogonalization. Multiple
-    eigenvalues are found as often as they occur: converged values have to be confirmed by a run
-    with a block of new random vectors. For ``"near 0"`` the basis grows by solutions of linear
-    systems (the shift-invert residual Arnoldi method), each of which takes many products if the
-    operator is ill-conditioned. The basis takes memory for about `2 k + 32` vectors of `n`
-    numbers. Up to `n` of 256 the dense matrix is computed instead; up to `n` of 4096 also if more
-    than an eighth of all eigenvalues are asked for, or if `n` products were not enough.
+    eigenvalues are found as often as they occur, because a run with a block of new random vectors
+    has to confirm converged values. For ``"near 0"`` the basis grows by solutions of linear systems
+    (the shift-invert residual Arnoldi method), each of which takes many products if the operator is
+    ill-conditioned. The basis takes memory for about `2 k + 32` vectors of `n` numbers. If `n` is
+    at most 256, the dense matrix is computed instead. If `n` is at most 4096, it is computed if
+    more than an eighth of all eigenvalues are requested, or if `n` products were not enough.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""What an estimator answers: an estimate and its standard error."""
+"""The result of an estimator: an estimate and its standard error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Estimate:
     products : int
         Number of products with a vector.
     converged : bool
-        Whether the standard error is as small as was asked for.
+        Whether the standard error is as small as requested.
     method : str
         The name of the method.
     degrees_of_freedom : int
@@ -49,12 +49,12 @@ class Estimate:
         Parameters
         ----------
         level : float, optional
-            The probability with which it covers the true value.
+            The probability that it covers the true value.
 
         Returns
         -------
         tuple of two floats or ndarrays
-            Its ends.
+            The ends of the interval.
         """
         if self.degrees_of_freedom < 1:
             return self.estimate, self.estimate
@@ -111,10 +111,10 @@ def estimate_of(
     correlated: bool = False,
     **more: Any,
 ) -> Estimate:
-    """Return the mean of samples, along the first axis.
+    """Return the mean of samples along the first axis, with its standard error.
 
-    Samples that leave out one vector each share all others. What one does to the sample of another
-    it has in common with what that does to its own, which at most doubles the variance of the mean.
+    `correlated` samples each leave out one of the vectors, and share all others. The effect of a
+    vector on the other samples then at most doubles the variance of the mean.
     """
     count = len(samples)
     error = np.std(samples, axis=0, ddof=1) / np.sqrt(count) if count > 1 else np.inf

@@ -39,8 +39,8 @@ def quadratic_forms(
     V : array_like of shape `(n,)` or `(n, k)`
         A vector `v`, or one in each column.
     function : callable
-        The function `f` of eigenvalues: takes and returns arrays. For ``np.reciprocal`` the result
-        is `v' inv(A) v`, for ``np.exp`` that of the matrix exponential.
+        The function `f` of eigenvalues: takes and returns arrays. With ``np.reciprocal`` the result
+        is `v' inv(A) v`, and with ``np.exp`` that of the matrix exponential.
     steps : int, optional
         Steps of the Lanczos method, each one product with each vector.
     progress : bool or "always", optional
@@ -65,8 +65,8 @@ def quadratic_forms(
     Notes
     -----
     The Lanczos method gives the nodes and weights of a Gauss quadrature that is exact for
-    polynomials of a degree less than ``2 * steps`` [GM]_. It converges fast where the function is
-    smooth over the spectrum, and needs more steps near a singularity, as of the reciprocal near
+    polynomials of degree less than ``2 * steps`` [GM]_. It converges fast if the function is smooth
+    over the spectrum, and needs more steps near a singularity, such as that of the reciprocal at
     zero.
 
     References
@@ -107,7 +107,7 @@ def quadratic_forms(
 
 
 def _integrals(quadrature: Quadrature, function: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-    """Return the integrals of a function over each measure."""
+    """Integrate a function over each measure."""
     if not callable(function):
         raise HvpError(f"the function is {type(function).__name__}", "a function of eigenvalues")
     counts = quadrature.weights > NOTHING
@@ -155,8 +155,8 @@ def logdet(
     Returns
     -------
     Estimate
-        The standard error is that of the random vectors. The quadrature adds an error that falls
-        exponentially with `steps`, at a rate that depends on the condition number.
+        The standard error accounts for the random vectors. The quadrature adds an error that
+        decreases exponentially with `steps`, at a rate that depends on the condition number.
 
     Raises
     ------

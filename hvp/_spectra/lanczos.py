@@ -27,16 +27,10 @@ class Quadrature:
     eigenvector `q`. The quadrature integrates polynomials of a degree less than twice the number of
     nodes exactly.
 
-    Attributes
-    ----------
-    nodes : ndarray
-        The nodes, which are Ritz values, increasing, of shape `(vectors, steps)`. Where a vector
-        has fewer, one is repeated without weight.
-    weights : ndarray
-        Their weights, of the same shape. Each row adds up to one.
-    residuals : ndarray
-        The norms of the residuals of the Ritz vectors, of the same shape: an eigenvalue is no
-        farther away from the node.
+    All arrays have the shape `(vectors, steps)`. The nodes are Ritz values, in increasing order;
+    where a vector has fewer, one is repeated without weight. Each row of weights adds up to one. An
+    eigenvalue is no farther from a node than the node's entry in `residuals`, the norms of the
+    residuals of the Ritz vectors.
     """
 
     nodes: np.ndarray
@@ -47,18 +41,10 @@ class Quadrature:
 def quadratures(
     matrix: Matrix, starts: np.ndarray, steps: int, advance: Callable[[int], None]
 ) -> Quadrature:
-    """Run the Lanczos method from several vectors.
+    """Run the Lanczos method from several vectors, the rows of `starts`.
 
-    Parameters
-    ----------
-    matrix : Matrix
-        The operator; its damping counts.
-    starts : ndarray
-        The vectors, as rows of shape `(k, n)`.
-    steps : int
-        How many products with each vector; at most `n` are of use.
-    advance : callable
-        Called with the number of products after each step.
+    Damping is included. At most `n` steps are of use. `advance` is called with the number of
+    products after each step.
     """
     steps = min(steps, matrix.size)
     dtype = starts.dtype

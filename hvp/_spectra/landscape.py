@@ -1,4 +1,4 @@
-"""Values of the loss along directions, such as eigenvectors."""
+"""The loss along directions, such as eigenvectors."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class LossSlice:
         The loss, of shape `(points,)`, or `(points, points)` for two directions, the first one
         along the first axis. It is NaN where the loss is not finite.
     quadratic : ndarray
-        The quadratic model there, from the value, the gradient and the curvature at the current
-        point, of the same shape.
+        The quadratic model at the same points, from the value, the gradient and the curvature at
+        the current point. It has the shape of `losses`.
     """
 
     offsets: np.ndarray

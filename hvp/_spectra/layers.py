@@ -1,4 +1,4 @@
-"""Sums over the entries of each layer of an operator's variables."""
+"""Sums of the entries of a vector over each layer of an operator's variables."""
 
 from __future__ import annotations
 
@@ -9,17 +9,9 @@ from hvp._vectors.selection import groups
 
 
 class Layers:
-    """The layers of an operator: which entries of a vector belong to each.
+    """The paths of an operator's layers, and which entries of a vector belong to each.
 
-    Parameters
-    ----------
-    matrix : Matrix
-        The operator. One that is not of this package has no layers.
-
-    Attributes
-    ----------
-    names : list of str
-        Their paths.
+    An operator that is not of this package has no layers.
     """
 
     def __init__(self, matrix: Matrix) -> None:
@@ -36,7 +28,7 @@ class Layers:
         self._filled = [place for place, size in enumerate(sizes) if size]
 
     def sums(self, vectors: np.ndarray) -> np.ndarray:
-        """Add up the entries of each layer, of rows of shape `(k, n)`; returns `(k, layers)`."""
+        """Sum the entries of each layer in rows of shape `(k, n)`; returns shape `(k, layers)`."""
         filled = self._filled
         sums = np.add.reduceat(vectors, self._starts[filled], axis=1, dtype=np.float64)
         return sums @ self._membership[filled]

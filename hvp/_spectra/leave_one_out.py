@@ -1,9 +1,9 @@
-"""A low-rank approximation from random vectors, and what it is without each of them.
+"""Low-rank approximations from random vectors, with each of the vectors left out in turn.
 
 From products `Y = A W` with `k` random vectors, `Q` is an orthonormal basis of the range of `Y`.
-Leaving out the vector `i` takes one direction `Q s_i` away from the range, so that the range
-without it costs no further product. `s_i` is a column of the transposed inverse of the triangular
-factor of `Y`, normalized.
+Leaving out the vector `i` removes one direction `Q s_i` from the range, so that the range without
+it costs no further product. `s_i` is a column of the transposed inverse of the triangular factor of
+`Y`, normalized.
 
 Reference: E. N. Epperly, J. A. Tropp and R. J. Webber, "XTrace: Making the most of every sample in
 stochastic trace estimation", SIAM Journal on Matrix Analysis and Applications 45(1), 2024.
@@ -24,12 +24,7 @@ _ROUNDING = 64
 class LeaveOneOut:
     """Random vectors, their products, and the products of a basis of these.
 
-    Parameters
-    ----------
-    probes : Probes
-        Draws and multiplies.
-    vectors : ndarray
-        The random vectors, as rows of shape `(k, n)`. Twice as many products are computed.
+    In all, there are at most two products for each of the `k` vectors.
 
     Attributes
     ----------
@@ -38,7 +33,7 @@ class LeaveOneOut:
     coefficients : ndarray
         `R = Q^T Y`, of shape `(r, k)`.
     directions : ndarray
-        `s_i` as columns, of shape `(r, k)`. They are zero if the vectors depend on each other: the
+        `s_i` as columns, of shape `(r, k)`. They are zero if the products depend on each other: the
         range is then the same without each of them.
     """
 
@@ -58,10 +53,7 @@ class LeaveOneOut:
             self.directions = inverse / np.linalg.norm(inverse, axis=0)
 
     def traces(self) -> np.ndarray:
-        """Return the estimates of the trace, one for each vector that is left out.
-
-        The vectors must be distributed uniformly on a sphere.
-        """
+        """Return one trace estimate per omitted vector, for vectors uniform on a sphere."""
         size, count = self.vectors.shape[1], len(self.vectors)
         H, W = self.basis @ self.images.T, self.basis @ self.vectors.T
         T, S, R = self.images @ self.vectors.T, self.directions, self.coefficients
@@ -76,10 +68,7 @@ class LeaveOneOut:
         return np.trace(H) - np.sum(S * (H @ S), axis=0) + scale * outside
 
     def diagonals(self) -> np.ndarray:
-        """Return the estimates of the diagonal as rows, one for each vector that is left out.
-
-        The entries of the vectors must be random signs.
-        """
+        """Return one diagonal estimate per omitted vector, as rows, for vectors of random signs."""
         along, S = np.sum(self.basis * self.images, axis=0), self.directions
         omitted, images = S.T @ self.basis, S.T @ self.images
         outside = np.sum(S * self.coefficients, axis=0)[:, np.newaxis] * omitted

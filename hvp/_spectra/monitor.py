@@ -44,11 +44,11 @@ class CurvatureMonitor(keras.callbacks.Callback):
         Which of ``"largest"`` and ``"smallest"`` (eigenvalues), ``"trace"`` and
         ``"gradient_norm"`` to measure.
     every : "epoch" or int, optional
-        Measure at the end of each epoch, or each time after this many batches. The values of the
-        last measurement are logged at the end of the epoch.
+        When to measure: at the end of each epoch, or each time after this many batches. The values
+        of the last measurement are logged at the end of the epoch.
     budget : float, optional
-        The part of the training time that measurements may take; unless it is 0, they may take ten
-        seconds in any case. A measurement is skipped, and NaN is logged, if it would exceed the
+        The fraction of the training time that measurements may take. Unless it is 0, they may take
+        ten seconds in any case. A measurement is skipped, and NaN is logged, if it would exceed the
         budget, judged by the time of the last one. The first measurement, which traces the Hessian
         and takes seconds, is always made and does not count. If measurements were skipped, a line
         in the log at the end of the training says how many.
@@ -83,11 +83,11 @@ class CurvatureMonitor(keras.callbacks.Callback):
 
     Notes
     -----
-    The logs have ``curvature_largest`` and so on, so that `History`, `CSVLogger` and `TensorBoard`
-    have them too, if they come after the monitor in the list of callbacks. The layers run in
-    inference mode, as in `evaluate`, unless ``training=True`` is passed. Eigenvalues are computed
-    to a residual of one percent of the largest, from the last eigenvectors, and traces to a
-    standard error of 10 %, from other random vectors each time.
+    The logs contain ``curvature_largest`` and so on, so that `History`, `CSVLogger` and
+    `TensorBoard` record them too, if they come after the monitor in the list of callbacks. The
+    layers run in inference mode, as in `evaluate`, unless ``training=True`` is passed. Eigenvalues
+    are computed to a residual of one percent of the largest one, beginning with the last
+    eigenvectors, and traces to a standard error of 10 %, with new random vectors each time.
 
     Examples
     --------
@@ -218,7 +218,7 @@ class CurvatureMonitor(keras.callbacks.Callback):
         return measured
 
     def _value(self, H: HessianOperator, name: str) -> tuple[float, float]:
-        """Return a quantity, and its error."""
+        """Return a quantity and its error."""
         if name == "gradient_norm":
             return float(np.linalg.norm(H.gradient.astype(np.float64))), 0.0
         if name == "trace":

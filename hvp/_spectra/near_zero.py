@@ -1,19 +1,20 @@
 """Eigenvalues nearest to zero, from linear systems.
 
-The method is the shift-invert residual Arnoldi method with the shift zero. The basis grows by
-solutions `t` of `A t = r` for residuals `r` of Ritz vectors. These systems need not be solved
-accurately, as the residuals become smaller themselves. Three details differ from the literature:
+The method is shift-invert residual Arnoldi with the shift zero. The basis grows by solutions `t` of
+`A t = r`, where `r` are residuals of Ritz vectors. These systems need not be solved accurately, as
+the residuals themselves become smaller. Three details differ from the literature:
 
 1. The Ritz vectors are those of `A^2`: combinations `x` of the basis with the smallest norms of
-   `A x`. These norms are never less than the eigenvalues they approach, so that none is made up
-   in the interior of the spectrum. Opposite eigenvalues are told apart within the few best.
-2. What a solution leaves of its right-hand side is added to the basis, too. Of a singular matrix
-   that is where the null vectors are.
+   `A x`. These norms are never less than the eigenvalues they approach, so that there are no
+   spurious ones in the interior of the spectrum. Opposite eigenvalues are told apart within the few
+   best.
+2. What a solution leaves of its right-hand side is added to the basis, too. If the matrix is
+   singular, that is where the null vectors are.
 3. Once the wanted values have converged, the basis grows from new random vectors until the next
-   best value is known not to be a wanted one, since a Krylov space has one vector alone of a
+   best value is known not to be a wanted one, since a Krylov space has only one vector of a
    multiple eigenvalue.
 
-Reference: C. Lee and G. W. Stewart, "Analysis of the residual Arnoldi method", Technical Report
+References: C. Lee and G. W. Stewart, "Analysis of the residual Arnoldi method", Technical Report
 TR-4890, University of Maryland, 2007; Z. Jia and C. Li, "Inner iterations in the shift-invert
 residual Arnoldi method and the Jacobi-Davidson method", Science China Mathematics 57, 2014,
 https://doi.org/10.1007/s11425-014-4791-5.
@@ -47,20 +48,10 @@ _CLEAR = 0.1
 
 
 class NearZero:
-    """One run of the method.
+    """One run of the method on a matrix, damping included.
 
-    Parameters
-    ----------
-    matrix : Matrix
-        The operator; its damping counts.
-    count : int
-        How many eigenvalues are wanted.
-    tol : float
-        Bound on residuals, relative to the largest absolute eigenvalue.
-    seed : int
-        The random seed.
-    advance : callable
-        Called with the number of products of each step.
+    `tol` bounds residuals relative to the largest absolute eigenvalue. `advance` is called with the
+    number of products of each step.
     """
 
     def __init__(
@@ -76,14 +67,9 @@ class NearZero:
         self.products = 0
 
     def run(self, starts: np.ndarray | None, at_most: int) -> EigenPairs:
-        """Iterate until the wanted values are confirmed, or the products run out.
+        """Iterate until the wanted values are confirmed, or `at_most` products have been used.
 
-        Parameters
-        ----------
-        starts : ndarray or None
-            Vectors to begin with, as rows.
-        at_most : int
-            Upper bound on the products.
+        The rows of `starts` are vectors to begin with.
         """
         scale = self._scale(at_most)
         allowed = self._tol * scale
@@ -115,7 +101,7 @@ class NearZero:
         return self._pairs(mixing[: self._count], scale)
 
     def _scale(self, at_most: int) -> float:
-        """Return an estimate of the largest absolute eigenvalue."""
+        """Estimate the largest absolute eigenvalue."""
         choose = CHOICES["LM"]
         run = BlockLanczos(self._matrix, 1, choose, True, _SCALE_TOL, self._seed, self._advance)
         scale = run.run(None, at_most).scale
@@ -123,13 +109,13 @@ class NearZero:
         return scale
 
     def _random_block(self, count: int) -> np.ndarray:
-        """Return orthonormal random vectors outside of the basis, fewer if there are not enough."""
+        """Return orthonormal random vectors outside of the basis, as many as there can be."""
         room = max(0, min(count, self._matrix.size - len(self._basis)))
         block = self._random.standard_normal((room, self._matrix.size)).astype(self._dtype)
         return orthonormal(block, self._basis) if room else block
 
     def _grow(self, vectors: np.ndarray) -> None:
-        """Add vectors to the basis, with their products."""
+        """Add vectors and their products to the basis."""
         vectors = vectors[: self._matrix.size - len(self._basis)]
         if not len(vectors):
             return
@@ -140,7 +126,7 @@ class NearZero:
         self._images = np.concatenate([self._images, products])
 
     def _ritz(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the best Ritz values, their coefficients and residuals, one more than wanted."""
+        """Return the best Ritz values, two more than wanted, their coefficients and residuals."""
         triangle = scipy.linalg.qr(self._images.T.astype(np.float64), mode="r")[0]
         # The smallest norms of images are the last singular values.
         few = min(len(self._basis), self._count + _WIDTH)
@@ -154,14 +140,14 @@ class NearZero:
         return values, rotation @ smallest, residuals.astype(self._dtype)
 
     def _restart(self) -> None:
-        """Keep the best directions of the basis."""
+        """Restrict the basis to its best directions."""
         triangle = scipy.linalg.qr(self._images.T.astype(np.float64), mode="r")[0]
         few = self._count + 2 * _WIDTH
         best = scipy.linalg.svd(triangle[: len(self._basis)])[2][::-1][:few]
         self._basis, self._images = combined(best, self._basis), combined(best, self._images)
 
     def _solve(self, residuals: np.ndarray, remaining: int) -> None:
-        """Add solutions of systems to the basis, and what is left of the right-hand sides."""
+        """Add solutions of systems to the basis, and what they leave of the right-hand sides."""
         residuals = residuals / np.linalg.norm(residuals, axis=1, keepdims=True)
         at_most = max(1, remaining // (2 * len(residuals)) - 2)
         with warnings.catch_warnings():
@@ -190,7 +176,7 @@ class NearZero:
         self._advance(count)
 
     def _pairs(self, mixing: np.ndarray, scale: float) -> EigenPairs:
-        """Return Ritz pairs with the residuals of products with their vectors."""
+        """Return Ritz pairs, with residuals from products with their vectors."""
         vectors = combined(mixing, self._basis)
         vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
         self._count_products(len(vectors))

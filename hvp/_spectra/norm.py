@@ -36,8 +36,9 @@ def norm(
     A : HessianOperator, or another operator of this package or of scipy, or a matrix
         Real and symmetric. Its damping is included.
     ord : {"fro", 2}, optional
-        - ``"fro"`` is the root of the sum of all squared entries, which is that of the squared
-          eigenvalues: the root of the mean of `norm(A z)**2` over random signs `z`.
+        - ``"fro"`` is the root of the sum of all squared entries, which equals that of all squared
+          eigenvalues. It is estimated by the root of the mean of `norm(A z)**2` over random signs
+          `z`.
         - ``2`` is the largest absolute eigenvalue, by `eigsh`.
     rtol, atol : float, optional
         The estimate has converged when its standard error, or the residual norm of `eigsh`, is at
@@ -105,7 +106,7 @@ def norm(
 
 
 def _root(squares: np.ndarray) -> tuple[float, float]:
-    """Return the root of the mean of squares, and its standard error, to first order."""
+    """Return the root of the mean of squares, and its standard error to first order."""
     mean, error = mean_and_error(squares)
     value = float(np.sqrt(mean))
     return value, error / (2 * value) if value else 0.0

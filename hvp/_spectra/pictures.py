@@ -24,13 +24,7 @@ _LOWEST = 1e-2
 
 
 def axes(ax: Any, height: float = 3.2) -> Any:
-    """Return the axes to draw into, of a new figure if there are none.
-
-    Raises
-    ------
-    HvpError
-        If matplotlib is not installed.
-    """
+    """Return the axes to draw into, by default those of a new figure."""
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Random vectors that estimators multiply by, drawn block by block."""
+"""Random vectors that estimators multiply, drawn block by block."""
 
 from __future__ import annotations
 
@@ -16,20 +16,7 @@ _WIDEST, _BYTES = 32, 2**28
 
 
 class Probes:
-    """Independent random vectors, and the number of their products.
-
-    Parameters
-    ----------
-    matrix : Matrix
-        The operator.
-    seed : int
-        The random seed.
-
-    Attributes
-    ----------
-    products : int
-        How many vectors were multiplied so far.
-    """
+    """Draws independent random vectors, and counts the products with them."""
 
     def __init__(self, matrix: Matrix, seed: int) -> None:
         self._matrix, self._random = matrix, np.random.default_rng(seed)
@@ -37,20 +24,20 @@ class Probes:
 
     @property
     def widest(self) -> int:
-        """How many vectors a block should have at most."""
+        """The largest number of vectors that a block should have."""
         return block_width(self._matrix)
 
     def draw(self, count: int) -> np.ndarray:
-        """Return vectors of random signs as rows, of shape `(count, n)`."""
+        """Return vectors of random signs, as rows."""
         signs = self._random.integers(0, 2, (count, self._matrix.size), np.int8)
         return (2 * signs - 1).astype(self._matrix.dtype.as_numpy_dtype)
 
     def units(self, start: int, count: int) -> np.ndarray:
-        """Return unit vectors as rows, from the one with this index on."""
+        """Return unit vectors as rows, beginning with the one at index `start`."""
         return np.eye(count, self._matrix.size, start, self._matrix.dtype.as_numpy_dtype)
 
     def draw_on_sphere(self, count: int) -> np.ndarray:
-        """Return vectors of the length `sqrt(n)` and random directions as rows."""
+        """Return vectors of length `sqrt(n)` and random direction, as rows."""
         normal = self._random.standard_normal((count, self._matrix.size))
         normal *= np.sqrt(self._matrix.size) / np.linalg.norm(normal, axis=1, keepdims=True)
         return normal.astype(self._matrix.dtype.as_numpy_dtype)
@@ -62,12 +49,12 @@ class Probes:
 
 
 def block_width(matrix: Matrix) -> int:
-    """Return how many vectors a block should have at most."""
+    """Return the largest number of vectors that a block should have."""
     return max(1, min(_WIDEST, _BYTES // (matrix.size * matrix.dtype.size)))
 
 
 def multiply(matrix: Matrix, vectors: np.ndarray) -> np.ndarray:
-    """Multiply rows by an operator, damping included, some at a time."""
+    """Multiply rows by an operator, damping included, block by block."""
     width, products = block_width(matrix), np.empty_like(vectors)
     for start in range(0, len(vectors), width):
         deliver_interrupt()
@@ -81,14 +68,14 @@ def multiply(matrix: Matrix, vectors: np.ndarray) -> np.ndarray:
 
 
 def check_seed(seed: Any) -> int:
-    """Return a seed; raise `HvpError` unless it is an integer that is not negative."""
+    """Return a seed; raise `HvpError` unless it is a nonnegative integer."""
     if isinstance(seed, bool) or not isinstance(seed, numbers.Integral) or seed < 0:
         raise HvpError(f"the argument seed is {seed!r}", "an integer that is not negative")
     return int(seed)
 
 
 def check_tolerance(name: str, value: Any) -> float:
-    """Return a tolerance; raise `HvpError` unless it is a finite number that is not negative."""
+    """Return a tolerance; raise `HvpError` unless it is a finite nonnegative number."""
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not is_number or not 0 <= float(value) < float("inf"):
         raise HvpError(f"the argument {name} is {value!r}", "a number that is not negative")

@@ -1,4 +1,4 @@
-"""When an estimator has drawn enough."""
+"""The decision whether an estimator has drawn enough samples."""
 
 from __future__ import annotations
 
@@ -14,14 +14,9 @@ from hvp._spectra.probes import check_tolerance
 
 @dataclass(frozen=True)
 class Stopping:
-    """The tolerances of an estimate, and the bound on its products.
+    """The tolerances of an estimate, and the upper bound on its products.
 
-    Attributes
-    ----------
-    rtol, atol : float
-        The standard error may be `max(rtol * norm(estimate), atol)`.
-    max_products : int
-        Upper bound on the number of products.
+    The standard error may be `max(rtol * norm(estimate), atol)`.
     """
 
     rtol: float
@@ -30,13 +25,7 @@ class Stopping:
 
     @classmethod
     def of(cls, rtol: Any, atol: Any, max_products: Any, fewest: int) -> Stopping:
-        """Check the arguments of an estimator that needs at least this many products.
-
-        Raises
-        ------
-        HvpError
-            If one of them is invalid.
-        """
+        """Check the arguments of an estimator that needs at least `fewest` products."""
         check_count(max_products, "max_products", fewest)
         tolerances = check_tolerance("rtol", rtol), check_tolerance("atol", atol)
         return cls(*tolerances, int(max_products))
@@ -48,8 +37,8 @@ class Stopping:
     def sufficient(self, count: int, error: float, estimate: Any) -> int:
         """Return how many samples are likely to suffice, given the error of `count` of them.
 
-        It is `count` if these do, and no more than twice as many otherwise, since the first samples
-        do not tell the error well.
+        It is `count` if these do, and otherwise no more than twice as many, since the first samples
+        determine the error poorly.
         """
         allowed = self.allowed(estimate)
         if error <= allowed:
@@ -67,21 +56,12 @@ class Stopping:
         summary: Callable[[np.ndarray], tuple[Any, float]] | None = None,
         most: float = np.inf,
     ) -> np.ndarray:
-        """Draw samples until they are enough.
+        """Draw samples, at least `fewest`, until there are enough.
 
-        Parameters
-        ----------
-        draw : callable
-            Takes a number, and returns this many samples along the first axis.
-        fewest, widest : int
-            How many to draw at least, and at most in one call.
-        cost : int, optional
-            The number of products for each.
-        summary : callable, optional
-            Takes the samples; returns the estimate and its error. By default their mean, with its
-            standard error.
-        most : float, optional
-            If more samples than this are likely to be needed, those drawn so far are returned.
+        `draw` returns a number of samples, at most `widest`, along the first axis; each takes
+        `cost` products. `summary` returns their estimate and its error, by default the mean with
+        its standard error. If more than `most` samples are likely to be needed, those drawn so far
+        are returned.
         """
         samples, target = draw(min(fewest, widest)), fewest
         while True:
@@ -98,5 +78,5 @@ class Stopping:
 
 
 def mean_and_error(samples: np.ndarray) -> tuple[float, float]:
-    """Return the mean of numbers, and its standard error."""
+    """Return the mean of numbers and its standard error."""
     return float(np.mean(samples)), float(np.std(samples, ddof=1) / np.sqrt(len(samples)))

@@ -1,4 +1,4 @@
-"""The operator that an estimator multiplies with."""
+"""The operator that an estimator multiplies by."""
 
 from __future__ import annotations
 
@@ -12,24 +12,7 @@ from hvp._operators.symmetric import matrix_of
 
 
 def symmetric_matrix(A: Any, caller: str) -> Matrix:
-    """Return the rows of a symmetric operator.
-
-    Parameters
-    ----------
-    A : SymmetricOperator, LinearOperator, ndarray or sparse array
-        The operator.
-    caller : str
-        The name of the public function, for the error.
-
-    Raises
-    ------
-    GraphModeError
-        If TensorFlow traces a graph.
-    StaleOperatorError
-        If a variable has changed since the operator was evaluated.
-    HvpError
-        If the operator has another type, or is not square or not real, or is closed.
-    """
+    """Return the matrix of an operator; refuse graphs, and operators that are stale or closed."""
     if not tf.executing_eagerly():
         raise GraphModeError(
             f"the function {caller} was called while TensorFlow traces a graph",

@@ -1,4 +1,4 @@
-"""Estimates of traces."""
+"""Estimation of traces."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def trace(
           products. The traces of all layers come from the same products.
         - ``"hutch++"`` takes a third of the products to find the range of the largest eigenvalues,
           whose share of the trace is then exact, and a third for the rest [MMM]_.
-        - ``"xtrace"`` makes every vector serve for both [ETW]_. The last two need fewer products
-          where few eigenvalues make up most of the Frobenius norm, or for a high accuracy, and
-          keep as many vectors of `n` numbers as they multiply. The samples of ``"xtrace"`` share
-          their vectors; its standard error allows for that, and is conservative.
+        - ``"xtrace"`` makes every vector serve for both [ETW]_. The last two need fewer products if
+          few eigenvalues make up most of the Frobenius norm, or for high accuracy, and keep as many
+          vectors of `n` numbers as they multiply. The samples of ``"xtrace"`` share their vectors;
+          its standard error allows for that, and is conservative.
     rtol, atol : float, optional
         The estimate has converged when its standard error is at most
         `max(rtol * abs(estimate), atol)`.
@@ -72,9 +72,9 @@ def trace(
     Returns
     -------
     Estimate
-        With `estimate`, `standard_error`, `products`, `converged` and, by ``"hutchinson"`` and
-        ``"exact"``, with the `layers` of an operator of this package. Its `method` is the one that
-        was used.
+        With `estimate`, `standard_error`, `products` and `converged`. The methods ``"hutchinson"``
+        and ``"exact"`` add the `layers` of an operator of this package. Its `method` is the one
+        that was used.
 
     Raises
     ------
@@ -184,7 +184,7 @@ def _auto(probes: Probes, layers: Layers, size: int, stopping: Stopping, bar: An
 
 
 def _terms(probes: Probes, layers: Layers, vectors: np.ndarray) -> np.ndarray:
-    """Return `z' A z` for each row `z`, in parts for each layer, of shape `(k, parts)`."""
+    """Return `z' A z` for each row `z`, split by layer, of shape `(k, parts)`."""
     terms = vectors * probes.multiply(vectors)
     if layers.names:
         return layers.sums(terms)
@@ -192,7 +192,7 @@ def _terms(probes: Probes, layers: Layers, vectors: np.ndarray) -> np.ndarray:
 
 
 def _doubled(method: str, probes: Probes, size: int, stopping: Stopping, bar: Any) -> Estimate:
-    """Run a method with twice as many vectors until the error is small enough."""
+    """Double the number of vectors until the error is small enough."""
     sample, cost = _SAMPLERS[method]
     count = _FEWEST_VECTORS
     while True:

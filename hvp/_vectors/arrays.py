@@ -37,30 +37,12 @@ def make_array(array: Any) -> np.ndarray:
 def check_array(
     array: Any, rows: int, dtype: np.dtype, *, ndims: tuple[int, ...], name: str = "v"
 ) -> np.ndarray:
-    """Return `array` as an ndarray of real, finite numbers in the operator's dtype.
+    """Return a vector or block of columns as an ndarray of finite real numbers of one dtype.
 
-    Parameters
-    ----------
-    array : array_like
-        A vector or a block of columns.
-    rows : int
-        The length that its first axis must have.
-    dtype : numpy.dtype
-        What to cast to. Integers and booleans are accepted too: scipy passes zeros of type int8.
-    ndims : tuple of int
-        The allowed numbers of axes.
-    name : str
-        What to call it in messages.
-
-    Returns
-    -------
-    ndarray
-
-    Raises
-    ------
-    InvalidVectorError
-        If the array is complex, holds strings or objects, has another shape, or has entries that
-        are not finite after the cast.
+    The first axis must have length `rows`, and the number of axes must be in `ndims`; if that is
+    `(1, 2)`, a second axis must have length 1. Integers and booleans are cast as well, because
+    scipy passes zeros of type int8. Anything else, and entries that are not finite after the cast,
+    raise an `InvalidVectorError`, in which `name` stands for the array.
     """
     if not isinstance(array, np.ndarray):
         array = make_array(array)
@@ -89,7 +71,7 @@ def check_array(
 
 
 def _all_finite(array: np.ndarray) -> bool:
-    """Return `np.isfinite(array).all()`, without a temporary array in the usual case."""
+    """Return `np.isfinite(array).all()`, usually without a temporary array."""
     with np.errstate(over="ignore", invalid="ignore"):
         total = np.add.reduce(array, axis=None)
     # If the sum is finite, so is every entry. The sum of finite entries may still overflow.

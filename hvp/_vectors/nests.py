@@ -1,4 +1,4 @@
-"""Nests of tensors or arrays to flat vectors and back, at the boundary of the package."""
+"""Conversion of nests of tensors or arrays to flat vectors and back, at the package's boundary."""
 
 from __future__ import annotations
 
@@ -11,29 +11,16 @@ from hvp._vectors.space import Space, check_numeric
 
 
 def flattened(space: Space, nest: Any) -> Any:
-    """Concatenate a nest into one vector, an array if all of its parts are arrays.
-
-    Parameters
-    ----------
-    space : Space
-        The space of the vectors.
-    nest : nest
-        Parts shaped like the variables.
-    """
+    """Concatenate a nest into one vector, which is an array if all of its parts are arrays."""
     parts = space.parts_of_nest(nest, "the nest")
     flat = space.join([tf.convert_to_tensor(part) for part in parts])
     return flat.numpy() if all(isinstance(part, np.ndarray) for part in parts) else flat
 
 
 def unflattened(space: Space, vector: Any) -> Any:
-    """Split a vector, or a block of columns, into a nest of tensors or arrays like it.
+    """Split a vector into a nest, of tensors if it is a tensor and of arrays otherwise.
 
-    Parameters
-    ----------
-    space : Space
-        The space of the vectors.
-    vector : array_like or tf.Tensor
-        Of shape `(n,)` or `(n, k)`.
+    A block of columns, of shape `(n, k)`, gives parts with a further last axis of length `k`.
     """
     is_tensor = tf.is_tensor(vector)
     vector = vector if is_tensor else np.asarray(vector)

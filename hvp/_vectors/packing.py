@@ -1,4 +1,4 @@
-"""Packs many small tensors into a few buffers, because each argument of a call costs time."""
+"""Packing of many small tensors into a few buffers, as each argument of a call costs time."""
 
 from __future__ import annotations
 
@@ -13,13 +13,7 @@ _MAX_BYTES = 2**18
 
 
 class Packing:
-    """Concatenates tensors of known shapes into one buffer per dtype.
-
-    Parameters
-    ----------
-    specs : sequence of tf.TensorSpec
-        The shapes and dtypes of the tensors.
-    """
+    """Concatenates tensors of known shapes into one buffer per dtype."""
 
     def __init__(self, specs: Sequence[tf.TensorSpec]) -> None:
         self._specs = list(specs)
@@ -43,7 +37,7 @@ class Packing:
         return nbytes <= _MAX_BYTES
 
     def fits(self, buffers: Sequence[tf.Tensor]) -> bool:
-        """Whether the buffers are as long as the tensors are together."""
+        """Whether the buffers are as long as those of the tensors."""
         lengths = dict.fromkeys(self._dtypes, 0)
         for spec in self._specs:
             lengths[spec.dtype] += spec.shape.num_elements()
@@ -74,5 +68,5 @@ class Packing:
 
 
 def reshaped(tensor: tf.Tensor, shape: Any, rank: int) -> tf.Tensor:
-    """Reshape between flat vectors and tensors, which are the same if their ranks are."""
+    """Reshape a flat vector to a tensor or back; at equal ranks they have the same shape."""
     return tensor if tensor.shape.rank == rank else tf.reshape(tensor, shape)

@@ -18,14 +18,7 @@ from hvp._runtime.interrupts import put_back
 class Resource:
     """The buffer of a variable that a traced function reads or writes.
 
-    Attributes
-    ----------
-    handle : tf.Tensor
-        The handle of the buffer, a tensor of dtype resource.
-    dtype : tf.DType
-        The dtype of the values in the buffer.
-    name : str
-        What to call it in messages.
+    `handle` is a tensor of dtype resource, and `dtype` is the type of the values.
     """
 
     handle: tf.Tensor
@@ -56,7 +49,7 @@ def differ(value: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
 
 
 def bits_of(value: tf.Tensor) -> tf.Tensor:
-    """Return the bits of numbers as integers; truth values and texts as they are."""
+    """Return the bits of numbers as integers, and booleans and strings unchanged."""
     if value.dtype.is_bool or value.dtype == tf.string:
         return value
     return tf.bitcast(value, _BITS.get(value.dtype.size, tf.int64))
@@ -72,7 +65,7 @@ _PLAIN = frozenset(
 
 
 def address(value: tf.Tensor) -> int | None:
-    """Where the numbers are, if that can be seen without copying them: on the CPU."""
+    """Return the address of the numbers, or None if it cannot be seen without a copy."""
     if value.dtype not in _PLAIN or "CPU" not in value.device:
         return None
     return int(np.asarray(memoryview(value)).ctypes.data)
@@ -98,15 +91,7 @@ class Restorable(Protocol):
 
 @contextlib.contextmanager
 def restored(resources: Sequence[Restorable], *, only_on_error: bool = False) -> Iterator[None]:
-    """Restore the values of variables when the context ends, even after an error.
-
-    Parameters
-    ----------
-    resources : sequence of Restorable
-        The buffers of the variables, or anything else that can be read and written.
-    only_on_error : bool, optional
-        Whether to restore the values only if an error is raised.
-    """
+    """Restore the values of variables at the end of the context, or only after an error."""
     values = [resource.read() for resource in resources]
     failed = True
     try:

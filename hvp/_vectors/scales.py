@@ -1,4 +1,4 @@
-"""How large the entries of variables are, for steps in proportion to them."""
+"""The scales of variables' entries, for steps in proportion to them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _SPREAD = 1.5
 
 
 def entry_scales(variables: Sequence[tf.Variable]) -> np.ndarray:
-    """Return how large entries are, of shape `(n,)`: the root mean square of their variable.
+    """Return the scale of each entry, of shape `(n,)`: the root mean square of its variable.
 
-    If the entries of a variable differ by orders of magnitude, as parameters in different units do,
-    each is its own scale. Of variables that are zero, the scale is that of the smallest other one;
-    one, if all are.
+    If the entries of a variable differ by orders of magnitude, like parameters in different units,
+    each is its own scale. Variables that are all zero take the smallest scale of the others, or one
+    if there is none.
     """
     scales = [_scales(np.abs(tf.cast(v, tf.float64).numpy().ravel())) for v in variables]
     positive = [scale.min() for scale in scales if scale.any()]
@@ -26,7 +26,7 @@ def entry_scales(variables: Sequence[tf.Variable]) -> np.ndarray:
 
 
 def _scales(magnitudes: np.ndarray) -> np.ndarray:
-    """Return how large the entries of a variable are, of their shape; zero if all of them are."""
+    """Return the scales of a variable's entries; zeros if all of them are zero."""
     positive = magnitudes[magnitudes > 0]
     if positive.size and np.std(np.log10(positive)) > _SPREAD:
         return np.where(magnitudes > 0, magnitudes, positive.min())

@@ -1,4 +1,4 @@
-"""Choosing some of an operator's variables: by name, by pattern, by layer or themselves."""
+"""Selection of an operator's variables: by name, pattern or layer, or themselves."""
 
 from __future__ import annotations
 
@@ -18,20 +18,10 @@ _SHOWN = 12
 def select(chosen: Any, names: Sequence[str], variables: Sequence[tf.Variable]) -> list[int]:
     """Return the places of the chosen variables, in increasing order.
 
-    Parameters
-    ----------
-    chosen : str, variable, layer, module or nest of these
-        A string names a variable, or what is around it: it is a pattern for one or several
-        successive parts of a path, such as ``"dense_2"``, ``"dense_*"`` or ``"dense/kernel"``.
-    names : sequence of str
-        The paths of all variables.
-    variables : sequence of tf.Variable
-        All variables.
-
-    Raises
-    ------
-    InvalidVariablesError
-        If something chosen is not among the variables.
+    `chosen` is a nest of variables, layers, modules and strings. A string is a pattern for one or
+    several successive parts of a variable's path, such as ``"dense_2"``, ``"dense_*"`` or
+    ``"dense/kernel"``. If it matches nothing, or something else is chosen, an
+    `InvalidVariablesError` is raised.
     """
     places: set[int] = set()
     items = tf.nest.flatten(chosen)
@@ -43,7 +33,7 @@ def select(chosen: Any, names: Sequence[str], variables: Sequence[tf.Variable]) 
 
 
 def groups(names: Sequence[str]) -> dict[str, list[int]]:
-    """Return the places of the variables of each layer, by the path of the layer.
+    """Return the places of each layer's variables, by the path of the layer.
 
     A variable that is in no layer is a group of its own.
     """

@@ -27,27 +27,10 @@ _ALIGNED = 64
 class Space:
     """The space of the vectors that a linear map takes or returns.
 
-    A vector is a nest of tensors, its parts, or one flat tensor with the same entries.
-
-    Parameters
-    ----------
-    structure : nest
-        The structure of a vector as a nest. The leaves can be anything.
-    names : sequence of str
-        What to call each part in messages, in `tf.nest` order.
-    shapes : sequence of tuple of int
-        The shape of each part.
-    dtypes : sequence of tf.DType
-        The type of each part.
-    is_part : bool, optional
-        Whether this is the space of some of the parts of a vector.
-
-    Attributes
-    ----------
-    size : int
-        The number of entries of a flat vector.
-    dtype : tf.DType
-        The type of a flat vector, which is the widest type of the parts, and at least float32.
+    A vector is a nest of tensors, its parts, or one flat tensor of `size` entries. Parts are
+    numbered in `tf.nest` order, and the leaves of `structure` can be anything. The `dtype` of a
+    flat vector is the widest of its parts, at least float32. With `is_part`, vectors are some of
+    the parts of others.
     """
 
     def __init__(
@@ -80,10 +63,7 @@ class Space:
 
     @classmethod
     def of_tensors(cls, tensors: Sequence[Any]) -> Space | None:
-        """Return the space of vectors that are shaped like tensors or `tf.TensorSpec` objects.
-
-        If a shape is not fully known, the result is None.
-        """
+        """Return the space of vectors shaped like tensors or specs; None if a shape is unknown."""
         shapes = [tf.TensorShape(tensor.shape) for tensor in tensors]
         if not all(shape.is_fully_defined() for shape in shapes):
             return None
@@ -92,7 +72,7 @@ class Space:
         return cls([0] * len(shapes), names, dimensions, [tensor.dtype for tensor in tensors])
 
     def subspace(self, places: Sequence[int]) -> Space:
-        """Return the space of some of the parts; of one alone, a vector is a tensor."""
+        """Return the space of some of the parts, in which one part alone is a tensor."""
         structure = 0 if len(places) == 1 else [0] * len(places)
         of = [(self.names[i], self.shapes[i], self.dtypes[i]) for i in places]
         names, shapes, dtypes = zip(*of)
@@ -119,17 +99,9 @@ class Space:
         return [tf.zeros(shape, dtype) if p is None else p for p, shape, dtype in specs]
 
     def join(self, parts: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Concatenate parts into a flat vector, cast to its dtype.
+        """Concatenate parts into a flat vector of shape `(n,)`, cast to its dtype.
 
-        Parameters
-        ----------
-        parts : sequence of tf.Tensor
-            Tensors shaped like the variables, or with one more axis in front, of length `k`.
-
-        Returns
-        -------
-        tf.Tensor
-            Shape `(n,)`, or `(k, n)` if the parts have one more axis.
+        Parts with one more axis in front, of length `k`, give the shape `(k, n)`.
         """
         is_block = len(parts[0].shape) > len(self.shapes[0])
         flat_shape = self._flat if tf.executing_eagerly() else tf.constant([-1])
@@ -142,16 +114,7 @@ class Space:
     def split(self, flat: tf.Tensor) -> list[tf.Tensor]:
         """Split a flat vector into parts with the shapes and dtypes of the variables.
 
-        Parameters
-        ----------
-        flat : tf.Tensor
-            Shape `(n,)`, or `(k, n)`.
-
-        Returns
-        -------
-        list of tf.Tensor
-            The parts in `tf.nest` order. If `flat` has shape `(k, n)`, they have one more axis in
-            front, of length `k`.
+        From shape `(k, n)`, the parts have one more axis in front, of length `k`.
         """
         eager, count = tf.executing_eagerly(), len(self.sizes)
         sizes = self._eager_sizes if eager else self.sizes
@@ -168,7 +131,8 @@ class Space:
     def parts_of_array(self, flat: np.ndarray) -> list[tf.Tensor]:
         """Copy a flat array, once, to parts with the shapes and dtypes of the variables.
 
-        `tf.constant` copies an array twice, and keeps one of the copies until it copies another.
+        `tf.constant` copies an array twice, and keeps one of the copies until it copies another
+        array.
         """
         places = np.cumsum([0, *(-(-size * flat.itemsize // _ALIGNED) for size in self.sizes)])
         memory = np.empty((places[-1] + 1) * _ALIGNED, np.uint8)
@@ -184,7 +148,7 @@ class Space:
         return parts
 
     def array_of_parts(self, parts: list[tf.Tensor]) -> np.ndarray:
-        """Copy parts to a flat array, and remove each of them from the list when it is copied."""
+        """Copy parts to a flat array, and remove each from the list once it is copied."""
         flat = np.empty(self.size, self.dtype.as_numpy_dtype)
         end = self.size
         while parts:
@@ -196,7 +160,8 @@ class Space:
     def parts_of_nest(self, nest: Any, what: str = "v") -> list[Any]:
         """Flatten a nest, and check its structure and the shape and dtype of each part.
 
-        The only part of a subspace may be in a list or not.
+        In a subspace, the parts may be in a list or tuple, and a single part may also stand by
+        itself.
         """
         if self._is_part and isinstance(nest, (list, tuple)) and len(nest) == len(self.sizes):
             nest = tf.nest.pack_sequence_as(self.structure, list(nest))
@@ -219,7 +184,7 @@ class Space:
         return parts
 
     def is_flat(self, v: Any) -> bool:
-        """Return whether `v` is a flat vector and not a nest; check it if it is."""
+        """Return whether `v` is a flat vector, which is then checked, and not a nest."""
         v = as_known(v)
         if not isinstance(v, (tf.Tensor, np.ndarray, tf.Variable)):
             return False
@@ -232,7 +197,7 @@ class Space:
         return True
 
     def vector_of(self, v: Any) -> Any:
-        """Return a nest as a list of parts, or a flat vector, as tensors of the right types."""
+        """Return a vector as tensors of the right types: a flat one, or a list of parts."""
         if self.is_flat(v):
             return _of_shape(as_tensor(v, self.dtype), [self.size])
         given = zip(self.parts_of_nest(v), self.dtypes, self.shapes)
@@ -249,14 +214,8 @@ class Space:
     def agree(self, vectors: tf.Tensor, reference: tf.Tensor, norm: tf.Tensor) -> bool:
         """Return whether two vectors, or two blocks of rows, agree up to rounding errors.
 
-        The parts of each variable are compared separately, so that small parts count too.
-
-        Parameters
-        ----------
-        vectors, reference : tf.Tensor
-            Shape `(n,)`, or `(k, n)`.
-        norm : tf.Tensor
-            The norm that rounding errors are relative to.
+        The parts of each variable are compared separately, so that small parts count too. Rounding
+        errors are relative to `norm`.
         """
         rounding = _ROUNDING_ERRORS * np.finfo(self.dtype.as_numpy_dtype).eps * norm
         parts = (tf.split(flat, self.sizes, -1) for flat in (vectors, reference))
@@ -271,7 +230,7 @@ class Space:
 
 
 def as_known(array: Any) -> Any:
-    """Convert an array of another library, a Keras variable or a float to a type TensorFlow knows.
+    """Convert foreign arrays, Keras variables and floats to types that TensorFlow knows.
 
     Anything else is returned unchanged.
     """
@@ -290,7 +249,7 @@ def as_tensor(value: Any, dtype: tf.DType) -> tf.Tensor:
 
 
 def _of_shape(tensor: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
-    """Check a shape when the graph runs, where it is not known before."""
+    """Check a shape that is not fully known before the graph runs."""
     return tensor if tensor.shape.is_fully_defined() else tf.ensure_shape(tensor, shape)
 
 
@@ -300,7 +259,7 @@ def _shape(array: Any) -> str:
 
 
 def outline(nest: Any) -> str:
-    """Return a nest's structure as text, with a dot for each leaf."""
+    """Return the structure of a nest as text, with a dot for each leaf."""
     text = str(tf.nest.map_structure(lambda _: _DOT, nest))
     return text if len(text) <= 200 else text[:197] + "..."
 
@@ -314,20 +273,7 @@ _DOT = _Dot()
 
 
 def check_numeric(array: Any, what: str) -> None:
-    """Raise `InvalidVectorError` unless an array holds real numbers.
-
-    Parameters
-    ----------
-    array : tensor or array
-        Anything with a dtype.
-    what : str
-        What to call it in the message.
-
-    Raises
-    ------
-    InvalidVectorError
-        If the array is sparse or ragged, is complex, holds strings or objects, or has no dtype.
-    """
+    """Raise `InvalidVectorError` unless a dense tensor or array holds real numbers or booleans."""
     try:
         if isinstance(array, (tf.SparseTensor, tf.RaggedTensor, tf.IndexedSlices)):
             raise TypeError(type(array))

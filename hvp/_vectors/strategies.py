@@ -10,13 +10,7 @@ from hvp._errors import HvpError
 
 
 def strategy_of(variables: Iterable[tf.Variable]) -> tf.distribute.Strategy | None:
-    """Return the strategy that keeps copies of some variables; None if there is none.
-
-    Raises
-    ------
-    HvpError
-        If there are two.
-    """
+    """Return the strategy that keeps copies of the variables, if any; refuse a second one."""
     found: list[tf.distribute.Strategy] = []
     for variable in variables:
         if isinstance(variable, tf.distribute.DistributedValues):
@@ -32,7 +26,7 @@ def strategy_of(variables: Iterable[tf.Variable]) -> tf.distribute.Strategy | No
 
 
 def process_count(strategy: tf.distribute.Strategy | None) -> int:
-    """Return how many processes a strategy connects, each with as many replicas."""
+    """Return the number of processes that a strategy connects, all with as many replicas."""
     if strategy is None:
         return 1
     return strategy.num_replicas_in_sync // len(strategy.extended.worker_devices)

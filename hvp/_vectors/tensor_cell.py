@@ -1,4 +1,4 @@
-"""Slots: variables that pass tensors to compiled functions."""
+"""Variables that pass tensors to compiled functions."""
 
 from __future__ import annotations
 
@@ -8,19 +8,7 @@ import tensorflow as tf
 class TensorCell:
     """Holds a tensor that compiled functions read, and that can be replaced between calls.
 
-    Parameters
-    ----------
-    tensor : tf.Tensor
-        The first tensor.
-    shape : tf.TensorShape
-        A shape, perhaps partly unknown, with which every tensor in the slot is compatible.
-
-    Attributes
-    ----------
-    variable : tf.Variable
-        The variable that holds the tensor.
-    nothing : tf.Tensor
-        A tensor of no size, for while nothing is to be held.
+    All tensors in the cell are compatible with `shape`, which may be partly unknown.
     """
 
     def __init__(self, tensor: tf.Tensor, shape: tf.TensorShape) -> None:

@@ -1,4 +1,4 @@
-"""Collects the `tf.Variable` objects in nests of variables, modules and Keras models."""
+"""Collection of the `tf.Variable` objects in nests of variables, modules and Keras models."""
 
 from __future__ import annotations
 
@@ -17,16 +17,8 @@ _KINDS = "tf.Variable, keras.Variable, a tf.Module or a Keras layer or model"
 class VariableNest:
     """A nest of variables, flattened in `tf.nest` order.
 
-    Attributes
-    ----------
-    structure : nest
-        The caller's nest, with each module replaced by the list of its trainable variables.
-    variables : tuple of tf.Variable
-        The TensorFlow variables behind the leaves.
-    names : tuple of str
-        What to call the variables in messages.
-    source : nest
-        The caller's nest as it was passed, with its modules.
+    `source` is the caller's nest. In `structure`, each module is replaced by the list of its
+    trainable variables.
     """
 
     structure: Any
@@ -44,23 +36,11 @@ class VariableNest:
 
 
 def collect_variables(variables: Any) -> VariableNest:
-    """Flatten and check a nest of variables.
+    """Flatten and check a nest of variables, in which modules stand for trainable variables.
 
-    Parameters
-    ----------
-    variables : nest
-        A nest of `tf.Variable` or `keras.Variable` objects, modules, Keras layers or models. A
-        module stands for its trainable variables.
-
-    Returns
-    -------
-    VariableNest
-        Distinct variables, at least one, with real floating dtypes and fully known shapes.
-
-    Raises
-    ------
-    InvalidVariablesError
-        If the nest contains anything else.
+    The nest may contain `tf.Variable` and `keras.Variable` objects, modules, Keras layers and
+    models. The variables in the result are distinct, at least one, of real floating dtypes and
+    known shapes.
     """
     structure = tf.nest.map_structure(_expand_module, variables)
     leaves = tf.nest.flatten(structure)
