@@ -68,13 +68,13 @@ class PredictionInspection:
         yield self._compared(product, estimates)
 
     def _product(self, alone: Problem, u: np.ndarray, v: np.ndarray) -> tuple[float, float]:
-        """Return `u' G v` for the first batch, and its upper bound if `G` is semi-definite."""
+        """Return `u' G v` for the first batch, and its scale."""
         evaluation = self._inspected.evaluation
         with evaluation.evaluated_alone(alone) as part:
             rows = tf.cast(np.stack([u, v]), part.linear_map.domain.dtype)
             Gu, Gv = part.linear_map.apply(rows).numpy().astype(np.float64)
         u, v = u.astype(np.float64), v.astype(np.float64)
-        return float(u @ Gv), float(np.sqrt(abs(u @ Gu) * abs(v @ Gv)))
+        return float(u @ Gv), float(max(abs(u @ Gu), abs(v @ Gv)))
 
     def _estimate(
         self, rule: PredictionRule, batch: Arguments, u: np.ndarray, v: np.ndarray, step: float

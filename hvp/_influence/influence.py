@@ -144,9 +144,9 @@ class InfluenceFunctions(FromKeras, OneProcess):
         A folder in which to store the gradients of the training examples. The first call that needs
         them computes them, and resumes where a killed process stopped; later calls and processes
         read them, so that scores of other test data take one product and no pass over the training
-        data. The gradient of a dense layer is stored as two factors, its input and the gradient
-        with respect to its output, which take much less space, and so is that of any other layer
-        whose factors take less than half of the space. A folder that belongs to other weights,
+        data. The gradient of a layer is stored as its factors where these take less than half of
+        the space; those of a dense layer are its input and the gradient with respect to its
+        output. A folder that belongs to other weights,
         other data or another loss raises an error.
     projection : int, optional
         Store a random projection of each gradient to this many numbers. The score of two gradients

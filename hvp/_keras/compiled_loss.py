@@ -87,6 +87,7 @@ class CompiledModel:
     @property
     def likelihoods(self) -> list[str] | None:
         """The distributions that the compiled losses are likelihoods of; None if not known."""
+        _check_compiled(self.keras_model, has_loss=True)
         names: list[str] = []
         for loss in tf.nest.flatten(self.keras_model.loss):
             name = loss if isinstance(loss, str) else getattr(loss, "name", None) or loss.__name__
@@ -182,7 +183,7 @@ def loss_of_outputs(
 
     The arguments and errors are otherwise those of `loss_of_model`.
     """
-    _check_compiled(model)
+    _check_compiled(model, has_loss=not regularized)
 
     def loss(outputs: Any, y: Any, sample_weight: Any = None, *, x: Any = None) -> Any:
         _check_labels(model, outputs, y)
@@ -198,11 +199,7 @@ def loss_of_outputs(
         except ValueError as error:
             if "No loss to compute" not in str(error):
                 raise
-            raise InvalidLossError(
-                "the model was compiled without a loss, and has no losses of its own",
-                "a Keras model that was compiled with a loss",
-                "call model.compile(loss=...), or pass a loss yourself",
-            ) from error
+            raise _without_loss() from error
         if not regularized and model.losses:
             value -= tf.add_n([tf.cast(part, value.dtype) for part in model.losses])
         return value
@@ -210,7 +207,19 @@ def loss_of_outputs(
     return loss
 
 
-def _check_compiled(model: Any) -> None:
+def _without_loss() -> InvalidLossError:
+    return InvalidLossError(
+        "the model was compiled without a loss, and has no losses of its own",
+        "a Keras model that was compiled with a loss",
+        "call model.compile(loss=...), or pass a loss yourself",
+    )
+
+
+def _check_compiled(model: Any, *, has_loss: bool = False) -> None:
+    """Refuse a model that is not compiled, or sums; with `has_loss`, one without a loss of outputs.
+
+    Keras would take the regularizers alone for the loss of such a model.
+    """
     # Models of tf_keras have no such attribute, but they do have a loss once they are compiled.
     if not getattr(model, "compiled", getattr(model, "loss", None) is not None):
         raise InvalidLossError(
@@ -218,6 +227,8 @@ def _check_compiled(model: Any) -> None:
             "a Keras model that was compiled with a loss",
             "call model.compile(loss=...), or pass a loss yourself",
         )
+    if has_loss and model.loss is None:
+        raise _without_loss()
     for part in tf.nest.flatten(model.loss):
         if getattr(part, "reduction", None) in ("sum", "none"):
             raise InvalidLossError(

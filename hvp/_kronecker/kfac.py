@@ -298,7 +298,8 @@ class KFAC(FromKeras, FactoredOperator):
         ----------
         decay : float, optional
             The weight of the previous factors in an exponential moving average, for use during
-            training: at least 0, and less than 1.
+            training: at least 0, and less than 1. The eigenvalues of an `EKFAC` are those at the
+            current weights, along the eigenvectors of the averages.
 
         Raises
         ------

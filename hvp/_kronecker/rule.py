@@ -149,5 +149,5 @@ class ScalesRule(StatisticsRule):
         """Return the scales of a layer, or None if it has an exact block."""
         if self.bases[place] is None:
             return None
-        # ScaleStatistic are those of whole gradients of examples, whatever the factors are of.
+        # The scales are those of whole gradients of examples, whatever the factors are of.
         return ScaleStatistic(layer, False, self.arrangement.dtype, self.bases[place])

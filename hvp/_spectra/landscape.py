@@ -133,8 +133,9 @@ def loss_slice(
     if len(vectors) not in (1, 2):
         raise HvpError(f"there are {len(vectors)} directions", "one or two")
     check_count(points, "points", 3)
-    if isinstance(radius, bool) or not isinstance(radius, (int, float, np.number)) or radius <= 0:
-        raise HvpError(f"the argument radius is {radius!r}", "a positive number")
+    is_number = isinstance(radius, (int, float, np.number)) and not isinstance(radius, bool)
+    if not (is_number and 0 < radius < np.inf):
+        raise HvpError(f"the argument radius is {radius!r}", "a positive, finite number")
     check_progress(progress)
     offsets = np.linspace(-radius, radius, points)
     grid = np.stack(np.meshgrid(*[offsets] * len(vectors), indexing="ij"), axis=-1)

@@ -59,6 +59,8 @@ def test_closed_forms_and_losses_that_are_not_finite():
             (lambda: hvp.loss_slice(H, np.ones((2, 3))), "3 directions"),
             (lambda: hvp.loss_slice(H, np.ones(2), points=2), "points is 2"),
             (lambda: hvp.loss_slice(H, np.ones(2), radius=0), "radius is 0"),
+            (lambda: hvp.loss_slice(H, np.ones(2), radius=np.nan), "radius is nan"),
+            (lambda: hvp.loss_slice(H, np.ones(2), radius=np.inf), "radius is inf"),
             (lambda: hvp.loss_slice(np.eye(2), np.ones(2)), "operator of this package"),
         ):
             with pytest.raises(hvp.HvpError, match=said):
