@@ -27,8 +27,8 @@ The public names:
     Solves with one operator, each of which uses what the earlier ones have learned.
 `NystromPreconditioner`, `DiagonalPreconditioner`, `BlockDiagonalPreconditioner`
     Approximate inverses that make such systems easier; they also serve as scipy's `M`.
-`ExactInverse`, `NeumannInverse`, `ArnoldiInverse`
-    Inverses as operators: by all eigenvalues, by a series, by the largest eigenvalues.
+`ExactInverse`, `NeumannInverse`
+    Inverses as operators: by all eigenvalues, and by a series.
 `trace`, `diagonal`, `norm`, `logdet`, `quadratic_forms`
     Numbers that describe any symmetric operator, with their standard errors.
 `eigsh`
@@ -99,7 +99,7 @@ from hvp._operators.linearization import Linearization, linearize
 from hvp._recompute.keras_segments import recompute_model
 from hvp._recompute.recompute import recompute
 from hvp._snapshots.statistics import Statistics
-from hvp._solve.inverses import ArnoldiInverse, ExactInverse, NeumannInverse
+from hvp._solve.inverses import ExactInverse, NeumannInverse
 from hvp._solve.preconditioners import (
     BlockDiagonalPreconditioner,
     DiagonalPreconditioner,
@@ -122,7 +122,6 @@ __version__ = "0.1.0"
 __all__ = [
     "EKFAC",
     "KFAC",
-    "ArnoldiInverse",
     "BlockDescription",
     "BlockDiagonalPreconditioner",
     "CheckReport",

@@ -24,7 +24,7 @@ from hvp._check.report import CheckReport, Finding
 from hvp._data.budget import amount, peak_nbytes
 from hvp._errors import GraphModeError, HvpError
 from hvp._operators.symmetric import SymmetricOperator, evaluation_of
-from hvp._runtime.arguments import check_count
+from hvp._runtime.arguments import check_count, check_number, check_seed
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.progress import check_progress, progress_bar
 from hvp._runtime.strategies import outside_strategies
@@ -138,10 +138,8 @@ def check(
             "an operator of hvp with a symmetric matrix: Hessian, Gauss-Newton or Fisher",
             "if this is a sum or product of operators, check each of them",
         )
-    if not (isinstance(rtol, (int, float)) and 0 < rtol < 1):
-        raise HvpError(f"the argument rtol is {rtol!r}", "a number between 0 and 1")
-    if not isinstance(seed, (int, np.integer)) or isinstance(seed, bool) or seed < 0:
-        raise HvpError(f"the argument seed is {seed!r}", "a nonnegative integer")
+    check_number(rtol, "rtol", positive=True, below=1)
+    check_seed(seed)
     if not tf.executing_eagerly():
         raise GraphModeError("check was called while TensorFlow traces a graph", "eager execution")
     check_count(max_products, "max_products")

@@ -7,16 +7,13 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import tensorflow as tf
 
-from hvp._check.inspected_operator import InspectedOperator
+from hvp._check.inspected_operator import InspectedOperator, settled
 from hvp._check.report import Finding, shortened
 from hvp._errors import NonFiniteError
 from hvp._snapshots.nearby import Gradients
 
 # Three step lengths of central differences, in units of the best one for a smooth function.
 _STEPS = (4.0, 1.0, 0.25)
-# The differences have settled if those of two neighbouring steps agree to the part _SETTLED. The
-# product is then allowed to deviate from them _MAX_RATIO times as much as they do from each other.
-_SETTLED, _MAX_RATIO = 0.05, 10.0
 _FLOAT64_EPSILON = float(np.finfo(np.float64).eps)
 
 Float64Gradient = Callable[[np.ndarray], np.ndarray]
@@ -153,41 +150,28 @@ class GradientInspection:
         The product is compared with the mean of the two neighbouring differences that agree best.
         Their distance from each other is the uncertainty of the comparison.
         """
-        name = "differences"
         inspected = self._inspected
-        deviations = [float(np.linalg.norm(a - b)) for a, b in zip(differences, differences[1:])]
-        best = int(np.argmin(deviations))
-        estimate = (differences[best] + differences[best + 1]) / 2
+        estimate, distance = settled(differences)
         discrepancy = product - estimate
         # Along a direction of small curvature, rounding of the gradients bounds the accuracy.
         epsilon = _FLOAT64_EPSILON if in_float64 else inspected.epsilon
         rounding = epsilon * float(np.linalg.norm(scales * inspected.operator.gradient)) / unit
         norms = float(np.linalg.norm(product)), float(np.linalg.norm(estimate))
         size = max(*norms, rounding) or 1.0
-        uncertainty = deviations[best] / size
         relative_error = float(np.linalg.norm(discrepancy)) / size
         precision = " in float64" if in_float64 else ""
         comparison = f"central differences{precision} and a product differ by {relative_error:.1g}"
-        if uncertainty > _SETTLED:
-            advice = ""
-            if epsilon > 1e-12:
-                advice = (
-                    "; for a verdict, build the model in float64: call "
-                    "keras.config.set_dtype_policy('float64') before you create its layers"
-                )
-            return Finding(
-                name,
-                "warning",
-                f"inconclusive: {comparison}, but kinks (such as those of ReLU) or rounding limit "
-                f"the accuracy of the differences to {uncertainty:.1g}{advice}",
-            )
-        if relative_error <= max(_MAX_RATIO * uncertainty, inspected.tolerance):
-            return Finding(name, "ok", comparison)
-        return Finding(
-            name,
-            "failed",
-            f"{comparison}, most in {self._largest_part(discrepancy)}; possible causes are "
+        advice = (
+            "; for a verdict, build the model in float64: call "
+            "keras.config.set_dtype_policy('float64') before you create its layers"
+        )
+        return inspected.verdict(
+            comparison,
+            relative_error,
+            distance / size,
+            causes=f", most in {self._largest_part(discrepancy)}; possible causes are "
             "tf.stop_gradient, a gradient written by hand, or a loss that changes what it reads",
+            advice=advice if epsilon > 1e-12 else "",
         )
 
     def _central_differences(

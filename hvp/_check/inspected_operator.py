@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
+from hvp._check.report import Finding
 from hvp._operators.symmetric import SymmetricOperator, evaluation_of
 from hvp._runtime.interrupts import deliver_interrupt
 
 # Products in low precision count as equal if they differ by at most this many rounding units of the
 # operator's norm.
 _ROUNDINGS = 6
+
+# The differences have settled if those of two neighbouring steps agree to the part _SETTLED. The
+# product is then allowed to deviate from them _MAX_RATIO times as much as they do from each other.
+_SETTLED, _MAX_RATIO = 0.05, 10.0
 
 
 class InspectedOperator:
@@ -43,3 +50,33 @@ class InspectedOperator:
         product = self.operator @ v
         self.seconds.append(time.perf_counter() - start)
         return product.astype(np.float64)  # in which norms of large float32 numbers are finite
+
+    def verdict(
+        self, text: str, error: float, uncertainty: float, *, causes: str, advice: str = ""
+    ) -> Finding:
+        """Judge a product by differences, both relative to the size of what is compared.
+
+        `error` is its distance from them, and `uncertainty` their distance from each other.
+        `advice` follows if that is too large for a verdict, and `causes` if the product is wrong.
+        """
+        name = "differences"
+        if uncertainty > _SETTLED:
+            return Finding(
+                name,
+                "warning",
+                f"inconclusive: {text}, but kinks (such as those of ReLU) or rounding limit the "
+                f"accuracy of the differences to {uncertainty:.1g}{advice}",
+            )
+        if error <= max(_MAX_RATIO * uncertainty, self.tolerance):
+            return Finding(name, "ok", text)
+        return Finding(name, "failed", f"{text}{causes}")
+
+
+def settled(differences: Sequence[Any]) -> tuple[Any, float]:
+    """Return the mean of the two neighbouring differences that agree best, and their distance.
+
+    The differences are those of several step lengths.
+    """
+    distances = [float(np.linalg.norm(a - b)) for a, b in zip(differences, differences[1:])]
+    best = int(np.argmin(distances))
+    return (differences[best] + differences[best + 1]) / 2, distances[best]

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import tensorflow as tf
 
-from hvp._check.inspected_operator import InspectedOperator
+from hvp._check.inspected_operator import InspectedOperator, settled
 from hvp._check.report import Finding
 from hvp._engines.fisher import EmpiricalFisherRule, FisherRule
 from hvp._engines.prediction_rule import PredictionRule
@@ -21,9 +21,6 @@ from hvp._vectors.scales import entry_scales
 
 # Lengths of the steps, in units of the best one for a smooth function.
 _STEPS = (4.0, 1.0, 0.25)
-# The differences have settled if two neighbouring ones agree to the part _SETTLED. The product may
-# then be apart from them _MAX_RATIO times as much as they are from each other.
-_SETTLED, _MAX_RATIO = 0.05, 10.0
 
 
 class PredictionInspection:
@@ -138,26 +135,15 @@ class PredictionInspection:
         return float(np.cbrt(self._inspected.epsilon)) * max(1.0, largest)
 
     def _compared(self, product: tuple[float, float], estimates: list[float]) -> Finding:
-        name, (exact, size) = "differences", product
-        apart = [abs(a - b) for a, b in zip(estimates, estimates[1:])]
-        best = int(np.argmin(apart))
-        estimate = (estimates[best] + estimates[best + 1]) / 2
+        exact, size = product
+        estimate, distance = settled(estimates)
         scale = max(size, abs(estimate)) or 1.0
-        error, uncertainty = abs(exact - estimate) / scale, apart[best] / scale
-        text = f"differences of predictions and a product of the first batch differ by {error:.1g}"
-        if uncertainty > _SETTLED:
-            return Finding(
-                name,
-                "warning",
-                f"inconclusive: {text}, but kinks (such as those of ReLU) or rounding limit the "
-                f"accuracy of the differences to {uncertainty:.1g}",
-            )
-        if error <= max(_MAX_RATIO * uncertainty, self._inspected.tolerance):
-            return Finding(name, "ok", text)
-        return Finding(
-            name,
-            "failed",
-            f"{text}; possible causes are tf.stop_gradient, or a gradient written by hand",
+        error = abs(exact - estimate) / scale
+        return self._inspected.verdict(
+            f"differences of predictions and a product of the first batch differ by {error:.1g}",
+            error,
+            distance / scale,
+            causes="; possible causes are tf.stop_gradient, or a gradient written by hand",
         )
 
 

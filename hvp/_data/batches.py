@@ -19,6 +19,7 @@ from hvp._data.elements import (
     check_first_axes,
     convert_batch,
     refuse_list,
+    rows_of,
 )
 from hvp._errors import InvalidDataError
 from hvp._runtime.arguments import check_count
@@ -87,7 +88,7 @@ class Batches:
     @property
     def examples(self) -> int | None:
         """The number of examples in undivided arrays; None if the batches are fixed."""
-        return None if self._whole is None else len(tf.nest.flatten(self._whole)[0])
+        return None if self._whole is None else _length(self._whole)
 
     def head(self, count: int) -> Elements:
         """Return the first examples of undivided arrays."""
@@ -280,10 +281,14 @@ def _array(leaf: Any) -> Any:
 
 
 def _slices(data: Any, batch_size: int | None) -> Iterator[Any]:
-    length = len(tf.nest.flatten(data)[0])
+    length = _length(data)
     size = batch_size or length
     for start in range(0, length, size):
-        yield tf.nest.map_structure(lambda leaf, s=start: leaf[s : s + size], data)
+        yield tf.nest.map_structure(lambda leaf, s=start: rows_of(leaf, s, s + size), data)
+
+
+def _length(data: Any) -> int:
+    return int(tf.nest.flatten(data)[0].shape[0])
 
 
 def _check_like(first: Batch, batch: Batch) -> None:

@@ -12,6 +12,7 @@ The sum is over the batches that are held, the maximum over all batches seen so 
 
 from __future__ import annotations
 
+import numbers
 import re
 import sys
 from dataclasses import dataclass
@@ -199,7 +200,7 @@ def _bytes(limit: Any) -> int:
     if match is not None:
         unit = match[2].upper().replace("I", "i")
         number = float(match[1]) * _UNITS[unit]
-    elif isinstance(limit, (int, float)) and not isinstance(limit, bool):
+    elif isinstance(limit, numbers.Real) and not isinstance(limit, bool):
         number = float(limit)
     else:
         number = 0.0
@@ -268,8 +269,11 @@ def _from_proc(path: str, name: str) -> int | None:
 
 def amount(nbytes: float) -> str:
     """Return a number of bytes as text, such as ``"1.5 GiB"``."""
-    for unit in ("bytes", "KiB", "MiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.3g} {unit}" if unit != "bytes" else f"{nbytes:.0f} bytes"
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        # Three digits, but never with an exponent: such a text can be passed as a limit.
+        digits = 0 if unit == "bytes" or nbytes >= 99.95 else 1 if nbytes >= 9.995 else 2
+        shown = f"{nbytes:.{digits}f}"
+        if float(shown) < 1024 or unit == "GiB":
+            break
         nbytes /= 1024
-    return f"{nbytes:.3g} GiB"
+    return f"{shown.rstrip('0').rstrip('.') if digits else shown} {unit}"

@@ -12,11 +12,20 @@ import tensorflow as tf
 
 from hvp._engines.rule import Arguments
 from hvp._errors import HvpError, InvalidDataError, InvalidLossError, reason_of
-from hvp._graphs.parts import nbytes
+from hvp._graphs.sizes import nbytes
 
 EXPECTED = (
     "a tuple of arrays or tensors with a common first axis, such as (x, y), or a dict of them"
 )
+
+
+def rows_of(leaf: Any, start: int, end: int) -> Any:
+    """Return some rows of an array, or of a tensor, which may be ragged or sparse."""
+    if not isinstance(leaf, tf.SparseTensor):
+        return leaf[start:end]
+    shape = leaf.dense_shape.numpy()
+    first = [start, *[0] * (len(shape) - 1)]
+    return tf.sparse.slice(leaf, first, [min(end, int(shape[0])) - start, *shape[1:]])
 
 
 class Elements(Arguments):
@@ -49,6 +58,11 @@ class Elements(Arguments):
     def tensors(self) -> list[tf.Tensor]:
         """All dense tensors, with ragged and sparse tensors split into their components."""
         return tf.nest.flatten(self._elements, expand_composites=True)
+
+    @property
+    def specs_of_any_number(self) -> list[tf.TensorSpec]:
+        """Shapes and types of the tensors of any number of such examples."""
+        return [tf.TensorSpec([None, *t.shape[1:]], t.dtype) for t in self.tensors]
 
     @property
     def has_examples(self) -> bool:  # type: ignore[override]
@@ -84,20 +98,26 @@ class Elements(Arguments):
 
     def part(self, start: int, end: int) -> Elements:
         """Return the examples from `start` up to `end`, exclusive."""
-        elements = tf.nest.map_structure(lambda leaf: leaf[start:end], self._elements)
+        elements = tf.nest.map_structure(lambda leaf: rows_of(leaf, start, end), self._elements)
         return Elements(elements, self._by_name)
 
     def taken(self, indices: Any) -> Elements:
         """Return the examples with these indices, in this order."""
-        elements = tf.nest.map_structure(lambda leaf: tf.gather(leaf, indices), self._elements)
-        return Elements(elements, self._by_name)
+
+        def taken(leaf: Any) -> Any:
+            if isinstance(leaf, tf.SparseTensor):
+                return tf.sparse.concat(0, [rows_of(leaf, i, i + 1) for i in map(int, indices)])
+            return tf.gather(leaf, indices)
+
+        return Elements(tf.nest.map_structure(taken, self._elements), self._by_name)
 
     def not_finite(self) -> list[Any]:
         """Return the positions or names of the elements with numbers that are not finite."""
 
         def is_bad(tensor: tf.Tensor) -> bool:
-            is_number = tensor.dtype.is_floating or tensor.dtype.is_complex
-            return is_number and not bool(tf.reduce_all(tf.math.is_finite(tensor)))
+            if tensor.dtype.is_complex:
+                return is_bad(tf.math.real(tensor)) or is_bad(tf.math.imag(tensor))
+            return tensor.dtype.is_floating and not bool(tf.reduce_all(tf.math.is_finite(tensor)))
 
         return [
             key

@@ -19,10 +19,11 @@ from hvp._devices.names import own_device_like
 from hvp._devices.replica import DeviceReplica
 from hvp._engines.graph_map import GraphMap
 from hvp._engines.linear_map import LinearMap, Sum, Terms
-from hvp._graphs.parts import nbytes
 from hvp._graphs.private import call_flat
+from hvp._graphs.sizes import nbytes
 from hvp._graphs.target import ExecutionTarget
 from hvp._runtime.collector import no_collections
+from hvp._runtime.recent import Recent
 from hvp._vectors.space import Space
 
 _log = logging.getLogger("hvp")
@@ -36,7 +37,7 @@ class JointProducts:
     """Functions that multiply on several workers; each is made before its first call."""
 
     def __init__(self) -> None:
-        self._functions: dict[Any, Any] = {}
+        self._functions = Recent(_FUNCTIONS)
         self._runner = Runner()
 
     def start(
@@ -71,11 +72,9 @@ class JointProducts:
             for site, terms in weighted.items()
         )
         key = width > 1, home, kinds
-        if key not in self._functions:
-            for oldest in list(self._functions)[: len(self._functions) - _FUNCTIONS + 1]:
-                del self._functions[oldest]
-            self._functions[key] = _traced(kinds, space, home, in_rows=width > 1)
-        function = self._functions[key]
+        function = self._functions.get_or_make(
+            key, lambda: _traced(kinds, space, home, in_rows=width > 1)
+        )
         if function is None:
             return None
         residuals = [tensor for one in maps for tensor in one.residuals]

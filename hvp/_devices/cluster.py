@@ -1,4 +1,4 @@
-"""TensorFlow servers on this machine, to try out what runs on several."""
+"""TensorFlow servers on this machine, to try out code for several machines."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class Cluster:
         The processor cores that each server may use, on Linux. The default is all.
     any_interface : bool, optional
         TensorFlow's servers, and this process once it is connected, listen on all network
-        interfaces and execute what anyone who can reach them asks for. On Linux, they are therefore
-        restricted to connections from this machine. Pass True to leave out this restriction, as
-        other systems require.
+        interfaces and execute the requests of anyone who can reach them. On Linux, they are
+        therefore restricted to connections from this machine. Pass True to lift this restriction,
+        as is necessary on other systems.
     timeout : float, optional
         Seconds that the servers may take to start.
 
@@ -129,7 +129,7 @@ class Cluster:
 
     @Uninterrupted()
     def restart(self, index: int) -> None:
-        """Restart a worker that has ended. Operators use it again from their next `refresh` on."""
+        """Restart a worker that has ended; operators use it again after their next `refresh`."""
         if self._processes[index].poll() is None:
             raise HvpError(f"worker {index} is running", "a worker that has ended")
         _close_pipes(self._processes[index])
@@ -203,7 +203,7 @@ class Cluster:
             ) from error
 
     def _log_file(self, index: int) -> Any:
-        """Return the file for what a worker writes: a pipe that nobody reads would stop it."""
+        """Return the file for a worker's output, since a pipe that nobody reads would block it."""
         if index not in self._logs:
             self._logs[index] = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the rest
         return self._logs[index]

@@ -1,8 +1,8 @@
 """One device: whether it can be reached, and threads that wait for it.
 
-TensorFlow has no limit on how long an operation on a remote worker may take. So work for a device
-runs in a thread of the device; whoever needs the result waits for it as long as was agreed, and a
-worker that failed once is left alone until it is back. A thread that waits for a worker which
+TensorFlow sets no limit on how long an operation on a remote worker may take. Work for a device
+therefore runs in a thread of that device. Code that needs the result waits for a limited time, and
+a worker that has failed is not used until it is back. A thread that waits for a worker which
 neither answers nor breaks the connection ends with that worker, or with this process.
 """
 
@@ -51,29 +51,16 @@ _MISTAKEN = re.compile(r"poisoned|primary device is not remote", re.I)
 
 
 class LostDeviceError(Exception):
-    """A device cannot be reached; its text is the reason."""
+    """Raised if a device cannot be reached; its text is the reason."""
 
 
 class Device:
-    """A device of TensorFlow; get it from `device_named`.
+    """A device of TensorFlow, by its full name; get it from `device_named`.
 
-    Parameters
-    ----------
-    name : str
-        The full name.
-
-    Attributes
-    ----------
-    task : (str, int) or None
-        The job and the number of the worker; None for a device of this process.
-    address : str or None
-        Where the worker is in the network.
-    is_remote : bool
-        Whether it belongs to another process.
-    lost : str
-        Why it is left alone; empty while it is used.
-    lives : int
-        How often it came back: what an earlier life held is gone.
+    `task` is the job and the number of its worker, or None for a device of this process, and
+    `address` is that of the worker in the network. `lost` says why the device is not used; it is
+    empty while it is. `lives` counts how often it came back: whatever it held in an earlier life is
+    gone.
     """
 
     def __init__(self, name: str) -> None:
@@ -95,8 +82,8 @@ class Device:
     def explain(self, error: Exception) -> str:
         """Return why the device is lost, judging by an error; empty if it is not.
 
-        An error of one worker may surface in the next call to another. So a device that can be
-        reached is asked for one small operation.
+        An error of one worker may surface in the next call to another. A device that can be reached
+        is therefore tested with one small operation.
         """
         if not (self.is_remote and isinstance(error, tf.errors.OpError)):
             return ""
@@ -106,18 +93,15 @@ class Device:
         return reason if self.may_be_of_another(error) and self._fails_probe() else ""
 
     def may_be_of_another(self, error: Exception) -> bool:
-        """Whether an error tells that some device is lost, not necessarily this one."""
+        """Return whether an error shows that some device is lost, not necessarily this one."""
         if not isinstance(error, tf.errors.OpError):
             return False
         return isinstance(error, _LOSSES) or bool(_MISTAKEN.search(error.message))
 
     def check_version(self) -> None:
-        """Make sure, once for each life of a worker, that it has the TensorFlow of this process.
+        """Check, once for each life of a worker, that it runs the same TensorFlow as this process.
 
-        Raises
-        ------
-        HvpError
-            If it has another one.
+        Raise `HvpError` if it does not.
         """
         if self._version_is_known or self.lost:
             return
@@ -136,7 +120,7 @@ class Device:
         self._version_is_known = True
 
     def give_up(self, reason: str) -> None:
-        """Leave the device alone from now on."""
+        """Stop using the device."""
         self.lost = reason
         _log.warning("the device %s is lost: %s", self.name, reason)
 
@@ -149,11 +133,11 @@ class Device:
         _log.warning("the device %s is back", self.name)
 
     def takes_connections(self) -> bool:
-        """Whether somebody listens at the address of the worker."""
+        """Return whether the worker's address accepts connections."""
         return takes_connections(self.address)
 
     def answers(self) -> bool:
-        """Whether the worker does anything; one that is stopped takes connections."""
+        """Return whether the worker responds; a suspended one accepts connections, but does not."""
         return answers(self.address)
 
     def _fails_probe(self) -> bool:
@@ -172,13 +156,7 @@ class Device:
 
 
 class Job:
-    """A function that runs in another thread, in the context in which this object was made.
-
-    Parameters
-    ----------
-    function : callable
-        Takes nothing.
-    """
+    """A function that runs in another thread, in the context in which this object was made."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self._result: Any = None
@@ -188,7 +166,7 @@ class Job:
         self._ended = threading.Event()
 
     def run(self) -> None:
-        """Call the function, in the thread that it is to run in."""
+        """Call the function, in the current thread."""
         assert self._function is not None
         try:
             self._result = self._context.run(self._function)
@@ -199,21 +177,10 @@ class Job:
             self._ended.set()
 
     def wait(self, seconds: float | None, is_there: Callable[[], bool] | None = None) -> Any:
-        """Return what the function returned.
+        """Return the result of the function, or raise its error.
 
-        Parameters
-        ----------
-        seconds : float or None
-            How long to wait at most; None for as long as it takes.
-        is_there : callable, optional
-            Tells whether there is still anybody to wait for.
-
-        Raises
-        ------
-        LostDeviceError
-            If the time is over, or there is nobody to wait for.
-        Exception
-            What the function raised.
+        Raise `LostDeviceError` after this many seconds, if they are not None, or as soon as
+        `is_there` returns False, which means that there is nothing left to wait for.
         """
         start = time.monotonic()
         end = float("inf") if seconds is None else start + seconds
@@ -234,10 +201,10 @@ class Job:
 
 
 class Runner:
-    """A thread that runs jobs, one after the other, and ends when there has been none for a while.
+    """A thread that runs jobs, one after the other, and ends when it has been idle for a while.
 
-    Nobody could end a thread that waits for a worker which does not answer. Such a thread must not
-    keep the process, so it is a daemon.
+    A thread that waits for an unresponsive worker cannot be ended. It is therefore a daemon, which
+    does not keep the process alive.
     """
 
     def __init__(self) -> None:
@@ -246,7 +213,7 @@ class Runner:
         self._runs = False
 
     def start(self, function: Callable[[], Any]) -> Job:
-        """Run a function after those before it."""
+        """Run a function after those submitted before it."""
         job = Job(function)
         self._submit(job)
         return job
@@ -275,7 +242,7 @@ class Runner:
 
 
 def in_new_thread(function: Callable[[], Any]) -> Job:
-    """Run a function in a thread of its own, which does not keep the process."""
+    """Run a function in its own thread, which does not keep the process alive."""
     return Runner().start(function)
 
 
@@ -284,7 +251,7 @@ _lock = threading.Lock()
 
 
 def device_named(name: str) -> Device:
-    """Return the device with a full name: one object in the process, which knows if it is lost."""
+    """Return the device with a full name, which is one object in the whole process."""
     with _lock:
         device = _known.get(name)
         task = None if device is None else device.task
@@ -296,18 +263,12 @@ def device_named(name: str) -> Device:
 
 
 def all_devices() -> list[Device]:
-    """Return all devices that were asked for in the life of this process."""
+    """Return all devices that have been requested in this process."""
     with _lock:
         return list(_known.values())
 
 
 def devices_of(argument: Any) -> list[Device]:
-    """Return the devices that the argument `devices` of an operator stands for.
-
-    Raises
-    ------
-    HvpError
-        As `device_names`.
-    """
+    """Return the devices that an operator's argument `devices` names; see `device_names`."""
     lost = [device.name for device in all_devices() if device.lost]
     return [device_named(name) for name in device_names(argument, lost)]

@@ -1,8 +1,9 @@
 """Restricts servers to this machine.
 
-TensorFlow's servers listen on all network interfaces, whatever address they are given. Linux lets a
-process bind a socket that listens already to one interface: then it takes connections from there
-alone. This module uses nothing but the standard library, as workers load it.
+TensorFlow's servers listen on all network interfaces, regardless of the address they are given.
+Linux lets a process bind a socket that is already listening to one interface; it then accepts
+connections from that interface alone. Workers load this module, which therefore imports nothing but
+the standard library.
 """
 
 from __future__ import annotations
@@ -26,12 +27,9 @@ def listening() -> set[int]:
 
 
 def restrict(descriptors: set[int]) -> None:
-    """Let sockets take connections from this machine alone.
+    """Restrict sockets to connections from this machine.
 
-    Raises
-    ------
-    OSError
-        If the system does not allow it.
+    Raise `OSError` if the system does not allow it.
     """
     for descriptor in descriptors:
         with _opened(descriptor) as one:
@@ -42,7 +40,7 @@ def restrict(descriptors: set[int]) -> None:
 
 
 def _opened(descriptor: int) -> socket.socket:
-    """Return a socket of its own for a descriptor, which stays open when this one is closed."""
+    """Return a separate socket for a descriptor; closing it leaves the original one open."""
     own = os.dup(descriptor)
     try:
         return socket.socket(fileno=own)

@@ -1,7 +1,7 @@
-"""Which workers TensorFlow is connected to: lost ones are left, and taken back when they answer.
+"""The workers that TensorFlow is connected to: lost ones are removed until they answer again.
 
-TensorFlow waits for a worker that is gone wherever it waits for all operations, such as in
-`model.fit` of Keras; unless the worker has been left.
+Whenever TensorFlow waits for all operations, as in Keras's `model.fit`, it waits for workers that
+are gone, unless they have been removed from the cluster.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _left: set[tuple[str, int]] = set()
 
 
 def leave_lost() -> None:
-    """Leave workers that were lost since the last call, while no operation is under way."""
+    """Remove workers that were lost since the last call; no operation may be running."""
     lost = _lost()
     if not {(device.name, device.lives) for device in lost} - _left:
         return
@@ -38,7 +38,7 @@ def leave_lost() -> None:
 
 
 def take_back() -> None:
-    """Use lost workers again that answer."""
+    """Use lost workers again if they answer."""
     lost = _lost()
     if not lost:
         return
@@ -57,7 +57,7 @@ def _lost() -> list[Device]:
 
 
 def _leave(lost: list[Device]) -> bool:
-    """Leave workers that end calls, be it with an error, as TensorFlow calls them once more."""
+    """Remove workers that end a call, if only by an error: TensorFlow calls each once more."""
     known = addresses_of_workers()
     tasks = {device.task for device in lost}
     left = {t for t, at in known.items() if has_ended(at) or (t in tasks and answers(at))}
@@ -65,9 +65,10 @@ def _leave(lost: list[Device]) -> bool:
 
 
 def _change(addresses: dict[Any, Any]) -> bool:
-    """Connect to workers and leave others, where the address is None; return whether it worked.
+    """Connect to workers, and remove those whose address is None; return whether it worked.
 
-    Whoever waits for TensorFlow waits as long as it calls any worker that stays.
+    Nothing changes while a worker that stays does not answer: TensorFlow would wait for it, and all
+    other code for TensorFlow.
     """
     if not addresses:
         return True

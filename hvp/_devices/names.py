@@ -1,4 +1,4 @@
-"""The argument `devices`: which of TensorFlow's devices somebody means."""
+"""The argument `devices`: the TensorFlow devices that it names."""
 
 from __future__ import annotations
 
@@ -14,20 +14,14 @@ _FIELDS = ("job", "replica", "task", "device_type", "device_index")
 
 
 def device_names(devices: Any, lost: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return the full names of the devices that somebody asks for.
+    """Return the full names of the devices that the argument `devices` stands for.
 
-    Parameters
-    ----------
-    devices : sequence of str or tf.config.LogicalDevice, or one of them, or tf.distribute.Strategy
-        A name need not be complete, as long as it fits one device. Without a job it is one of this
-        process. A strategy stands for the devices of its replicas in this process.
-    lost : sequence of str, optional
-        Names of devices that TensorFlow may not list, because it is no longer connected to them.
+    A name may be incomplete if it fits only one device; without a job, that device is one of this
+    process. A strategy stands for the devices of its replicas in this process. `lost` are the names
+    of devices that TensorFlow may not list because it is no longer connected to them.
 
-    Raises
-    ------
-    HvpError
-        If there is none, if a name fits no device or several, or if one device is named twice.
+    Raise `HvpError` if there is no device, if a name fits none or several, or if one is named
+    twice.
     """
     if isinstance(devices, tf.distribute.Strategy):
         devices = devices.extended.worker_devices
@@ -56,10 +50,10 @@ def task_of(name: str) -> tuple[str, int] | None:
 
 
 def own_device_like(name: str) -> str:
-    """Return the full name of the device of this process with the type and index of another one.
+    """Return the full name of this process's device with the type and index of another one.
 
-    In Python that a graph calls, tensors name a device that TensorFlow does not know if the process
-    is a task of a cluster.
+    If the process is a task of a cluster, tensors in Python code called by a graph name a device
+    that TensorFlow does not know.
     """
     spec = tf.DeviceSpec.from_string(name)
     asked = (spec.device_type, spec.device_index)
@@ -121,7 +115,7 @@ def _fields(spec: tf.DeviceSpec) -> tuple[Any, ...]:
 
 
 def _own() -> tf.DeviceSpec:
-    """Return the place of this process among the tasks of a cluster."""
+    """Return the job, replica and task of this process."""
     return tf.DeviceSpec.from_string(tf.zeros([]).device)
 
 

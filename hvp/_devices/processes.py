@@ -19,32 +19,19 @@ _BITS, _PIECES = 4, 8
 
 
 def processes_of(strategy: tf.distribute.Strategy | None, seconds: float) -> Processes | None:
-    """Return the processes that a strategy connects; None if there is only this one.
+    """Return the processes of a strategy, or None if there is only this one.
 
-    Parameters
-    ----------
-    strategy : tf.distribute.Strategy or None
-        The strategy.
-    seconds : float
-        How long to wait for the others.
+    `seconds` is how long to wait for the others.
     """
     count = process_count(strategy)
     return Processes(strategy, count, seconds) if strategy is not None and count > 1 else None
 
 
 class Processes:
-    """Processes that each hold a share of the data, and add up what they compute from it.
+    """Processes that each hold a part of the data, and add up what they compute from it.
 
-    All of them make the same calls in the same order, and get the same bits from each.
-
-    Parameters
-    ----------
-    strategy : tf.distribute.Strategy
-        What connects them, such as a `tf.distribute.MultiWorkerMirroredStrategy`.
-    count : int
-        How many they are.
-    seconds : float
-        How long to wait for the others.
+    All of them make the same calls in the same order, and receive the same bits. They wait for each
+    other for up to `seconds`.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, count: int, seconds: float) -> None:
@@ -61,23 +48,10 @@ class Processes:
     ) -> list[tf.Tensor]:
         """Return the sums over all processes of the tensors that each of them computes.
 
-        Parameters
-        ----------
-        compute : callable
-            Returns the tensors of this process. If it raises, the other processes learn of it.
-        specs : sequence of TensorSpec
-            Their shapes and dtypes.
-        digest : int
-            Of what must be the same in all processes, such as the vector that is multiplied.
-
-        Raises
-        ------
-        Exception
-            What `compute` raised.
-        HvpError
-            If digests differ.
-        DeviceError
-            If another process failed, or did not make this call in time.
+        If `compute` raises an error, it is raised here, and the other processes are notified.
+        `specs` are the shapes and dtypes of its tensors. `digest` is that of everything that must
+        be the same in all processes, such as the vector in a product; raise `HvpError` if it
+        differs. Raise `DeviceError` if another process failed, or did not make this call in time.
         """
         error: Exception | None = None
         try:
@@ -108,7 +82,7 @@ class Processes:
         return _unpack(sums, specs, dtypes)
 
     def _sum(self, buffer: tf.Tensor) -> tf.Tensor:
-        """Return the sum of one buffer over all processes, having waited for them."""
+        """Return the sum of one buffer over all processes, after waiting for them."""
         devices = self._devices
 
         def of_replica(context: Any) -> tf.Tensor:
@@ -153,14 +127,9 @@ _ODD = 2654435761
 
 
 def digest_of(kind: str, *tensors: tf.Tensor) -> int:
-    """Return 32 bits that differ, most likely, for tensors that differ.
+    """Return 32 bits that very likely differ for different tensors, all of floating type.
 
-    Parameters
-    ----------
-    kind : str
-        What the tensors are for.
-    *tensors : tf.Tensor
-        Tensors of floating type.
+    `kind` says what the tensors are for, and is part of the digest.
     """
     total = sum(ord(letter) << (8 * (index % 4)) for index, letter in enumerate(kind))
     for tensor in tensors:
@@ -179,7 +148,7 @@ def _pieces(digest: int) -> list[float]:
 def _unpack(
     sums: Sequence[tf.Tensor], specs: Sequence[tf.TensorSpec], dtypes: Sequence[tf.DType]
 ) -> list[tf.Tensor]:
-    """Take tensors out of buffers again."""
+    """Recover the tensors from the buffers, one for each dtype, that they were packed into."""
     used = dict.fromkeys(dtypes, 0)
     tensors = []
     for spec in specs:

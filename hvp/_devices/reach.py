@@ -1,4 +1,4 @@
-"""Whether there is a server at a network address, and whether it does anything."""
+"""Whether a server listens at a network address, and whether it responds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0,
 
 
 def takes_connections(address: str | None) -> bool:
-    """Whether somebody listens at an address, such as `"10.0.0.1:2222"`."""
+    """Return whether a server listens at an address, such as `"10.0.0.1:2222"`."""
     try:
         with _connected(address):
             return True
@@ -20,7 +20,7 @@ def takes_connections(address: str | None) -> bool:
 
 
 def answers(address: str | None) -> bool:
-    """Whether there is a server that does something; one that is stopped takes connections."""
+    """Return whether a server responds; a suspended one accepts connections, but does not."""
     try:
         with _connected(address) as one:
             one.settimeout(_ANSWER_SECONDS)
@@ -31,7 +31,7 @@ def answers(address: str | None) -> bool:
 
 
 def has_ended(address: str | None) -> bool:
-    """Whether the machine says that nobody listens; one that is down says nothing."""
+    """Return whether the machine refuses connections; one that is down does not respond at all."""
     try:
         with _connected(address):
             return False

@@ -1,4 +1,4 @@
-"""A device as a place where functions run: copies of variables, and what was moved there."""
+"""A device on which functions run, with its copies of variables and other tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvp._devices.device import Device
-from hvp._graphs.parts import nbytes
+from hvp._graphs.sizes import nbytes
 from hvp._graphs.target import ExecutionTarget, unbound
 from hvp._vectors.resources import Resource, same
 from hvp._vectors.tensor_cell import TensorCell
@@ -22,7 +22,7 @@ _LARGE = 2**24
 
 @functools.cache
 def _assigning(dtype: tf.DType) -> Any:
-    """Return a function that assigns to a variable, on the device of the variable."""
+    """Return a function that assigns to a variable, on the variable's device."""
 
     def assign(handle: tf.Tensor, value: tf.Tensor) -> None:
         tf.raw_ops.AssignVariableOp(resource=handle, value=value)
@@ -37,21 +37,11 @@ Values = Sequence[tuple[Resource, tf.Tensor]]
 
 
 class DeviceReplica(ExecutionTarget):
-    """A device, and copies there of variables and other tensors that functions read.
+    """A device, and the copies it holds of variables and other tensors that functions read.
 
-    Whatever computes with it runs in the device's own thread, one piece of work at a time.
-
-    Parameters
-    ----------
-    device : Device
-        The device, in the life that it has now.
-
-    Attributes
-    ----------
-    sent, received : int
-        Bytes that were moved there, and back.
-    variable_bytes : int
-        Those of `sent` that were values of variables.
+    Everything that uses it runs in the device's own thread, one piece of work at a time. It belongs
+    to the device's current life. `sent` and `received` count the bytes moved to the device and
+    back, and `variable_bytes` the part of `sent` that were values of variables.
     """
 
     def __init__(self, device: Device) -> None:
@@ -79,20 +69,20 @@ class DeviceReplica(ExecutionTarget):
 
     @property
     def runs_xla(self) -> bool:  # type: ignore[override]
-        """Whether TensorFlow can call functions there that XLA compiles."""
+        """Whether TensorFlow can call functions there that XLA has compiled."""
         return not self.device.is_remote
 
     @property
     def is_there(self) -> bool:  # type: ignore[override]
-        """Whether the device still has what was moved there."""
+        """Whether the device still holds what was moved there."""
         return not self.device.lost and self.device.lives == self._life
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which TensorFlow runs operations there."""
+        """Return a context in which TensorFlow runs operations on the device."""
         return tf.device(self.device.name)
 
     def captured(self, tensors: Sequence[Any]) -> Sequence[Any]:
-        """Return what a function reads there instead of the tensors that it captured."""
+        """Return the copies that a function reads there in place of its captured tensors."""
         return [self._copy(tensor) for tensor in tensors]
 
     def resource(self, resource: Resource) -> Resource:
@@ -100,9 +90,9 @@ class DeviceReplica(ExecutionTarget):
         return Resource(self._copy(resource.handle), resource.dtype, resource.name)
 
     def sync(self, values: Values) -> None:
-        """Give the copies of variables these values; those that have them already are left alone.
+        """Assign values to the copies of variables, except to those that have them already.
 
-        Equal values of two moments must be the same tensor.
+        A value that has not changed since the last call must be the same tensor.
         """
         for resource, value in values:
             key = id(resource.handle)
@@ -112,18 +102,14 @@ class DeviceReplica(ExecutionTarget):
                 self.variable_bytes += nbytes(value)
 
     def put(self, slot: TensorCell, tensor: tf.Tensor) -> None:
-        """Let functions read a tensor there from a slot."""
+        """Assign a tensor to the device's copy of a cell, from which functions read it."""
         self._assign(slot.variable.handle, tensor)
 
     def take(self, tensor: tf.Tensor, *, uses: int = 2) -> tf.Tensor:
-        """Move a tensor there.
+        """Move a tensor to the device.
 
-        Parameters
-        ----------
-        tensor : tf.Tensor
-            The tensor.
-        uses : int, optional
-            How many operations use it. For a single one TensorFlow moves it by itself.
+        `uses` is the number of operations that use it. For a single one, TensorFlow moves it by
+        itself.
         """
         if self._is_here(tensor):
             return tensor
@@ -134,7 +120,7 @@ class DeviceReplica(ExecutionTarget):
             return tf.identity(tensor)
 
     def fetches(self, tensor: tf.Tensor) -> bool:
-        """Whether it pays to let the device fetch a tensor."""
+        """Return whether it pays to let the device fetch a tensor."""
         large = self.device.is_remote and nbytes(tensor) >= _LARGE
         return large and not self._is_here(tensor)
 
@@ -142,8 +128,9 @@ class DeviceReplica(ExecutionTarget):
         """Move a large tensor to another process, in less than half the time of `take`.
 
         TensorFlow sends the arguments of remote operations in messages that are copied several
-        times. What a function on several devices needs is fetched by the device that needs it. But
-        it waits for what other devices compute: use this while they do not.
+        times. The inputs of a function on several devices are instead fetched by the device that
+        needs them. But that device waits for what other devices compute: use this while they are
+        idle.
         """
         self.sent += nbytes(tensor)
         with tf.device(None):
@@ -163,15 +150,7 @@ class DeviceReplica(ExecutionTarget):
         return moved
 
     def give(self, tensor: tf.Tensor, home: str) -> tf.Tensor:
-        """Move a tensor from there to the device that is given by its name.
-
-        Parameters
-        ----------
-        tensor : tf.Tensor
-            The tensor.
-        home : str
-            The name of the device.
-        """
+        """Move a tensor from the device to the device named `home`."""
         if tensor.device == home:
             return tensor
         self.received += nbytes(tensor)
@@ -182,7 +161,7 @@ class DeviceReplica(ExecutionTarget):
             return tf.identity(tensor)
 
     def run(self, function: Callable[[], Any]) -> Any:
-        """Call a function there, while no other one runs."""
+        """Call a function on the device, while no other one runs there."""
         with self._lock, unbound(), self.scope():
             return function()
 
@@ -213,12 +192,9 @@ class DeviceReplica(ExecutionTarget):
 
 
 class VariableValues:
-    """The values of variables at one moment; one that has not changed since is the same tensor.
+    """The values of variables at one moment.
 
-    Parameters
-    ----------
-    before : VariableValues, optional
-        An earlier moment. A variable that has the value it had then keeps its tensor.
+    A variable that has the same value as in `before`, an earlier moment, keeps the same tensor.
     """
 
     def __init__(self, before: VariableValues | None = None) -> None:
@@ -226,7 +202,7 @@ class VariableValues:
         self.tensors: dict[int, tf.Tensor] = {}
 
     def of(self, resources: Sequence[Resource]) -> Values:
-        """Return variables with their values at this moment, read when they are first asked for."""
+        """Return variables with their values, which are read when they are first requested."""
         return [(resource, self._value(resource)) for resource in resources]
 
     def _value(self, resource: Resource) -> tf.Tensor:

@@ -1,8 +1,8 @@
 """The version of TensorFlow that a worker runs.
 
-TensorFlow does not support servers of several versions in one cluster, and has no call that tells a
-server's. On Linux, the worker's own list of loaded libraries says where its TensorFlow is
-installed, and a folder beside it has the version in its name.
+TensorFlow does not support clusters with several versions, and has no call that returns the version
+of a server. On Linux, the worker's list of loaded libraries shows where its TensorFlow is
+installed, and the name of a folder next to it contains the version.
 """
 
 from __future__ import annotations
@@ -16,12 +16,9 @@ _FOLDER = re.compile(r"/tensorflow[a-z_]*-(\d+\.\d+)[^/]*\.dist-info$")
 
 
 def version_of(device: str) -> str:
-    """Return the version at a device, as in ``2.21``; empty if it cannot be found out.
+    """Return the version at a device, as in ``2.21``; empty if it is unknown.
 
-    Parameters
-    ----------
-    device : str
-        The full name. This waits for the device.
+    This waits for the device, which is given by its full name.
     """
     with tf.device(device):
         library = _LIBRARY.search(tf.io.read_file("/proc/self/maps").numpy())

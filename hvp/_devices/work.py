@@ -1,4 +1,4 @@
-"""A piece of work on one device, which is tried again if another device was the cause."""
+"""A piece of work on one device, which is retried if another device caused its failure."""
 
 from __future__ import annotations
 
@@ -17,16 +17,9 @@ _TRIES = 4
 class Work:
     """A function that runs on a device, in the device's thread; or here, at once.
 
-    It must leave nothing half-changed where it fails: it may be called again. Operations on a
-    remote worker wait for it, without end if it does not answer. So none may run in the thread of
-    whoever wants the result.
-
-    Parameters
-    ----------
-    site : ExecutionTarget
-        The device, and what is there.
-    function : callable
-        Takes nothing.
+    The function must not leave anything half-changed if it fails, since it may be called again.
+    Operations on a remote worker wait for it, forever if it does not answer, so none may run in the
+    thread of the code that needs the result.
     """
 
     def __init__(self, site: ExecutionTarget, function: Callable[[], Any]) -> None:
@@ -36,19 +29,10 @@ class Work:
         self._job = self._start() if self._site is not None and site.is_there else None
 
     def result(self, seconds: float) -> Any:
-        """Wait for the result.
+        """Return the result of the function, or raise its error.
 
-        Parameters
-        ----------
-        seconds : float
-            How long to wait for a remote device, which counts as lost after that.
-
-        Raises
-        ------
-        LostDeviceError
-            If the device is lost. It is left alone from then on.
-        Exception
-            What the function raised.
+        A remote device counts as lost after this many seconds. Raise `LostDeviceError` if the
+        device is lost; it is not used from then on.
         """
         if self._here is not None:
             return self._here[0]
@@ -73,7 +57,7 @@ class Work:
         raise AssertionError("not reached")
 
     def abandon(self, seconds: float) -> None:
-        """Wait until nothing runs any more, whatever comes of it."""
+        """Wait until the function has ended, and ignore its result."""
         if self._job is not None and self._site is not None and self._site.is_there:
             with contextlib.suppress(Exception):
                 self._wait(self._job, seconds)

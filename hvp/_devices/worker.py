@@ -1,6 +1,6 @@
 """One worker on this machine: a TensorFlow server that ends when its standard input does.
 
-It runs as a program of its own, without the rest of the package.
+It runs as a separate program, without the rest of the package.
 """
 
 from __future__ import annotations

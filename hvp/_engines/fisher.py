@@ -84,7 +84,7 @@ class FisherRule(PredictionRule):
             )
         families = [LIKELIHOODS[name] for name in names]
         known = [family.prepare(part) for family, part in zip(families, predictions)]
-        constants = self._constants(output, families, known)
+        constants = self._constants(output, names, families, known)
         if not self.samples:
             return list(zip(families, known, constants))
         drawn = []
@@ -102,7 +102,11 @@ class FisherRule(PredictionRule):
         return products
 
     def _constants(
-        self, output: Output, families: Sequence[Likelihood], known: Sequence[Any]
+        self,
+        output: Output,
+        names: Sequence[str],
+        families: Sequence[Likelihood],
+        known: Sequence[Any],
     ) -> list[tf.Tensor]:
         """Find `c` for each tensor of the predictions, by multiplying one vector."""
         vectors = [
@@ -111,9 +115,7 @@ class FisherRule(PredictionRule):
         ]
         products = output.taped.vjp(vectors)
         constants = []
-        for family, prepared, v, product, name in zip(
-            families, known, vectors, products, self.likelihoods
-        ):
+        for family, prepared, v, product, name in zip(families, known, vectors, products, names):
             fisher = family.multiply(prepared, v)
             if product is None:
                 product = tf.zeros_like(fisher)

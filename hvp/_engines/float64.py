@@ -15,8 +15,8 @@ import tensorflow as tf
 from hvp._derivatives.replace import replace_operations
 from hvp._engines.plan import WideGradient
 from hvp._engines.trace import TracedGraph
+from hvp._graphs.graph import Graph, data_inputs
 from hvp._graphs.inline import inline_calls
-from hvp._graphs.parts import ancestors, cut_out, data_inputs, import_part, node_of
 from hvp._graphs.wide import widen
 
 _FLOAT, _DOUBLE = tf.float32.as_datatype_enum, tf.float64.as_datatype_enum
@@ -44,15 +44,15 @@ def gradient_in_float64(
         raise when it is called.
     """
     flat, rename = inline_calls(replace_operations(traced.graph_def))
-    nodes = {node.name: node for node in flat.node}
+    graph = Graph(flat)
     gradient_names = [rename(name) for name in (traced.gradient or ()) if name is not None]
-    names = ancestors(nodes, gradient_names)
+    names = graph.ancestors(gradient_names)
     captures = {rename(name): tensor for name, tensor in traced.captures.items()}
     places = {id(variable.handle): i for i, variable in enumerate(variables)}
     read_places: dict[str, int] = {}
     known: dict[str, tf.Tensor] = {}
     for name in names:
-        node, read = nodes[name], f"{name}:0"
+        node, read = graph.nodes[name], f"{name}:0"
         if node.op == "ReadVariableOp":
             handle = captures.get(data_inputs(node)[0])
             if handle is None:
@@ -64,9 +64,8 @@ def gradient_in_float64(
             known[read] = _wide(tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype))
         elif read in captures and captures[read].dtype != tf.resource:
             known[read] = _wide(captures[read])
-    fed = {node_of(name) for name in (*read_places, *known)}
-    needed = ancestors(nodes, gradient_names, lambda name: name not in fed)
-    part = cut_out(flat, needed, keep_controls=False)
+    wide = graph.computing(gradient_names, [*read_places, *known])
+    part = wide.graph_def
     if part.library.function or any("Resource" in node.op for node in part.node):
         return None
     for node in list(part.node):
@@ -77,7 +76,7 @@ def gradient_in_float64(
     order = list(read_places)
 
     def evaluate(*values: tf.Tensor) -> list[tf.Tensor]:
-        return import_part(part, {**known, **dict(zip(order, values))}, gradient_names)
+        return wide.imported({**known, **dict(zip(order, values))}, gradient_names)
 
     dtypes = [tf.float64 if v.dtype == tf.float32 else v.dtype for v in variables]
     specs = [tf.TensorSpec(variables[read_places[n]].shape, dtypes[read_places[n]]) for n in order]

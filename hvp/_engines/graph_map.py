@@ -12,7 +12,7 @@ from hvp._engines.graph_product import GraphProduct
 from hvp._engines.graph_program import GraphProgram
 from hvp._engines.linear_map import LinearMap, by_parts
 from hvp._graphs.compiled import Compiled
-from hvp._graphs.parts import nbytes
+from hvp._graphs.sizes import nbytes
 from hvp._graphs.target import LOCAL, ExecutionTarget
 from hvp._graphs.variants import variant_nbytes
 from hvp._vectors.space import Space

@@ -20,7 +20,6 @@ from hvp._derivatives.suspects import refuse_missing_derivatives
 from hvp._engines.graph_product import Compilation, GraphProduct
 from hvp._engines.trace import TracedGraph
 from hvp._engines.transposition import TransposedProduct
-from hvp._graphs.broadcasts import broadcast_instead_of_repeating
 from hvp._graphs.compiled import Compiled, JitCompile
 from hvp._graphs.dataflow import (
     BRANCHES,
@@ -31,14 +30,13 @@ from hvp._graphs.dataflow import (
     input_dtypes,
     output_dtypes,
 )
-from hvp._graphs.folding import fold_shapes
+from hvp._graphs.graph import Graph, Output, data_inputs, node_of
 from hvp._graphs.inline import inline_calls
 from hvp._graphs.low_precision import in_low_precision
 from hvp._graphs.matrix_products import for_many_vectors
-from hvp._graphs.merging import merge_equal_operations
-from hvp._graphs.parts import data_inputs, import_part, nbytes, node_of
 from hvp._graphs.schedule import in_order_if_large
-from hvp._graphs.sizes import BORROWED, take_sizes
+from hvp._graphs.simplify import simplified
+from hvp._graphs.sizes import BORROWED, nbytes
 from hvp._graphs.split import split
 from hvp._graphs.target import LOCAL, ExecutionTarget
 from hvp._graphs.wide import in_float64
@@ -102,7 +100,7 @@ class GraphProgram:
         What products take in their place: packed together where they are small.
     owned : list of bool
         Which of these take memory of their own.
-    product_part, once_part : GraphDef
+    product_part, once_part : Graph
         What runs for each product, and what runs once per point.
     product : GraphProduct
         The products.
@@ -137,32 +135,28 @@ class GraphProgram:
             self._renamed = {name: narrow(flat_name) for name, flat_name in self._renamed.items()}
             self._products = [narrow(name) for name in self._products]
         self._results_of_once = list(dict.fromkeys(self._renamed.values()))
-        fold_shapes(flat)
-        merge_equal_operations(flat, {*map(node_of, [*self._results_of_once, *self._products])})
-        broadcast_instead_of_repeating(flat)
-        sizes = take_sizes(flat)
-        parts = split(flat, self._vectors, self._products, self._results_of_once, sizes)
+        graph = simplified(flat, [*self._results_of_once, *self._products])
+        parts = split(graph, self._vectors, self._products, self._results_of_once)
         self.once_part, self._dependent = parts.once, parts.dependent
         # A variable itself, whose shape a product may ask for, is the same at every point.
         self._handles = {
             name: tensor for name, tensor in self._captures.items() if tensor.dtype == tf.resource
         }
         self.residuals = [name for name in parts.residuals if name not in self._handles]
-        nodes = {node.name: node for node in flat.node}
+        nodes = graph.nodes
         self._owned = [nodes[node_of(name)].op not in BORROWED for name in self.residuals]
         self._rounded: set[str] = set()
         product = parts.product
         if precision is not None:
             own = (name for name, owned in zip(self.residuals, self._owned) if owned)
             types = {name: _dtype_of(name, nodes) for name in own if name not in self._products}
-            lowered = in_low_precision(product, precision, sizes, types, self._products)
-            product, sizes, self._rounded = lowered.part, lowered.sizes, lowered.rounded
-            recomputed = (f.signature.name for f in product.library.function)
-            inside = any(precision.name in name for name in recomputed)
-            precision = precision if lowered.count or lowered.rounded or inside else None
+            lowered = in_low_precision(product, precision, types, self._products)
+            product, self._rounded = lowered.graph, lowered.rounded
+            inside = any(precision.name in name for name in product.functions)
+            precision = precision if lowered.products or lowered.rounded or inside else None
         self.precision = precision
         self._product_in_any_order = product
-        self.product_part = in_order_if_large(product, sizes, self._products)
+        self.product_part = in_order_if_large(product, self._products)
         self._settings = jit_compile, report
         self._compile()
 
@@ -189,9 +183,9 @@ class GraphProgram:
             self.residual_specs,
             jit_compile,
             report,
-            by_columns=any(_is_not_vectorized(node) for node in self.product_part.node),
-            xla_for_blocks=not any("Conv" in node.op for node in self.product_part.node),
-            light_optimization=not any(map(_has_functions, self.product_part.node)),
+            by_columns=any(_is_not_vectorized(node) for node in self.product_part.graph_def.node),
+            xla_for_blocks=not any("Conv" in node.op for node in self.product_part.graph_def.node),
+            light_optimization=not any(map(_has_functions, self.product_part.graph_def.node)),
             changed=self.changed if self.tells_changes else None,
         )
         specs = self._traced.vector_specs
@@ -242,7 +236,7 @@ class GraphProgram:
             dataclasses.replace(
                 self._compilation,
                 residuals=[*specs[:zeros], *self.residual_specs],
-                by_columns=any(_is_not_vectorized(node) for node in graph.part.node),
+                by_columns=any(_is_not_vectorized(node) for node in graph.part.graph_def.node),
             ),
             multiply_each=functools.partial(multiply, many=True),
         )
@@ -304,9 +298,7 @@ class GraphProgram:
     def _import_once(self) -> list[tf.Tensor]:
         # First, before the function itself writes to any of them.
         watched = [resource.read() for resource in self._reads]
-        tensors = import_part(
-            self.once_part, self._captures, [*self._results_of_once, *self.residuals]
-        )
+        tensors = self.once_part.imported(self._captures, [*self._results_of_once, *self.residuals])
         results, residuals = (
             tensors[: len(self._results_of_once)],
             tensors[len(self._results_of_once) :],
@@ -333,7 +325,7 @@ class GraphProgram:
         return self._packing.pack(tensors)
 
     def _import_product(
-        self, vector: Sequence[tf.Tensor], residuals: Sequence[tf.Tensor], part: Any = None
+        self, vector: Sequence[tf.Tensor], residuals: Sequence[tf.Tensor], part: Graph | None = None
     ) -> list[tf.Tensor]:
         products = iter(self._import_connected(vector, residuals, part))
         parts = [None if name is None else next(products) for name in self._traced.products]
@@ -346,12 +338,12 @@ class GraphProgram:
         return self._import_product(vector, residuals, part)
 
     def _import_connected(
-        self, vector: Sequence[tf.Tensor], residuals: Sequence[tf.Tensor], part: Any = None
+        self, vector: Sequence[tf.Tensor], residuals: Sequence[tf.Tensor], part: Graph | None = None
     ) -> list[tf.Tensor]:
         """Import the parts of the product that are not identically zero."""
         values = [*vector, *self.unpack(residuals)]
         known = {**self._handles, **dict(zip([*self._vectors, *self.residuals], values))}
-        tensors = import_part(self.product_part if part is None else part, known, self._products)
+        tensors = (part or self.product_part).imported(known, self._products)
         pairs = zip(self._codomain.shapes, self._traced.products)
         shapes = [shape for shape, name in pairs if name is not None]
         # Where a shape was computed, and is now a residual, TensorFlow forgets what it is.
@@ -362,8 +354,8 @@ class GraphProgram:
 
 
 def _dtype_of(tensor: str, nodes: Mapping[str, Any]) -> tf.DType:
-    name, _, index = tensor.partition(":")
-    return output_dtypes(nodes[name])[int(index or 0)]
+    name, index = Output.of(tensor)
+    return output_dtypes(nodes[name])[index]
 
 
 def _joined_if_small(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -372,17 +364,15 @@ def _joined_if_small(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
     return packing.pack(tensors) if packing.pays else tensors
 
 
-def _passes_lists(part: Any) -> bool:
+def _passes_lists(part: Graph) -> bool:
     """Whether lists of tensors enter a part of a graph, or pass through a branch of it."""
-    functions = [function.node_def for function in part.library.function]
-    branches = (node for nodes in (part.node, *functions) for node in nodes if node.op in BRANCHES)
+    branches = (node for node in part.all_nodes if node.op in BRANCHES)
     types = {dtype for node in branches for dtype in (*input_dtypes(node), *output_dtypes(node))}
-    computed = {node.name for node in part.node}
     entering = {
         dtype
-        for node in part.node
+        for node in part.graph_def.node
         for tensor, dtype in zip(data_inputs(node), input_dtypes(node))
-        if node_of(tensor) not in computed
+        if node_of(tensor) not in part.nodes
     }
     return tf.variant in types | entering
 

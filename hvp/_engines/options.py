@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 from hvp._devices.device import devices_of
 from hvp._errors import HvpError
 from hvp._graphs.compiled import JitCompile
-from hvp._runtime.arguments import check_count, refuse_unknown
+from hvp._runtime.arguments import check_count, check_number, refuse_unknown
 from hvp._runtime.progress import check_progress
 
 Engine = Literal["graph", "tape"]
@@ -50,9 +50,7 @@ def _any(name: str, value: Any) -> Any:
 
 
 def _count(name: str, value: Any) -> Any:
-    if value is not None:
-        check_count(value, name)
-    return value
+    return None if value is None else check_count(value, name)
 
 
 def _function(name: str, value: Any) -> Any:
@@ -79,9 +77,7 @@ def _devices(name: str, value: Any) -> Any:
 
 
 def _seconds(name: str, value: Any) -> Any:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
-        raise HvpError(f"the argument {name} is {value!r}", "a number of seconds")
-    return value
+    return check_number(value, name, positive=True)
 
 
 @dataclass(frozen=True)

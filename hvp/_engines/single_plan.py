@@ -33,8 +33,8 @@ from hvp._errors import (
     quoted,
 )
 from hvp._graphs.dataflow import KEPT_WHOLE
+from hvp._graphs.graph import digest_of_graph
 from hvp._graphs.low_precision import is_fast, recomputed_in
-from hvp._graphs.parts import digest_of_graph
 from hvp._graphs.split import UnsplittableError
 from hvp._graphs.target import LOCAL, ExecutionTarget
 from hvp._keras.losses import preserved_losses

@@ -31,8 +31,8 @@ from hvp._graphs.concrete import (
     is_written,
 )
 from hvp._graphs.dataflow import RECOMPUTED_GRADIENT, Dataflow, Vertex, layer_of
+from hvp._graphs.graph import Graph
 from hvp._graphs.means import lengths_averaged
-from hvp._graphs.parts import ancestors, cut_out, import_part
 from hvp._graphs.private import is_of_tape
 from hvp._graphs.sizes import BORROWED, VIEWS, graph_def_with_shapes
 from hvp._vectors.resources import Resource
@@ -347,7 +347,6 @@ def _at_wrong_values(
     """Make a function that tells which operations are at values where their derivative is wrong."""
     if not suspects:
         return None
-    nodes = {node.name: node for node in graph_def.node}
     operations = [concrete.graph.get_operation_by_name(suspect.name) for suspect in suspects]
     at_zeros = [WRONG_AT_VALUES[suspect.kind].values == "zeros" for suspect in suspects]
     tensors = [
@@ -355,11 +354,11 @@ def _at_wrong_values(
         for operation, at_zero in zip(operations, at_zeros)
     ]
     # Without what runs only for its effect.
-    part = cut_out(graph_def, ancestors(nodes, tensors), keep_controls=False)
+    part = Graph(graph_def).computing(tensors)
 
     def at_wrong_values() -> tf.Tensor:
         known = {inside.name: outside for inside, outside in captures(concrete)}
-        values = import_part(part, known, tensors)
+        values = part.imported(known, tensors)
         return tf.stack(
             [
                 tf.reduce_any(tf.equal(value, 0)) if at_zero else _are_equal(value, operation.type)

@@ -9,22 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import tensorflow as tf
 
 from hvp._derivatives.corrections import corrected_derivatives
 from hvp._derivatives.replace import replace_operations
-from hvp._graphs.broadcasts import broadcast_instead_of_repeating
 from hvp._graphs.concrete import captures
-from hvp._graphs.folding import fold_shapes
+from hvp._graphs.graph import Graph, node_of
 from hvp._graphs.inline import inline_calls
 from hvp._graphs.matrix_products import for_many_vectors
-from hvp._graphs.merging import merge_equal_operations
-from hvp._graphs.parts import ancestors, cut_out, import_part, node_of
 from hvp._graphs.schedule import in_order_if_large
-from hvp._graphs.sizes import graph_def_with_shapes, take_sizes
-from hvp._graphs.split import dependent_on
+from hvp._graphs.simplify import simplified
+from hvp._graphs.sizes import graph_def_with_shapes
 
 # Adds the product to the graph being traced, from the parts of the vector and the residuals;
 # returns those parts of it that are not identically zero.
@@ -37,9 +33,9 @@ class TransposedProduct:
 
     Attributes
     ----------
-    part : GraphDef
+    part : Graph
         The graph, in an order that needs little memory if it is large.
-    for_many : GraphDef
+    for_many : Graph
         The same, written for many vectors at once.
     captures : dict of str to tf.Tensor
         What it uses besides its inputs, such as the variables themselves.
@@ -49,8 +45,8 @@ class TransposedProduct:
         Names of the parts of the product.
     """
 
-    part: Any
-    for_many: Any
+    part: Graph
+    for_many: Graph
     captures: dict[str, tf.Tensor]
     inputs: list[str]
     results: list[str]
@@ -93,18 +89,11 @@ class TransposedProduct:
         flat, rename = inline_calls(replace_operations(graph_def_with_shapes(concrete.graph)))
         results = [rename(tensor.name) for tensor in concrete.outputs]
         vectors = [rename(tensor.name) for tensor in weights]
-        kept = {*map(node_of, results)}
-        fold_shapes(flat)
-        merge_equal_operations(flat, kept)
-        broadcast_instead_of_repeating(flat)
-        sizes = take_sizes(flat)
-        nodes = {node.name: node for node in flat.node}
-        known = [*vectors, *(rename(t.name) for t in concrete.inputs)]
-        needed = ancestors(nodes, results) - {*map(node_of, known)}
-        part = cut_out(flat, needed, keep_controls=False)
+        graph = simplified(flat, results)
+        part = graph.computing(results, [*vectors, *(rename(t.name) for t in concrete.inputs)])
         return cls(
-            part=in_order_if_large(part, sizes, results),
-            for_many=for_many_vectors(part, dependent_on(nodes, {*map(node_of, vectors)})),
+            part=in_order_if_large(part, results),
+            for_many=for_many_vectors(part, graph.descendants(map(node_of, vectors))),
             captures={rename(inside.name): outside for inside, outside in captures(concrete)},
             inputs=[*vectors, *(rename(t.name) for t in concrete.inputs[: len(inputs)])],
             results=results,
@@ -125,4 +114,4 @@ class TransposedProduct:
             Whether TensorFlow will apply it to many vectors at once.
         """
         known = {**self.captures, **dict(zip(self.inputs, [*vector, *residuals]))}
-        return import_part(self.for_many if many else self.part, known, self.results)
+        return (self.for_many if many else self.part).imported(known, self.results)

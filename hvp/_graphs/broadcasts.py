@@ -17,8 +17,8 @@ from typing import Any
 import tensorflow as tf
 
 from hvp._graphs.dataflow import output_dtypes
-from hvp._graphs.parts import data_inputs, in_topological_order, nbytes, node_of, with_index
-from hvp._graphs.sizes import ENTRYWISE, is_small, note_shapes, shapes_of
+from hvp._graphs.graph import Output, data_inputs, in_topological_order, node_of, with_index
+from hvp._graphs.sizes import ENTRYWISE, is_small, nbytes, note_shapes, shape_of, shapes_of
 
 # Operations that broadcast their arguments, besides sums of two.
 _BROADCASTING = frozenset(
@@ -139,17 +139,9 @@ class _BroadcastRewriting:
 
     def _shape(self, tensor: str) -> Shape | None:
         """Return the shape of a tensor, None if it is not fully known."""
-        if with_index(tensor) in self._inputs:
-            known = self._inputs[with_index(tensor)]
-            return tuple(known) if known.is_fully_defined() else None
-        name, _, index = tensor.partition(":")
-        noted = shapes_of(self._nodes[name])
-        if int(index or 0) >= len(noted):
-            return None
-        shape = noted[int(index or 0)]
-        if shape.unknown_rank or any(dim.size < 0 for dim in shape.dim):
-            return None
-        return tuple(dim.size for dim in shape.dim)
+        known = self._inputs.get(with_index(tensor))
+        shape = shape_of(tensor, self._nodes) if known is None else known
+        return tuple(shape) if shape.is_fully_defined() else None
 
     def _is_small(self, node: Any) -> bool:
         shape = self._shape(node.name)
@@ -159,8 +151,8 @@ class _BroadcastRewriting:
 
 def _key(tensor: str) -> str:
     """Return the name under which a first result is noted, with or without its index."""
-    name, _, index = tensor.partition(":")
-    return name if index in ("", "0") else tensor
+    name, place = Output.of(tensor)
+    return tensor if place else name
 
 
 def _is_pair(node: Any) -> bool:

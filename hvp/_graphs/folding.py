@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvp._graphs.parts import data_inputs, in_topological_order, node_of
-from hvp._graphs.sizes import note_shapes, shapes_of
+from hvp._graphs.graph import data_inputs, in_topological_order, node_of
+from hvp._graphs.sizes import note_shapes, shape_of, shapes_of
 
 
 def fold_shapes(graph_def: Any) -> None:
@@ -66,11 +66,7 @@ _INTEGERS = frozenset({tf.int32.as_datatype_enum, tf.int64.as_datatype_enum})
 
 
 def _shape_of(tensor: str, nodes: Mapping[str, Any]) -> np.ndarray | None:
-    node, index = nodes.get(node_of(tensor)), int(tensor.partition(":")[2] or 0)
-    shapes = [] if node is None else shapes_of(node)
-    if index >= len(shapes):
-        return None
-    shape = tf.TensorShape(shapes[index])
+    shape = shape_of(tensor, nodes)
     return np.array(shape.as_list()) if shape.is_fully_defined() else None
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvp._graphs.dataflow import CALLS, KEPT_WHOLE, functions_of, kept_whole, output_offset
-from hvp._graphs.parts import in_topological_order, node_of
+from hvp._graphs.graph import Output, in_topological_order, node_of
 from hvp._graphs.private import COLOCATED_WITH
 from hvp._graphs.sizes import note_shapes, shapes_of
 
@@ -203,7 +203,7 @@ class _Inliner:
             node = self._added.get(node_of(tensor))
             shapes = [] if node is None else shapes_of(node)
             if shapes:
-                shapes[int(tensor.partition(":")[2])] = shape
+                shapes[Output.of(tensor).place] = shape
                 note_shapes(node, shapes)
 
 

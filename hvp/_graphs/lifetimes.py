@@ -6,8 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from hvp._graphs.parts import data_inputs, node_of, with_index
-from hvp._graphs.sizes import ENTRYWISE, VIEWS, Sizes, size_of
+from hvp._graphs.graph import Sizes, data_inputs, node_of, with_index
+from hvp._graphs.sizes import ENTRYWISE, VIEWS, size_of
 
 
 class Lifetimes:

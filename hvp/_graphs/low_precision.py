@@ -17,13 +17,12 @@ import functools
 import math
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import tensorflow as tf
 
-from hvp._graphs.parts import data_inputs, node_of, with_index, without_unused
-from hvp._graphs.sizes import VIEWS, Sizes, is_small, size_of
+from hvp._graphs.graph import Graph, Sizes, data_inputs, node_of, with_index
+from hvp._graphs.sizes import VIEWS, is_small, size_of
 
 # The operations, and which of their inputs are factors; None stands for all inputs.
 _PRODUCTS: dict[str, tuple[int, ...] | None] = {
@@ -50,56 +49,27 @@ _LEAST_INTENSITY = 24
 _ORDER, _ROUNDS, _FAST = 1024, 4, 0.85
 
 
-@dataclass(frozen=True)
-class Lowered:
+class Lowered(NamedTuple):
     """A graph with products in low precision.
 
-    Attributes
-    ----------
-    part : GraphDef
-        The graph.
-    sizes : Sizes
-        The sizes of the results of its operations.
-    rounded : set of str
-        Names of the inputs that it takes in low precision.
-    count : int
-        The number of products in low precision.
+    `rounded` are the names of the inputs that it takes in low precision, and `products` is the
+    number of products.
     """
 
-    part: Any
-    sizes: Sizes
+    graph: Graph
     rounded: set[str]
-    count: int
+    products: int
 
 
 def in_low_precision(
-    part: Any,
-    dtype: tf.DType,
-    sizes: Sizes,
-    inputs: Mapping[str, tf.DType],
-    results: Sequence[str],
+    graph: Graph, dtype: tf.DType, inputs: Mapping[str, tf.DType], results: Sequence[str]
 ) -> Lowered:
     """Compute the large matrix products and convolutions of a graph in low precision.
 
-    Parameters
-    ----------
-    part : GraphDef
-        The graph. Functions that it calls stay as they are.
-    dtype : tf.DType
-        The type of low precision.
-    sizes : Sizes
-        The sizes of the results of its operations and of its inputs.
-    inputs : mapping of str to tf.DType
-        Names and types of the inputs that may be rounded. Those that are large and of a wider type
-        are.
-    results : sequence of str
-        The names of its results, which keep their types.
-
-    Returns
-    -------
-    Lowered
+    Functions that the graph calls stay as they are, and results keep their types. Of `inputs`,
+    given by their names and types, those that are large and of a wider type are rounded.
     """
-    sizes = dict(sizes)
+    sizes, part = dict(graph.sizes), graph.graph_def
     rounded = {
         name: wide
         for name, wide in inputs.items()
@@ -108,7 +78,7 @@ def in_low_precision(
     products = {n.name for n in part.node if _is_product(n) and _is_worthwhile(n, sizes)}
     lowered = type(part)(versions=part.versions, library=part.library)
     lowered.node.extend(_Lowering(dtype, sizes, rounded).run(part.node, products))
-    return Lowered(without_unused(lowered, results), sizes, set(rounded), len(products))
+    return Lowered(Graph(lowered, sizes).without_unused(results), set(rounded), len(products))
 
 
 @contextlib.contextmanager

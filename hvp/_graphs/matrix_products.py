@@ -17,22 +17,16 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvp._graphs.parts import data_inputs, node_of
+from hvp._graphs.graph import Graph, data_inputs, node_of
 
 
-def for_many_vectors(part: Any, dependent: Container[str]) -> Any:
-    """Return a copy of a graph in which products of two matrices are written for many vectors.
+def for_many_vectors(graph: Graph, dependent: Container[str]) -> Graph:
+    """Return a graph in which products of two matrices are written for many vectors.
 
-    Parameters
-    ----------
-    part : GraphDef
-        What computes a product with one vector.
-    dependent : container of str
-        The names of the nodes that depend on the vector.
+    `graph` computes a product with one vector, on which the operations in `dependent` depend.
     """
-    copy = type(part)()
-    copy.CopyFrom(part)
-    for node in copy.node:
+    copy = graph.copy()
+    for node in copy.graph_def.node:
         if node.op == "MatMul":
             left_depends, right_depends = (node_of(x) in dependent for x in data_inputs(node))
             if left_depends != right_depends:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from hvp._graphs.dataflow import is_stateful
-from hvp._graphs.parts import in_topological_order, node_of, with_index
+from hvp._graphs.graph import in_topological_order, node_of, with_index
 from hvp._graphs.private import SHAPES
 
 # Operations that are not merged: places of inputs, and what only orders others.
@@ -72,5 +72,4 @@ def _refer(node: Any, merged: Mapping[str, str]) -> None:
         name = node_of(tensor)
         if name in merged:
             wait = "^" if tensor.startswith("^") else ""
-            _, colon, index = tensor.partition(":")
-            node.input[i] = f"{wait}{merged[name]}{colon}{index}"
+            node.input[i] = f"{wait}{merged[name]}{tensor.removeprefix(wait).removeprefix(name)}"

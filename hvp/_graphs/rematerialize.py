@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from hvp._graphs.graph import Sizes, data_inputs, node_of, with_index
 from hvp._graphs.lifetimes import buffers_of, root_of
-from hvp._graphs.parts import data_inputs, node_of, with_index
-from hvp._graphs.sizes import ENTRYWISE, VIEWS, Sizes, is_small, size_of
+from hvp._graphs.sizes import ENTRYWISE, VIEWS, is_small, size_of
 
 # A value is computed late only if more than this many large values are computed while it waits.
 _WORTH_IT = 4

@@ -19,8 +19,8 @@ import numpy as np
 from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-from hvp._graphs.parts import data_inputs, node_of, with_index
-from hvp._graphs.sizes import BORROWED, ENTRYWISE, EXPENSIVE, Sizes, are_few, is_small, size_of
+from hvp._graphs.graph import Sizes, data_inputs, node_of, with_index
+from hvp._graphs.sizes import BORROWED, ENTRYWISE, EXPENSIVE, are_few, is_small, size_of
 
 # Operations that run again in any case. Their inputs are smaller than the result or share its
 # buffer: constants, views and repetitions.

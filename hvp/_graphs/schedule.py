@@ -14,10 +14,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+from hvp._graphs.graph import Graph
 from hvp._graphs.lifetimes import Lifetimes
-from hvp._graphs.parts import cut_out
 from hvp._graphs.rematerialize import Rematerialization, add_own_views
-from hvp._graphs.sizes import ENTRYWISE, EXPENSIVE, VIEWS, Sizes, are_few, is_small
+from hvp._graphs.sizes import ENTRYWISE, EXPENSIVE, VIEWS, are_few, is_small
 
 # Where the order is not strict, large values are computed in groups of this size, each after the
 # group before the last one.
@@ -26,21 +26,20 @@ _GROUP = 4
 _ROUNDS = 4
 
 
-def in_order_if_large(part: Any, sizes: Sizes, results: Sequence[str]) -> Any:
+def in_order_if_large(graph: Graph, results: Sequence[str]) -> Graph:
     """Apply `in_order` to a graph that can take much memory; return any other as it is."""
-    total = sum(sum(sizes[node.name]) for node in part.node if node.op not in VIEWS)
-    return part if are_few(total) else in_order(part, sizes, results, strict=False)
+    nodes = graph.graph_def.node
+    total = sum(sum(graph.sizes[node.name]) for node in nodes if node.op not in VIEWS)
+    return graph if are_few(total) else in_order(graph, results, strict=False)
 
 
-def in_order(part: Any, sizes: Sizes, results: Sequence[str], *, strict: bool = True) -> Any:
+def in_order(graph: Graph, results: Sequence[str], *, strict: bool = True) -> Graph:
     """Compute large values one after another, in an order that needs little memory.
 
     Parameters
     ----------
-    part : GraphDef
-        A graph. Its inputs stay in memory.
-    sizes : Sizes
-        The sizes of the results of its operations.
+    graph : Graph
+        A graph with the sizes of its results. Its inputs stay in memory.
     results : sequence of str
         Its results, which stay in memory too.
     strict : bool, optional
@@ -49,7 +48,7 @@ def in_order(part: Any, sizes: Sizes, results: Sequence[str], *, strict: bool = 
 
     Returns
     -------
-    GraphDef
+    Graph
         The same operations with control edges between them; some operations occur more than once.
 
     Notes
@@ -60,8 +59,8 @@ def in_order(part: Any, sizes: Sizes, results: Sequence[str], *, strict: bool = 
     from the beginning is ready long before its result is of use. Operations are therefore moved to
     right before their first use where that shortens the time that values wait, in all.
     """
-    ordered = cut_out(part, {node.name for node in part.node}, keep_controls=True)
-    sizes = {node.name: sizes[node.name] for node in part.node}
+    ordered = graph.copy().graph_def
+    sizes = {node.name: graph.sizes[node.name] for node in ordered.node}
     add_own_views(ordered, sizes)
     lives = Lifetimes(ordered.node, sizes, results)
     order = _late(lives, _greedy(lives))
@@ -78,7 +77,7 @@ def in_order(part: Any, sizes: Sizes, results: Sequence[str], *, strict: bool = 
         node.name for node in ordered.node if node.op in VIEWS or is_small(sum(sizes[node.name]))
     }
     _let_wait(ordered, [name for name in order if name not in free], strict)
-    return ordered
+    return Graph(ordered, sizes)
 
 
 def _let_wait(part: Any, order: Sequence[str], strict: bool) -> None:

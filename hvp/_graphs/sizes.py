@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvp._graphs.dataflow import kept_whole, output_dtypes
-from hvp._graphs.parts import data_inputs, nbytes, node_of
+from hvp._graphs.graph import Output, Sizes, data_inputs
 from hvp._graphs.private import SHAPES
 
 # Values of fewer bytes are small: they take little memory, and many of them can be computed at the
@@ -41,10 +41,19 @@ EXPENSIVE = frozenset(
     """.split()
 )
 
-# Where TensorFlow notes the shapes of results in a graph.
+# Stands for the size of an axis whose size is not known.
+_UNKNOWN_SIZE = 32
 
-# From the name of an operation to the bytes of each of its results.
-Sizes = dict[str, list[int]]
+
+def nbytes(tensor: Any) -> int:
+    """Return the bytes of a tensor. Axes of unknown size count as small."""
+    shape, dtype = tf.TensorShape(tensor.shape), tf.as_dtype(tensor.dtype)
+    if shape.rank is None or not dtype.size:
+        return 0
+    total = dtype.size
+    for size in shape:
+        total *= _UNKNOWN_SIZE if size is None else size
+    return int(total)
 
 
 def graph_def_with_shapes(graph: tf.Graph) -> Any:
@@ -80,8 +89,8 @@ def take_sizes(graph_def: Any, inputs: Mapping[str, tf.TensorSpec] | None = None
     """
     sizes: Sizes = {}
     for name, spec in (inputs or {}).items():
-        known = sizes.setdefault(node_of(name), [])
-        index = int(name.partition(":")[2] or 0)
+        node, index = Output.of(name)
+        known = sizes.setdefault(node, [])
         known += [0] * (index + 1 - len(known))
         known[index] = nbytes(spec)
     unknown = []
@@ -111,13 +120,21 @@ def are_few(nbytes: int) -> bool:
 
 def size_of(tensor: str, sizes: Sizes) -> int:
     """Return the bytes of a tensor; zero if it is not known."""
-    known, index = sizes.get(node_of(tensor), ()), int(tensor.partition(":")[2] or 0)
+    node, index = Output.of(tensor)
+    known = sizes.get(node, ())
     return known[index] if index < len(known) else 0
 
 
 def shapes_of(node: Any) -> list[Any]:
     """Return the shapes that TensorFlow noted for the results of a node; none if it did not."""
     return list(node.attr[SHAPES].list.shape) if SHAPES in node.attr else []
+
+
+def shape_of(tensor: str, nodes: Mapping[str, Any]) -> tf.TensorShape:
+    """Return the shape that TensorFlow noted for a tensor, which may be unknown."""
+    name, place = Output.of(tensor)
+    shapes = shapes_of(nodes[name]) if name in nodes else []
+    return tf.TensorShape(shapes[place] if place < len(shapes) else None)
 
 
 def note_shapes(node: Any, shapes: Sequence[Any]) -> None:

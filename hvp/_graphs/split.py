@@ -6,15 +6,13 @@ part uses are the *residuals*. The part that depends on the vector runs for each
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hvp._graphs.dataflow import is_stateful
-from hvp._graphs.parts import ancestors, cut_out, data_inputs, node_of
+from hvp._graphs.graph import Graph, data_inputs, node_of
 from hvp._graphs.residuals import choose_residuals
-from hvp._graphs.sizes import Sizes
 
 
 @dataclass(frozen=True)
@@ -23,7 +21,7 @@ class Split:
 
     Attributes
     ----------
-    once, product : GraphDef
+    once, product : Graph
         The part that runs once, and the part that runs for each product.
     residuals : list of str
         Names of the tensors that pass from the first to the second.
@@ -31,8 +29,8 @@ class Split:
         Names of the nodes that depend on the vector.
     """
 
-    once: Any
-    product: Any
+    once: Graph
+    product: Graph
     residuals: list[str]
     dependent: set[str]
 
@@ -42,26 +40,20 @@ class UnsplittableError(Exception):
 
 
 def split(
-    flat: Any,
-    vectors: Sequence[str],
-    results: Sequence[str],
-    once_results: Sequence[str],
-    sizes: Sizes,
+    graph: Graph, vectors: Sequence[str], results: Sequence[str], once_results: Sequence[str]
 ) -> Split:
     """Split a graph without calls.
 
     Parameters
     ----------
-    flat : GraphDef
-        A graph that `inline_calls` returned.
+    graph : Graph
+        What `inline_calls` returned, with the sizes of all results.
     vectors : sequence of str
         Names of the placeholders for the parts of the vector.
     results : sequence of str
         Names of the tensors that make up the product.
     once_results : sequence of str
         Names of the tensors that the first part returns besides residuals.
-    sizes : Sizes
-        The sizes of the results of all operations.
 
     Returns
     -------
@@ -72,10 +64,9 @@ def split(
     UnsplittableError
         If a stateful operation depends on the vector.
     """
-    nodes = {node.name: node for node in flat.node}
-    dependent = dependent_on(nodes, {node_of(name) for name in vectors})
-    needed = ancestors(nodes, results, lambda name: name in dependent)
-    functions = {f.signature.name: f for f in flat.library.function}
+    nodes, functions, vector_nodes = graph.nodes, graph.functions, {*map(node_of, vectors)}
+    dependent = graph.descendants(vector_nodes)
+    needed = graph.ancestors(results, dependent.__contains__)
     for name in needed:
         if is_stateful(nodes[name], functions):
             raise UnsplittableError(
@@ -83,7 +74,7 @@ def split(
             )
     wanted = [tensor for name in needed for tensor in data_inputs(nodes[name])]
     wanted = [tensor for tensor in [*wanted, *results] if node_of(tensor) not in needed]
-    again, residuals = choose_residuals(nodes, wanted, sizes)
+    again, residuals = choose_residuals(nodes, wanted, graph.sizes)
     product = needed | again
     effects = [
         f"{name}:0"
@@ -93,29 +84,13 @@ def split(
     # Control edges from operations that depend on the vector only reflect the order of tracing, and
     # are dropped.
     targets = [*once_results, *residuals, *effects]
-    once = ancestors(nodes, targets, lambda name: name not in dependent, controls=True)
-    vector_nodes = {node_of(name) for name in vectors}
+    once = graph.ancestors(targets, lambda name: name not in dependent, controls=True)
     return Split(
-        once=cut_out(flat, once, keep_controls=True),
-        product=cut_out(flat, product - vector_nodes, keep_controls=False),
+        once=graph.part(once, keep_controls=True),
+        product=graph.part(product - vector_nodes),
         residuals=residuals,
         dependent=dependent,
     )
-
-
-def dependent_on(nodes: dict[str, Any], starts: set[str]) -> set[str]:
-    """Return the nodes that depend on some nodes, including these."""
-    consumers: dict[str, list[str]] = {name: [] for name in nodes}
-    for name, node in nodes.items():
-        for tensor in data_inputs(node):
-            consumers[node_of(tensor)].append(name)
-    seen, queue = set(starts), deque(starts)
-    while queue:
-        for consumer in consumers[queue.popleft()]:
-            if consumer not in seen:
-                seen.add(consumer)
-                queue.append(consumer)
-    return seen
 
 
 def has_effects(node: Any, functions: Mapping[str, Any]) -> bool:

@@ -22,8 +22,8 @@ import numpy as np
 import tensorflow as tf
 
 from hvp._graphs.dataflow import CALLS, CONTROL_FLOW, LOOPS
+from hvp._graphs.graph import Graph
 from hvp._graphs.inline import inline_calls
-from hvp._graphs.parts import ancestors, cut_out, import_part, node_of
 from hvp._graphs.private import SHAPES
 
 _PRODUCT = "BatchMatMulV2"
@@ -149,9 +149,10 @@ def _folded(function: Callable[[Any], Any], elements: Any) -> Callable[[Any], An
     without_calls, rename = inline_calls(concrete.graph.as_graph_def())
     outputs = [rename(tensor.name) for tensor in concrete.outputs]
     inputs = [rename(name) for name in names]
+    graph = Graph(without_calls).computing(outputs, inputs)
 
     def imported(*tensors: tf.Tensor) -> list[tf.Tensor]:
-        return _import(without_calls, dict(zip(inputs, tensors)), outputs)
+        return graph.imported(dict(zip(inputs, tensors)), outputs)
 
     # This import infers the shapes of all tensors, which a GraphDef does not contain.
     all_specs = [tf.TensorSpec(t.shape, t.dtype) for t in concrete.inputs]
@@ -160,21 +161,14 @@ def _folded(function: Callable[[Any], Any], elements: Any) -> Callable[[Any], An
     _fold(definition, shaped.graph)
     arguments = [tensor.name for tensor in shaped.inputs]
     results = [tensor.name for tensor in shaped.outputs]
+    rewritten = Graph(definition).computing(results, arguments)
 
     def folded(element: Any) -> Any:
         known = dict(zip(arguments, [*tf.nest.flatten(element), *outside]))
-        values = _import(definition, known, results)
+        values = rewritten.imported(known, results)
         return tf.nest.pack_sequence_as(concrete.structured_outputs, values)
 
     return folded
-
-
-def _import(graph_def: Any, known: dict[str, tf.Tensor], results: Sequence[str]) -> list[tf.Tensor]:
-    """Import the nodes that are needed to compute some tensors from known ones."""
-    nodes = {node.name: node for node in graph_def.node}
-    known_nodes = {node_of(name) for name in known}
-    needed = ancestors(nodes, results, lambda name: name not in known_nodes)
-    return import_part(cut_out(graph_def, needed, keep_controls=False), known, results)
 
 
 def _fold(graph_def: Any, graph: tf.Graph) -> None:

@@ -7,16 +7,16 @@ a *view* of the weight, whose entries are entries of the weight in another order
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from hvp._graphs.parts import ancestors, cut_out, data_inputs, import_part, node_of, with_index
-from hvp._graphs.sizes import ENTRYWISE, shapes_of
+from hvp._graphs.graph import Graph, data_inputs, node_of, with_index
+from hvp._graphs.sizes import ENTRYWISE, shape_of, shapes_of
 
 _PRODUCTS = frozenset(["MatMul", "BatchMatMulV2", "Einsum", "Conv2D", "Conv3D"])
 _UNCHANGED = frozenset(["Identity", "Cast", "EnsureShape"])
@@ -65,7 +65,7 @@ class WeightedGraph:
 
     Parameters
     ----------
-    flat : GraphDef
+    graph : Graph
         The graph without calls, in which the shapes of results are noted.
     data : iterable of str
         The tensors that hold the data.
@@ -78,18 +78,14 @@ class WeightedGraph:
         The operations by name.
     """
 
-    def __init__(self, flat: Any, data: Iterable[str], results: Sequence[str]) -> None:
-        self._flat = flat
-        self.nodes = {node.name: node for node in flat.node}
-        self._needed = ancestors(self.nodes, results)
-        self._consumers: dict[str, list[tuple[Any, int]]] = defaultdict(list)
-        for node in flat.node:
-            for place, tensor in enumerate(data_inputs(node)):
-                if node.name in self._needed:
-                    self._consumers[with_index(tensor)].append((node, place))
-        self._of_data = self._descendants(map(node_of, data))
-        reads = [node.name for node in flat.node if node.op in ("ReadVariableOp", "ResourceGather")]
-        self._of_weights = self._descendants(reads)
+    def __init__(self, graph: Graph, data: Iterable[str], results: Sequence[str]) -> None:
+        self._graph = graph.part(graph.ancestors(results), keep_controls=True)
+        self.nodes = graph.nodes
+        self._of_data = self._graph.descendants(map(node_of, data))
+        reads = [
+            n for n, node in self.nodes.items() if node.op in ("ReadVariableOp", "ResourceGather")
+        ]
+        self._of_weights = self._graph.descendants(reads)
 
     def uses(self, weight: int, handle: str, shape: Sequence[int]) -> list[Use]:
         """Return the uses of a weight.
@@ -115,13 +111,11 @@ class WeightedGraph:
 
     def shape(self, tensor: str) -> tf.TensorShape:
         """Return the shape of a tensor, as far as it is known."""
-        shapes = shapes_of(self.nodes[node_of(tensor)])
-        index = int(tensor.partition(":")[2] or 0)
-        return tf.TensorShape(shapes[index]) if index < len(shapes) else tf.TensorShape(None)
+        return shape_of(tensor, self.nodes)
 
     def consumers(self, tensor: str) -> list[tuple[Any, int]]:
         """Return the operations that take a tensor, with its place among their inputs."""
-        return self._consumers[with_index(tensor)]
+        return self._graph.consumers[with_index(tensor)]
 
     def producer(self, tensor: str, passed: frozenset[str]) -> Any:
         """Return the operation that a tensor comes from, through others; None for an input."""
@@ -143,7 +137,7 @@ class WeightedGraph:
 
     def _consumers_of_handle(self, handle: str) -> list[tuple[Any, int]]:
         found = []
-        for node, place in self._consumers[with_index(handle)]:
+        for node, place in self._graph.consumers[with_index(handle)]:
             if node.op == "Identity":
                 found += self._consumers_of_handle(f"{node.name}:0")
             elif node.op != "VariableShape":
@@ -156,7 +150,7 @@ class WeightedGraph:
         queue: deque[tuple[str, np.ndarray | None, bool]] = deque([(value, entries, False)])
         while queue:
             tensor, view, is_scaled = queue.popleft()
-            for node, place in self._consumers[tensor]:
+            for node, place in self._graph.consumers[tensor]:
                 if node.name in self._of_data or self._multiplies_constant(node, place):
                     found.append(Use(weight, node, place, value, view, is_scaled))
                     continue
@@ -221,26 +215,12 @@ class WeightedGraph:
 
     def constant(self, tensor: str) -> np.ndarray | None:
         """Return the value of a tensor that depends on no input; None if it depends on one."""
-        names = ancestors(self.nodes, [tensor])
+        part = self._graph.computing([tensor])
         inputs = ("Placeholder", "ReadVariableOp", "VarHandleOp", "Random")
-        if any(self.nodes[name].op.startswith(inputs) for name in names):
+        if any(node.op.startswith(inputs) for node in part.graph_def.node):
             return None
-        part = cut_out(self._flat, names, keep_controls=False)
         result = with_index(tensor)
         with tf.init_scope():
             # A call of the function itself would count as one more trace of the same function.
-            traced = tf.function(lambda: import_part(part, {}, [result])).get_concrete_function()
+            traced = tf.function(lambda: part.imported({}, [result])).get_concrete_function()
             return traced()[0].numpy()
-
-    def _descendants(self, starts: Iterable[str]) -> set[str]:
-        users: Mapping[str, set[str]] = defaultdict(set)
-        for tensor, consumers in self._consumers.items():
-            users[node_of(tensor)].update(node.name for node, _ in consumers)
-        found: set[str] = set()
-        queue = list(starts)
-        while queue:
-            name = queue.pop()
-            if name not in found:
-                found.add(name)
-                queue += users[name]
-        return found

@@ -25,7 +25,7 @@ from hvp._graphs.dataflow import (
     is_stateful,
     output_dtypes,
 )
-from hvp._graphs.parts import in_topological_order, node_of, with_index
+from hvp._graphs.graph import Output, in_topological_order, node_of, with_index
 from hvp._graphs.private import op_def_registry
 from hvp._graphs.sizes import note_shapes, shapes_of
 
@@ -96,12 +96,12 @@ class _Widening:
 
     def narrow(self, tensor: str) -> str:
         """Return the name of a tensor in the type that it had before."""
-        name, index = node_of(tensor), int(tensor.partition(":")[2] or 0)
+        name, index = Output.of(tensor)
         return self._cast(tensor, self._was[name][index])
 
     def _cast(self, tensor: str, expected: tf.DType) -> str:
         """Return the name of a tensor in a type, which is float32 or float64 if it must be cast."""
-        name, index = node_of(tensor), int(tensor.partition(":")[2] or 0)
+        name, index = Output.of(tensor)
         dtypes = self._dtypes.get(name, [])
         # The definitions of some operations do not tell the types of all outputs or inputs.
         if index >= len(dtypes) or {dtypes[index], expected} != {tf.float32, tf.float64}:

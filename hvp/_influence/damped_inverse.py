@@ -12,7 +12,7 @@ from hvp._errors import ConvergenceWarning, HvpError
 from hvp._operators.hessian import HessianOperator
 from hvp._runtime.digest import digest
 from hvp._runtime.user_warning import warn
-from hvp._solve.inverses import ArnoldiInverse, ExactInverse, NeumannInverse
+from hvp._solve.inverses import ExactInverse, NeumannInverse
 from hvp._solve.solve import solve
 from hvp._solve.solver import Solver
 
@@ -21,7 +21,6 @@ _KRYLOV_METHODS: tuple[_KrylovMethod, ...] = ("cg", "block_cg", "minres")
 _INVERSES: dict[str, Any] = {
     "exact": ExactInverse,
     "neumann": NeumannInverse,
-    "arnoldi": ArnoldiInverse,
 }
 # "auto" stands for "exact" up to this many variables, and for "block_cg" beyond.
 _MAX_EXACT = 1024

@@ -14,7 +14,7 @@ from hvp._data.elements import Elements, checked_loss
 from hvp._derivatives.gradient import value_and_gradient
 from hvp._errors import HvpError, InvalidLossError, NonFiniteError, line_of
 from hvp._graphs.compiled import Compiled
-from hvp._graphs.parts import digest_of_graph
+from hvp._graphs.graph import digest_of_graph
 from hvp._graphs.vectorized import NotVectorizedError, vectorized
 from hvp._influence.example_data import ExampleData
 from hvp._influence.layer_gradients import MOST_SHAPES, LayerGradients
@@ -22,6 +22,7 @@ from hvp._keras.losses import preserved_losses
 from hvp._keras.unrolled import unrolled
 from hvp._runtime.digest import digest
 from hvp._runtime.interrupts import Uninterrupted, deliver_interrupt
+from hvp._runtime.recent import Recent
 from hvp._snapshots.snapshot import Snapshot
 from hvp._vectors.space import Space
 from hvp._vectors.variables import collect_variables
@@ -56,7 +57,7 @@ class ExampleGradients:
         bytes_per_example = self._space.size * self._space.dtype.size * _WORKING_FACTOR
         self._nbytes = nbytes or _GRADIENT_BYTES * _WORKING_FACTOR
         self.at_once = max(1, self._nbytes // bytes_per_example)
-        self._functions: dict[Any, Compiled] = {}
+        self._functions = Recent(MOST_SHAPES)
         self._is_vectorized, self._unrolls = True, False
         # The time that examples took one after the other; None once that is the best there is.
         self._seconds: float | None = 0.0
@@ -91,7 +92,8 @@ class ExampleGradients:
         """Write out the steps of recurrent layers from now on, if the gradients stay the same."""
         few, looped, self._seconds = elements.part(0, 1), self._functions, None
         _, expected = self.of(few)
-        self._functions, self._is_vectorized, self._unrolls = {}, True, True
+        self._functions = Recent(MOST_SHAPES)
+        self._is_vectorized = self._unrolls = True
         _, rows = self.of(few)
         if not (self._is_vectorized and self._space.agree(rows, expected, tf.norm(expected))):
             self._functions, self._is_vectorized, self._unrolls = looped, False, False
@@ -216,31 +218,29 @@ class ExampleGradients:
 
     def _function(self, elements: Elements) -> Compiled:
         """Return the compiled function for examples with these shapes and types."""
-        specs = [tf.TensorSpec([None, *t.shape[1:]], t.dtype) for t in elements.tensors]
-        key = tuple((tuple(spec.shape), spec.dtype) for spec in specs)
-        if key not in self._functions:
+        specs = elements.specs_of_any_number
 
-            def of_example(example: list[tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
-                batch = elements.with_tensors([tensor[tf.newaxis] for tensor in example])
-                value, row = self._value_and_row(batch)
-                return tf.cast(value, self._space.dtype), row
+        def of_example(example: list[tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
+            batch = elements.with_tensors([tensor[tf.newaxis] for tensor in example])
+            value, row = self._value_and_row(batch)
+            return tf.cast(value, self._space.dtype), row
 
-            def of_examples(*tensors: tf.Tensor) -> Any:
-                if self._is_vectorized:
-                    try:
-                        return vectorized(of_example, list(tensors))
-                    except NotVectorizedError:
-                        self._is_vectorized = False
-                dtype = self._space.dtype
-                return tf.map_fn(of_example, list(tensors), fn_output_signature=(dtype, dtype))
+        def of_examples(*tensors: tf.Tensor) -> Any:
+            if self._is_vectorized:
+                try:
+                    return vectorized(of_example, list(tensors))
+                except NotVectorizedError:
+                    self._is_vectorized = False
+            dtype = self._space.dtype
+            return tf.map_fn(of_example, list(tensors), fn_output_signature=(dtype, dtype))
 
+        def compiled() -> Compiled:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(Uninterrupted())
                 stack.enter_context(self._snapshot.preserving())
                 stack.enter_context(preserved_losses(self._nest.source))
                 if self._unrolls:
                     stack.enter_context(unrolled(self._nest.source))
-                self._functions[key] = Compiled(of_examples, specs, False)
-            if len(self._functions) > MOST_SHAPES:
-                del self._functions[next(iter(self._functions))]
-        return self._functions[key]
+                return Compiled(of_examples, specs, False)
+
+        return self._functions.get_or_make(tuple(specs), compiled)

@@ -125,14 +125,14 @@ class InfluenceFunctions(FromKeras, OneProcess):
         definite if training did not end at a minimum, and shrinks influences along flat directions.
     solver : str or callable, optional
         How the inverse is applied: ``"auto"``, ``"exact"``, ``"cg"``, ``"block_cg"``,
-        ``"minres"``, ``"ekfac"``, ``"kfac"``, ``"neumann"`` or ``"arnoldi"``. ``"exact"`` computes
-        all eigenvalues; ``"auto"`` stands for ``"exact"`` up to 1024 variables, and for
-        ``"block_cg"`` beyond. These and ``"cg"`` agree to `rtol`. ``"minres"`` is for Hessians that
-        are indefinite even with damping. ``"neumann"`` (LiSSA) and ``"arnoldi"`` are
-        approximations, for comparison. ``"ekfac"`` and ``"kfac"`` approximate the Gauss-Newton
-        matrix by Kronecker factors, regardless of `curvature`, and need no linear solve: use them
-        for models with too many weights for the other solvers. A function takes the damped
-        operator, and returns its inverse as a `LinearOperator`.
+        ``"minres"``, ``"ekfac"``, ``"kfac"`` or ``"neumann"``. ``"exact"`` computes all
+        eigenvalues; ``"auto"`` stands for ``"exact"`` up to 1024 variables, and for ``"block_cg"``
+        beyond. These and ``"cg"`` agree to `rtol`. ``"minres"`` is for Hessians that are indefinite
+        even with damping. ``"neumann"`` (LiSSA) is an approximation, for comparison. ``"ekfac"``
+        and ``"kfac"`` approximate the Gauss-Newton matrix by Kronecker factors, regardless of
+        `curvature`, and need no linear solve: use them for models with too many weights for the
+        other solvers. A function takes the damped operator, and returns its inverse as a
+        `LinearOperator`.
     test_loss : callable, optional
         Takes the elements of test data, and returns a mean. Scores are changes of this loss; the
         default is `loss`.

@@ -22,6 +22,7 @@ from hvp._keras.unrolled import unrolled
 from hvp._kronecker.layered_graph import LayeredGraph
 from hvp._kronecker.layers import EntrywiseLayer, MatrixLayer
 from hvp._runtime.interrupts import Uninterrupted
+from hvp._runtime.recent import Recent
 from hvp._snapshots.snapshot import Snapshot
 from hvp._vectors.space import Space
 from hvp._vectors.variables import VariableNest
@@ -206,7 +207,7 @@ class LayerGradients:
     ) -> None:
         self._loss, self._nest, self._space = loss, nest, space
         self._snapshot, self._whole, self._nbytes = snapshot, whole, nbytes
-        self._functions: dict[Any, tuple[Compiled, list[LayerParts], list[int]]] = {}
+        self._functions = Recent(MOST_SHAPES)
 
     def of(self, elements: Elements) -> tuple[list[tuple[LayerParts, list[tf.Tensor]]], Any]:
         """Return the layers with their parts at `elements`, and the gradient in all other weights.
@@ -275,10 +276,7 @@ class LayerGradients:
         return max(1, self._nbytes // (numbers * self._space.dtype.size))
 
     def _function(self, elements: Elements) -> tuple[Compiled, list[LayerParts], list[int]]:
-        specs = [tf.TensorSpec([None, *t.shape[1:]], t.dtype) for t in elements.tensors]
-        key = tuple((tuple(spec.shape), spec.dtype) for spec in specs)
-        if key in self._functions:
-            return self._functions[key]
+        specs = elements.specs_of_any_number
         layers: list[LayerParts] = []
         lengths: list[int] = []
 
@@ -303,12 +301,11 @@ class LayerGradients:
                 found += [tf.cast(part, self._space.dtype) for part in parts]
             return found
 
-        with self._preserving():
-            function = Compiled(of_examples, specs, False)
-        self._functions[key] = function, layers, lengths
-        if len(self._functions) > MOST_SHAPES:
-            del self._functions[next(iter(self._functions))]
-        return self._functions[key]
+        def compiled() -> tuple[Compiled, list[LayerParts], list[int]]:
+            with self._preserving():
+                return Compiled(of_examples, specs, False), layers, lengths
+
+        return self._functions.get_or_make(tuple(specs), compiled)
 
     @contextlib.contextmanager
     def _preserving(self) -> Iterator[None]:

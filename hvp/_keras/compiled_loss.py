@@ -88,13 +88,16 @@ class CompiledModel:
     def likelihoods(self) -> list[str] | None:
         """The distributions that the compiled losses are likelihoods of; None if not known."""
         _check_compiled(self.keras_model, has_loss=True)
-        names: list[str] = []
-        for loss in tf.nest.flatten(self.keras_model.loss):
-            name = loss if isinstance(loss, str) else getattr(loss, "name", None) or loss.__name__
-            if name not in _LIKELIHOODS:
-                return None
-            names.append(_LIKELIHOODS[name])
-        return names
+        losses, outputs = self.keras_model.loss, getattr(self.keras_model, "outputs", None)
+        if isinstance(losses, dict) and outputs and not isinstance(self.keras_model.output, dict):
+            # Losses by name, for outputs in the order of a list.
+            losses = [losses.get(name) for name in self.keras_model.output_names]
+        names = [
+            loss if isinstance(loss, str) else getattr(loss, "name", getattr(loss, "__name__", ""))
+            for loss in tf.nest.flatten(losses)
+        ]
+        known = all(name in _LIKELIHOODS for name in names)
+        return [_LIKELIHOODS[name] for name in names] if known else None
 
     @property
     def _counts_examples(self) -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvp._graphs.parts import data_inputs, with_index
+from hvp._graphs.graph import data_inputs, with_index
 from hvp._graphs.weights import Use, WeightedGraph
 
 # What a tensor passes through without a change to its entries.

@@ -36,7 +36,7 @@ from hvp._operators.fisher import fisher_rule
 from hvp._operators.matrix import evaluated
 from hvp._operators.predictions import checked_model, checked_output_loss, refuse_dict
 from hvp._operators.symmetric import SymmetricOperator
-from hvp._runtime.arguments import check_count
+from hvp._runtime.arguments import check_count, check_number
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.strategies import outside_strategies
 from hvp._runtime.user_warning import warn
@@ -306,8 +306,7 @@ class KFAC(FromKeras, FactoredOperator):
         HvpError
             If `decay` is not between 0 and 1. The operator stays as it was.
         """
-        if not 0 <= decay < 1:
-            raise HvpError(f"the argument decay is {decay!r}", "at least 0, and less than 1")
+        check_number(decay, "decay", below=1)
         if self._snapshot is not None:
             self._snapshot.refresh()
         new = self._statistics()

@@ -11,8 +11,8 @@ import tensorflow as tf
 from hvp._derivatives.corrections import corrected_derivatives
 from hvp._derivatives.replace import replace_operations
 from hvp._graphs.folding import fold_shapes
+from hvp._graphs.graph import Graph
 from hvp._graphs.inline import inline_calls
-from hvp._graphs.parts import ancestors, cut_out, import_part, node_of
 from hvp._graphs.sizes import graph_def_with_shapes, take_sizes
 from hvp._graphs.weights import WeightedGraph
 from hvp._kronecker.layers import Layer, MatrixLayer, Weight, find_layers
@@ -47,17 +47,14 @@ class LayeredGraph:
         flat, rename = inline_calls(replace_operations(graph_def_with_shapes(graph)))
         fold_shapes(flat)
         ends = [rename(tensor.name) for tensor in results]
-        weighted = WeightedGraph(flat, [tensor.name for tensor in data], ends)
+        weighted = WeightedGraph(Graph(flat), [tensor.name for tensor in data], ends)
         layers, uncovered = find_layers(weighted, _weights(nest, graph))
         wanted = list(dict.fromkeys([*ends, *_tensors_of(layers)]))
         take_sizes(flat)
         known = {tensor.name: tensor for tensor in data}
         known.update({inside.name: inside for _, inside in graph.captures})
-        starts = {node_of(name) for name in known}
-        nodes = {node.name: node for node in flat.node}
-        names = ancestors(nodes, wanted, lambda n: n not in starts)
-        part = cut_out(flat, names, keep_controls=False)
-        tensors = dict(zip(wanted, import_part(part, known, wanted, scope=_SCOPE)))
+        part = Graph(flat).computing(wanted, known)
+        tensors = dict(zip(wanted, part.imported(known, wanted, scope=_SCOPE)))
         return cls(layers, uncovered, [tensors[name] for name in ends], tensors)
 
     def inputs(self, layer: Layer) -> list[list[tf.Tensor]]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from hvp._errors import HvpError
-from hvp._graphs.parts import data_inputs, node_of, with_index
+from hvp._graphs.graph import data_inputs, node_of, with_index
 from hvp._graphs.weights import Use, WeightedGraph
 from hvp._kronecker.forms import PASSED, EntrywiseForm, Form, GatherForm, MatrixForm, form_of
 

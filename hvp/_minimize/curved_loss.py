@@ -1,4 +1,4 @@
-"""A loss with the matrix that stands for its curvature, as optimizers take it."""
+"""A loss with the matrix of its curvature, as optimizers take it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,7 @@ def check_operator(
 ) -> Any:
     """Return an operator as it is, and the rule of any other loss.
 
-    Parameters
-    ----------
-    loss, variables, data, curvature, options
-        As the caller passed them.
-
-    Raises
-    ------
-    HvpError
-        If an operator is passed together with another curvature, and as `rule_of`.
+    Like `rule_of`, raise `HvpError`; also if an operator is passed together with another curvature.
     """
     if not isinstance(loss, SymmetricOperator):
         return loss if variables is None else rule_of(loss, curvature, data, options)
@@ -40,7 +32,7 @@ def check_operator(
 def compiled_loss(compiled: CompiledModel) -> Any:
     """Return the loss that a Keras model was compiled with, as the option `curvature` requires it.
 
-    Regularizers of the model are added to the options, if they are not part of the loss.
+    The model's regularizers are added to the options if they are not part of the loss.
     """
     options = compiled.options
     curvature = options.get("curvature", "hessian")

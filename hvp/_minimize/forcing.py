@@ -30,16 +30,8 @@ def next_forcing(
 
         `eta = min(max(eta, target / (2 norm(g))), 1/2)`
 
-    Parameters
-    ----------
-    norm : float
-        Norm of the gradient.
-    previous_norm : float
-        Norm of the gradient at the last accepted step; zero if there is none.
-    previous_forcing : float
-        Forcing term of the last accepted step.
-    target : float
-        Norm of the gradient at which the run ends.
+    The `target` is the norm of the gradient at which the run ends. `previous_norm` is zero if no
+    step has been accepted yet.
 
     References
     ----------

@@ -19,6 +19,7 @@ from hvp._minimize.position import variables_size
 from hvp._minimize.scipy_methods import METHODS
 from hvp._minimize.scipy_run import ScipyRun
 from hvp._operators.curvature import Curvature
+from hvp._runtime.arguments import check_count
 from hvp._runtime.guard import refuse_forks
 from hvp._runtime.progress import check_progress
 from hvp._runtime.strategies import outside_strategies
@@ -211,7 +212,7 @@ minimize.from_keras = _minimize_keras  # type: ignore[attr-defined]
 
 
 def _method_name(method: Any) -> str:
-    """Return the name of a method as scipy spells it."""
+    """Return the name of a method in scipy's spelling."""
     names = {name.lower(): name for name in METHODS}
     name = names.get(str(method).lower())
     if name is None:
@@ -229,7 +230,7 @@ def _method_name(method: Any) -> str:
 
 
 def _check_constraints(name: str, bounds: Any, constraints: Any) -> None:
-    """Refuse bounds and constraints with methods that do not take them into account."""
+    """Reject bounds and constraints for methods that ignore them."""
     passed = {
         "bounds": bounds is not None,
         "constraints": not isinstance(constraints, (list, tuple)) or len(constraints) > 0,
@@ -244,7 +245,7 @@ def _check_constraints(name: str, bounds: Any, constraints: Any) -> None:
 
 
 def _merged_options(options: dict[str, Any] | None, more: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of the method: those in `options`, and those passed as keywords."""
+    """Return the method's options, from `options` and from keyword arguments."""
     if not (options is None or isinstance(options, dict)):
         raise HvpError(f"the argument options is {type(options).__name__}", "a dict")
     check_options_of_fit(more)
@@ -263,8 +264,8 @@ def _merged_options(options: dict[str, Any] | None, more: dict[str, Any]) -> dic
         )
     merged = {**(options or {}), **more}
     maxiter = merged.get("maxiter")
-    if maxiter is not None and maxiter < 0:
-        raise HvpError(f"the option maxiter is {maxiter}", "zero or more")
+    if maxiter is not None:
+        check_count(maxiter, "maxiter", least=0)
     duplicates = sorted(set(options or {}) & set(more))
     if duplicates:
         raise HvpError(
@@ -275,7 +276,7 @@ def _merged_options(options: dict[str, Any] | None, more: dict[str, Any]) -> dic
 
 
 def _check_size(loss: Any, variables: Any, name: str) -> None:
-    """Refuse a method with a dense Hessian for too many variables."""
+    """Reject methods with a dense Hessian if there are too many variables."""
     size = variables_size(loss, variables)
     if size > _MAX_DENSE:
         raise TooLargeError(

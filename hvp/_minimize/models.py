@@ -18,15 +18,7 @@ from hvp._snapshots.problem import evaluate_loss
 class WholeModel:
     """Loss, gradient and Hessian over the same data, from one evaluation at each point.
 
-    Parameters
-    ----------
-    points : Points
-        The loss, evaluated at the current values of the variables.
-
-    Attributes
-    ----------
-    points : Points
-        The same object.
+    `points` must have been evaluated at the current values of the variables.
     """
 
     def __init__(self, points: Points) -> None:
@@ -35,23 +27,19 @@ class WholeModel:
 
     @property
     def is_hessian(self) -> bool:
-        """Whether `hessian` is the derivative of the gradient, and not another matrix."""
+        """Whether `hessian` is the derivative of the gradient, rather than another matrix."""
         return self.points.is_hessian
 
     def begin(self) -> None:
-        """Begin a run, in which variables that are not minimized over have the values of now."""
+        """Begin a run, using the present values of variables that are not minimized over."""
         if self.points.begin():
             self._current = None
 
     def current_point(self, iteration: int, moved: bool) -> Point:
         """Return the loss at the current values of the variables.
 
-        Parameters
-        ----------
-        iteration : int
-            Number of the step that needs it.
-        moved : bool
-            Whether somebody else changed the variables since the last step.
+        `iteration` is the number of the step that needs it, and `moved` tells whether other code
+        changed the variables since the last step.
         """
         del iteration
         point, self._current = self._current, None  # stays None if an exception is raised below
@@ -71,7 +59,7 @@ class WholeModel:
         return self.points.visit(x, keep=self._current)
 
     def accept(self, point: Point) -> None:
-        """Make a trial point the current point."""
+        """Make the trial point the current point."""
         self._current = point
 
     @property
@@ -88,23 +76,9 @@ class WholeModel:
 class SampledModel(WholeModel):
     """A Hessian over a sample that is redrawn for each step.
 
-    The loss and the gradient are over another, larger sample, or over all examples.
-
-    Parameters
-    ----------
-    rule : Rule
-        The matrix of the loss.
-    variables, data
-        As for `HessianOperator`; the data are arrays.
-    hessian_batch_size : int
-        Number of examples for the Hessian.
-    gradient_batch_size : int or None
-        Number of examples for the loss and the gradient, with the same sample at both ends of a
-        step. None stands for all examples.
-    seed : int
-        Seed of the random draws.
-    options : dict
-        Options of `HessianOperator`.
+    The loss and the gradient are over another sample of at least the same size, which is the same
+    at both ends of a step, or over all examples if `gradient_batch_size` is None. `data` must be
+    arrays, and `options` are those of `HessianOperator`.
     """
 
     def __init__(
@@ -160,14 +134,14 @@ class SampledModel(WholeModel):
         self._operator = SymmetricOperator(Evaluation(snapshot))
 
     def current_point(self, iteration: int, moved: bool) -> Point:
-        """Return the loss at the current values, over the gradient sample of this step."""
+        """Return the loss at the current values, over this step's gradient sample."""
         if self._gradient_samples is not None:
             self._gradient_samples.draw(iteration)
             moved = True
         return super().current_point(iteration, moved)
 
     def hessian(self, iteration: int) -> SymmetricOperator:
-        """Return the Hessian over the Hessian sample of this step."""
+        """Return the Hessian over this step's Hessian sample."""
         self._samples.draw(iteration)
         self._operator.refresh()
         return self._operator

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from hvp._errors import GraphModeError, HvpError
 from hvp._minimize.subproblem import RECYCLED
-from hvp._runtime.arguments import check_count
+from hvp._runtime.arguments import check_count, check_number, check_seed
 from hvp._solve.preconditioners import PRECONDITIONERS
 
 
@@ -24,19 +22,19 @@ def check_method(
     rank: Any,
     seed: Any,
 ) -> None:
-    """Check the arguments of the constructor that define the method."""
-    if not (_is_number(radius) and 0 < radius < math.inf):
-        raise HvpError(f"the argument radius is {radius!r}", "a finite positive number")
-    if not (_is_number(damping) and 0 <= damping < math.inf):
-        raise HvpError(f"the argument damping is {damping!r}", "a finite number, zero or positive")
-    if forcing != "eisenstat-walker" and not (_is_number(forcing) and 0 < forcing < 1):
+    """Check the constructor's arguments that define the method."""
+    check_number(radius, "radius", positive=True)
+    check_number(damping, "damping")
+    if isinstance(forcing, str) and forcing != "eisenstat-walker":
         raise HvpError(
             f"the argument forcing is {forcing!r}",
             "'eisenstat-walker', or a number between 0 and 1",
         )
+    if not isinstance(forcing, str):
+        check_number(forcing, "forcing", positive=True, below=1)
     check_count(max_cg_iterations, "max_cg_iterations")
     check_count(rank, "rank")
-    check_count(seed, "seed", least=0)
+    check_seed(seed)
     if preconditioner not in (None, *PRECONDITIONERS, RECYCLED):
         raise HvpError(
             f"the argument preconditioner is {preconditioner!r}",
@@ -46,21 +44,16 @@ def check_method(
 
 def check_stopping(gtol: Any, rtol: Any, maxiter: Any) -> None:
     """Check the tolerances and the number of steps of a run."""
-    for name, value in (("gtol", gtol), ("rtol", rtol)):
-        if not (isinstance(value, (int, float, np.number)) and 0 <= value < math.inf):
-            raise HvpError(f"the argument {name} is {value!r}", "a number, zero or positive")
+    check_number(gtol, "gtol")
+    check_number(rtol, "rtol")
     check_count(maxiter, "maxiter", least=0)
 
 
 def check_eager() -> None:
-    """Refuse to take a step while TensorFlow traces a graph."""
+    """Raise `GraphModeError` if TensorFlow is tracing a graph."""
     if not tf.executing_eagerly():
         raise GraphModeError(
             "NewtonCG was called while TensorFlow traces a graph",
             "eager execution",
             "call it outside the tf.function",
         )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float, np.number)) and not isinstance(value, bool)

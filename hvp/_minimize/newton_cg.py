@@ -93,7 +93,7 @@ class NewtonCG(FromKeras, OneProcess, tf.Module):
     on_stale : {"raise", "refresh"}, optional
         What to do if, between two steps of a run, a variable changes that the loss reads but that
         is not minimized over: raise `StaleOperatorError`, or evaluate the loss again. A new run
-        begins with the values of then in any case.
+        always uses the values at its start.
     **options
         As for `HessianOperator`: {option_names}. With `hessian_batch_size` a sample is evaluated on
         the first of the devices.
@@ -336,7 +336,7 @@ class NewtonCG(FromKeras, OneProcess, tf.Module):
     def reset(self) -> None:
         """Reset the trust region, the damping and the preconditioner to their initial state.
 
-        The variables keep their values. The counts of evaluations and products go on.
+        The variables keep their values. The counts of evaluations and products continue.
         """
         self._state.reset()
         self._iteration.model.begin()

@@ -16,10 +16,11 @@ from hvp._minimize.newton_state import NewtonState
 from hvp._minimize.newton_step import NewtonStep
 from hvp._minimize.non_finite import log_non_finite
 from hvp._minimize.points import Point
-from hvp._minimize.steihaug import Ending, SteihaugResult
 from hvp._minimize.subproblem import Subproblem, euclidean_norm, to_float64
 from hvp._minimize.trust_region import is_accepted, next_damping, next_radius
 from hvp._operators.symmetric import SymmetricOperator, evaluation_of
+from hvp._solve.outcome import SolveOutcome
+from hvp._solve.steihaug import SteihaugResult
 from hvp._vectors.resources import Resource
 from hvp._vectors.watch import Watch
 
@@ -32,27 +33,9 @@ _LOW_ROUNDINGS = 4
 class NewtonIteration:
     """Takes steps, and adapts the trust region, the damping and the forcing term.
 
-    `NewtonCG` and `NewtonRun` share this object.
-
-    Parameters
-    ----------
-    model : WholeModel
-        The loss.
-    subproblem : Subproblem
-        Minimizes the quadratic model.
-    state : NewtonState
-        What the next step depends on.
-    forcing : float or "eisenstat-walker"
-        The forcing term, or the rule for it.
-
-    Attributes
-    ----------
-    model : WholeModel
-        The loss.
-    position : Position
-        Position of the variables.
-    cg_seconds : float
-        Time spent in conjugate gradients and in building preconditioners.
+    `NewtonCG` and `NewtonRun` share this object. `state` holds everything that the next step
+    depends on. `cg_seconds` is the time spent in conjugate gradients and in building
+    preconditioners.
     """
 
     def __init__(
@@ -73,10 +56,7 @@ class NewtonIteration:
     def current_point(self) -> Point:
         """Return the loss at the current values of the variables.
 
-        Raises
-        ------
-        NonFiniteError
-            If the loss or its gradient is not finite.
+        Raise `NonFiniteError` if the loss or its gradient is not finite.
         """
         point = self.model.current_point(self._number, bool(self._watch.changed()))
         self._watch.set()
@@ -90,21 +70,12 @@ class NewtonIteration:
     def step(self, point: Point, target: float) -> NewtonStep:
         """Take one step.
 
-        Parameters
-        ----------
-        point : Point
-            The current point.
-        target : float
-            Norm of the gradient at which the run ends, which bounds the forcing term.
-
-        Returns
-        -------
-        NewtonStep
+        The gradient norm `target`, at which the run ends, bounds the forcing term.
         """
         gradient, norm = point.gradient_tensor, point.gradient_norm
         forcing = self._next_forcing(norm, target)
         if norm == 0:
-            no_step = SteihaugResult(tf.zeros_like(gradient), Ending.CONVERGED, 0, 0.0, 0.0)
+            no_step = SteihaugResult(tf.zeros_like(gradient), SolveOutcome.CONVERGED, 0, 0.0, 0.0)
             return self._try(point, no_step, forcing)
         start = time.perf_counter()
         state, number = self._state, self._number
@@ -126,22 +97,12 @@ class NewtonIteration:
         return self._try(point, solution, forcing)
 
     def saddle_step(self, point: Point) -> NewtonStep | None:
-        """Take a step along a direction of negative curvature, if there is one.
+        """Take a step along a direction of negative curvature; return None if none was found.
 
-        With a unit vector `d` of curvature `c = d' H d < 0` and `g' d <= 0`, the step goes to the
-        boundary of the trust region:
+        The gradient at the point should be small. With a unit vector `d` of curvature
+        `c = d' H d < 0` and `g' d <= 0`, the step goes to the boundary of the trust region:
 
             `p = radius d`,  and the model predicts the decrease `-g' p - c radius**2 / 2`.
-
-        Parameters
-        ----------
-        point : Point
-            The current point, where the gradient is small.
-
-        Returns
-        -------
-        NewtonStep or None
-            The step, or None if no direction of negative curvature was found.
         """
         hessian, gradient = self.model.hessian(self._number), point.gradient_tensor
         negative = self._subproblem.negative_curvature(hessian, gradient, self._number)
@@ -152,12 +113,12 @@ class NewtonIteration:
         slope = float(tf.tensordot(gradient, step, 1))
         predicted = -slope - negative.curvature * radius**2 / 2
         solution = SteihaugResult(
-            step, Ending.NEGATIVE_CURVATURE, negative.products, radius, predicted
+            step, SolveOutcome.NEGATIVE_CURVATURE, negative.products, radius, predicted
         )
         return self._try(point, solution, float(self._state.forcing))
 
     def is_exhausted(self) -> bool:
-        """Whether the trust region is so small that no step in it would change the variables."""
+        """Return whether the trust region is so small that no step changes the variables."""
         radius = float(self._state.radius)
         if radius >= math.sqrt(self._eps):
             return False
@@ -165,12 +126,12 @@ class NewtonIteration:
 
     @property
     def _number(self) -> int:
-        """Number of the next step, counted from 1."""
+        """The number of the next step, counted from 1."""
         return int(self._state.iterations) + 1
 
     def _try(self, point: Point, solution: SteihaugResult, forcing: float) -> NewtonStep:
         """Evaluate the loss at the trial point, accept or reject it, and adapt the state."""
-        if solution.ending == Ending.NOT_FINITE or not math.isfinite(solution.predicted):
+        if solution.outcome == SolveOutcome.NOT_FINITE or not math.isfinite(solution.predicted):
             raise NonFiniteError(
                 "a product with the Hessian is not finite",
                 "a loss that is bounded below, and twice differentiable where the variables are",
@@ -205,12 +166,12 @@ class NewtonIteration:
             damping=float(state.damping),
             forcing=forcing,
             cg_iterations=solution.iterations,
-            outcome=str(solution.ending),
+            outcome=str(solution.outcome),
             from_gradients=from_gradients,
         )
 
     def _is_below_rounding(self, point: Point, trial: Point, solution: SteihaugResult) -> bool:
-        """Whether the predicted decrease is too small to be seen in a difference of losses."""
+        """Return whether the predicted decrease is lost in the rounding error of the losses."""
         if not trial.finite:
             return False
         scale = max(abs(point.value), abs(trial.value))
@@ -231,7 +192,7 @@ class NewtonIteration:
             return (point.value - trial.value) / solution.predicted
         gradients = to_float64(point.gradient_tensor) + to_float64(trial.gradient_tensor)
         decrease = -float(tf.tensordot(gradients, to_float64(solution.step), 1)) / 2
-        interior = solution.ending in (Ending.CONVERGED, Ending.MAXITER)
+        interior = solution.outcome in (SolveOutcome.CONVERGED, SolveOutcome.MAXITER)
         if interior and trial.gradient_norm >= point.gradient_norm:
             decrease = min(decrease, 0.0)  # the gradient has reached its own rounding error
         return decrease / solution.predicted
@@ -241,7 +202,7 @@ class NewtonIteration:
         if solution.norm == 0:
             return
         state = self._state
-        on_boundary = solution.ending in (Ending.BOUNDARY, Ending.NEGATIVE_CURVATURE)
+        on_boundary = solution.outcome in (SolveOutcome.BOUNDARY, SolveOutcome.NEGATIVE_CURVATURE)
         state.radius.assign(next_radius(float(state.radius), ratio, solution.norm, on_boundary))
         state.damping.assign(next_damping(float(state.damping), ratio))
 
@@ -253,6 +214,6 @@ class NewtonIteration:
 
 
 def _model_error(hessian: SymmetricOperator) -> float:
-    """Return the part of the gradient below which a model in low precision says nothing."""
+    """Return the relative size of gradients that a model in low precision cannot resolve."""
     evaluation = evaluation_of(hessian)
     return _LOW_ROUNDINGS * evaluation.rounding if evaluation.is_low else 0.0

@@ -33,15 +33,7 @@ _MAX_REJECTED = 3
 
 
 class NewtonRun:
-    """Takes steps until the gradient is small, and counts the work of this run.
-
-    Parameters
-    ----------
-    iteration : NewtonIteration
-        Takes the steps.
-    callback : callable or None
-        The user's callback.
-    """
+    """Takes steps until the gradient is small, and counts the work of this run."""
 
     def __init__(
         self, iteration: NewtonIteration, callback: Callable[[NewtonStep], Any] | None
@@ -113,11 +105,11 @@ class NewtonRun:
                     )
 
     def _escapes(self) -> bool:
-        """Whether the steps do not become shorter while the gradient vanishes.
+        """Return whether the steps keep their length while the gradient vanishes.
 
-        At a minimum the quadratic model predicts what a step gains, ever more accurately. Where the
-        loss falls like an exponential function, each step has the same length and gains 1.26 times
-        what is predicted.
+        Near a minimum the quadratic model predicts the gain of a step ever more accurately. Where
+        the loss falls like an exponential function, each step has the same length and gains 1.26
+        times the prediction.
         """
         last = [s for s in zip(self._history, self._lengths) if s[0].accepted][-_ESCAPING:]
         inside = all(step.outcome == "converged" for step, _ in last)

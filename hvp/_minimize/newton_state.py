@@ -1,4 +1,4 @@
-"""The state of `NewtonCG` that `tf.train.Checkpoint` saves."""
+"""The state of `NewtonCG`, as saved by `tf.train.Checkpoint`."""
 
 from __future__ import annotations
 
@@ -13,31 +13,11 @@ from hvp._minimize.forcing import MAX_FORCING
 class NewtonState(tf.Module):
     """Everything that the next step depends on, in variables.
 
-    Parameters
-    ----------
-    trained : sequence of tf.Variable
-        The variables that are minimized over.
-    radius, damping : float
-        Their initial values.
-    shapes : list of list of int
-        Shapes of the preconditioner's tensors.
-    dtype : numpy.dtype
-        Type of the preconditioner's tensors.
-
-    Attributes
-    ----------
-    radius, damping : tf.Variable
-        Radius of the trust region, and damping.
-    forcing, gradient_norm : tf.Variable
-        Forcing term of the last accepted step, and norm of the gradient before it; the norm is zero
-        if there was none.
-    iterations : tf.Variable
-        Number of steps.
-    preconditioner_iterations : tf.Variable
-        Number of iterations of conjugate gradients that used the current preconditioner; -1 if
-        there is none.
-    preconditioner : list of tf.Variable
-        Tensors of the preconditioner.
+    `trained` are the variables that are minimized over. `shapes` and `dtype` are those of the
+    preconditioner's tensors. `forcing` belongs to the last accepted step, and `gradient_norm` is
+    the norm before that step, or zero if there was none. `preconditioner_iterations` counts the
+    iterations of conjugate gradients that used the current preconditioner; it is -1 if there is
+    none.
     """
 
     def __init__(
@@ -71,7 +51,7 @@ class NewtonState(tf.Module):
     def reset(self) -> None:
         """Restore the initial state, except for the variables that are minimized over.
 
-        The preconditioner is built again when it is needed next, or begins anew.
+        The preconditioner is rebuilt when it is next needed, or starts empty.
         """
         for variable, value in zip(self._numbers, self._initial_values):
             variable.assign(value)

@@ -53,7 +53,7 @@ class NewtonStep:
 
 
 class History(list[NewtonStep]):
-    """The steps of a run, with a short `repr`: a run may have a thousand steps."""
+    """The steps of a run, with a short `repr`, since there may be a thousand of them."""
 
     def __repr__(self) -> str:
         if not self:

@@ -13,10 +13,7 @@ def log_non_finite() -> None:
 
 
 def non_finite_message(count: int) -> str:
-    """Return the sentence that a run appends to its message after `count` such points.
-
-    The sentence is empty if there were none.
-    """
+    """Return a sentence on `count` such points for the message of a run; empty for none."""
     if not count:
         return ""
     return (

@@ -30,14 +30,8 @@ from hvp._vectors.watch import Watch
 class WorkCounts:
     """Counts and times over all points.
 
-    Attributes
-    ----------
-    evaluations : int
-        Number of evaluations of loss and gradient.
-    non_finite : int
-        Number of evaluations in which the loss or the gradient was not finite.
-    evaluation_seconds, product_seconds : float
-        Time spent in evaluations, and in products that were called from Python.
+    `evaluations` are those of loss and gradient; `non_finite` counts those in which either was not
+    finite. `product_seconds` covers products that were called from Python.
     """
 
     evaluations: int = 0
@@ -47,16 +41,10 @@ class WorkCounts:
 
 
 class Point:
-    """The loss at one point.
+    """The loss and its Hessian at one point.
 
-    Attributes
-    ----------
-    x : ndarray or None
-        The point, in the variables' type; None before the first evaluation.
-    value : float
-        The loss. It is infinite if the loss or its gradient is not finite.
-    operator : SymmetricOperator
-        The Hessian at this point.
+    `x` is the point in the variables' type, or None before the first evaluation. `value` is
+    infinite if the loss or its gradient is not finite.
     """
 
     def __init__(self, snapshot: Snapshot, work: WorkCounts) -> None:
@@ -77,10 +65,7 @@ class Point:
     @property
     @Uninterrupted()
     def gradient(self) -> np.ndarray:
-        """The gradient in float64, of shape `(n,)`.
-
-        It is NaN if the loss or the gradient is not finite.
-        """
+        """The gradient in float64; NaN if it or the loss is not finite."""
         if self._gradient is None:
             if self.finite:
                 self._gradient = self.operator.gradient.astype(np.float64)
@@ -90,7 +75,7 @@ class Point:
 
     @property
     def gradient_tensor(self) -> tf.Tensor:
-        """The gradient as a tensor on the device, in the operator's type."""
+        """The gradient on the device, in the operator's type."""
         if self._gradient_tensor is None:
             self._gradient_tensor = evaluation_of(self.operator).gradient()
         return self._gradient_tensor
@@ -104,10 +89,7 @@ class Point:
 
     @Uninterrupted()
     def product(self, v: np.ndarray) -> np.ndarray:
-        """Multiply the Hessian by a vector, in float64.
-
-        The product is NaN if the gradient is not finite.
-        """
+        """Multiply the Hessian by a vector, in float64; return NaN unless the point is finite."""
         if not self.finite:
             return np.full(v.shape, np.nan)
         start = time.perf_counter()
@@ -119,10 +101,7 @@ class Point:
     def evaluate(self, x: np.ndarray | None) -> None:
         """Evaluate the loss at the current values, and release the previous linearization.
 
-        Parameters
-        ----------
-        x : ndarray or None
-            The current values, by which the point can be looked up later.
+        Pass the current values as `x` if the point is to be looked up by them later.
         """
         start = time.perf_counter()
         self._forget()
@@ -136,7 +115,7 @@ class Point:
         self._work.evaluation_seconds += time.perf_counter() - start
 
     def adopt(self, x: np.ndarray) -> None:
-        """Take over the evaluation that the snapshot already holds, which is at `x`."""
+        """Take over the snapshot's existing evaluation, which is at `x`."""
         self.x, self.value = x, self.operator.value
         self._work.evaluations += 1
 
@@ -151,30 +130,12 @@ class Point:
 
 
 class Points:
-    """The loss as a function of the point, with a small cache.
+    """The loss as a function of the point, with a cache of the last `capacity` points.
 
-    Parameters
-    ----------
-    snapshot : Snapshot
-        An evaluation of the loss.
-    capacity : int
-        Number of points in the cache.
-    adopt : bool
-        Whether the cache takes over `snapshot`, which was evaluated at the current values. If not,
-        the snapshot is left unchanged.
-    on_stale : {"raise", "refresh"}
-        What to do after a change of a variable that the loss reads but that is not minimized over.
-    position : Position, optional
-        Position of the variables, if one exists already.
-
-    Attributes
-    ----------
-    position : Position
-        Position of the variables.
-    work : WorkCounts
-        Counts and times so far.
-    origin : tf.Tensor
-        The values of the variables before the first step.
+    With `adopt`, the cache takes over `snapshot`, which must have been evaluated at the current
+    values; otherwise the snapshot is left unchanged. `on_stale` says what to do after a change of a
+    variable that the loss reads but that is not minimized over. `origin` holds the values of the
+    variables before the first step.
     """
 
     def __init__(
@@ -219,31 +180,11 @@ class Points:
     ) -> Points:
         """Evaluate a loss at its starting point.
 
-        Parameters
-        ----------
-        loss : callable, Rule or SymmetricOperator
-            A rule is of another matrix than the Hessian. An operator also stands for `variables`,
-            `data` and `options`, and is left unchanged.
-        variables, data, **options
-            As for `HessianOperator`. The points share `memory_limit`.
-        x0 : array_like, optional
-            The starting point, to which the variables are set. The default is the current values.
-        capacity : int
-            Number of points in the cache.
-        products : bool
-            Whether Hessian-vector products will be needed.
-        on_stale : {"raise", "refresh"}
-            As for the constructor.
-
-        Returns
-        -------
-        Points
-            The loss, evaluated at the starting point.
-
-        Raises
-        ------
-        HvpError
-            As `HessianOperator`. The variables are restored.
+        A rule as `loss` stands for another matrix than the Hessian. An operator stands for
+        `variables`, `data` and `options` too, and is left unchanged. Otherwise these are as for
+        `HessianOperator`; the points share `memory_limit`. The variables are set to `x0`, if it is
+        given, and restored if an error is raised. `products` tells whether Hessian-vector products
+        will be needed.
         """
         if on_stale not in ("raise", "refresh"):
             raise HvpError(f"the argument on_stale is {on_stale!r}", "'raise' or 'refresh'")
@@ -297,16 +238,9 @@ class Points:
 
     @Uninterrupted()
     def at(self, x: np.ndarray) -> Point:
-        """Return the loss at a point, and evaluate it there unless it is cached.
+        """Return the loss at a finite point of shape `(n,)`, evaluated there unless it is cached.
 
-        Parameters
-        ----------
-        x : ndarray
-            The point, finite and of shape `(n,)`. The variables are restored afterwards.
-
-        Returns
-        -------
-        Point
+        The variables are restored afterwards.
         """
         x = x.astype(self.position.dtype, copy=False)
         self.forget_if_stale()
@@ -329,18 +263,9 @@ class Points:
             return point.product(v)
 
     def visit(self, x: tf.Tensor, keep: Point | None = None) -> Point:
-        """Evaluate the loss at a point that is given as a tensor and need not be finite.
+        """Evaluate the loss at a point, which need not be finite, and leave the variables there.
 
-        Parameters
-        ----------
-        x : tf.Tensor
-            The point, of shape `(n,)`. The variables are left there.
-        keep : Point, optional
-            A point that must stay in the cache.
-
-        Returns
-        -------
-        Point
+        The point `keep` stays in the cache.
         """
         self.forget_if_stale()
         return self._evaluate(next(p for p in self._points if p is not keep), x, None)
@@ -362,12 +287,7 @@ class Points:
         """Release all points if they are stale, and return whether they were.
 
         They are stale once a variable has changed that the loss reads but that is not minimized
-        over.
-
-        Raises
-        ------
-        StaleOperatorError
-            If they are stale and `on_stale` is ``"raise"``.
+        over. Raise `StaleOperatorError` then, if `on_stale` is "raise".
         """
         changed = self._watch.changed()
         if self.begin() and self._on_stale == "raise":
@@ -398,7 +318,7 @@ _NOT_FINITE = (
 
 
 def _check_alone(operator: SymmetricOperator, others: dict[str, Any]) -> None:
-    """Refuse arguments beside an operator, which already has its own."""
+    """Reject other arguments next to an operator, which already has its own."""
     names = [name for name, value in others.items() if value is not None]
     if names:
         raise HvpError(

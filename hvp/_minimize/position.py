@@ -20,19 +20,7 @@ from hvp._vectors.variables import VariableNest, collect_variables
 class Position:
     """Reads and writes a nest of variables as one vector.
 
-    Parameters
-    ----------
-    nest : VariableNest
-        The variables.
-
-    Attributes
-    ----------
-    size : int
-        Length of the vector.
-    dtype : numpy.dtype
-        Type of the vector: the widest of the variables' types, and at least float32.
-    variables : tuple of tf.Variable
-        The variables.
+    The vector has the widest of the variables' types, and at least float32.
     """
 
     def __init__(self, nest: VariableNest) -> None:
@@ -42,7 +30,7 @@ class Position:
         self.dtype = np.dtype(self._space.dtype.as_numpy_dtype)
 
     def checked(self, x: Any, name: str = "x") -> np.ndarray:
-        """Check a vector that the user passed, and return it as an array of type `dtype`."""
+        """Check a vector from the user, and return it as an array of type `dtype`."""
         return check_array(x, self.size, self.dtype, ndims=(1,), name=name)
 
     def read(self) -> tf.Tensor:
@@ -50,7 +38,7 @@ class Position:
         return self._read()
 
     def write(self, x: Any) -> None:
-        """Assign a vector, which is an array or a tensor, to the variables."""
+        """Assign an array or a tensor to the variables."""
         self._write(tf.cast(x, self._space.dtype))
 
     def restored(self, only_on_error: bool = False) -> AbstractContextManager[None]:
@@ -78,10 +66,7 @@ class Position:
 
 
 def variables_size(loss: Any, variables: Any) -> int:
-    """Return the number of entries of the variables.
-
-    An operator may be passed as the loss; its own size is returned then.
-    """
+    """Return the number of entries of the variables, or the size of an operator."""
     if isinstance(loss, LinearOperator):
         return int(loss.shape[0])
     return Space.of_variables(collect_variables(variables)).size

@@ -18,25 +18,10 @@ from hvp._runtime.arguments import check_count
 class Samples:
     """A loss, and a matrix of it, over a sample of the examples that is redrawn for each step.
 
-    The sample is held in variables, so that drawing another one does not retrace the loss.
-
-    Parameters
-    ----------
-    rule : Rule
-        The matrix of a loss of the elements of `data`.
-    data : tuple or dict of arrays
-        All examples.
-    size : int
-        Number of examples in a sample, which is drawn without replacement.
-    seed : int
-        Seed of the random draws.
-    name : str
-        Name of the argument that specifies the size, for error messages.
-
-    Attributes
-    ----------
-    rule : Rule
-        The matrix over the current sample.
+    The sample is held in variables, so that drawing another one does not retrace the loss. It
+    consists of `size` examples, drawn without replacement from `data`, a tuple or dict of arrays.
+    Errors call the argument for the size `name`. The attribute `rule` is the matrix over the
+    current sample.
     """
 
     def __init__(self, rule: Rule, data: Any, size: int, seed: int, name: str) -> None:
@@ -77,7 +62,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class _OnSample(Rule):
-    """A rule on a sample, in place of the data that it is called with."""
+    """A rule that is evaluated on a sample, whatever data it is called with."""
 
     rule: Rule
     elements: Callable[[], Elements]

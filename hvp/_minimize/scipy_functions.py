@@ -15,15 +15,7 @@ from hvp._vectors.arrays import make_array
 class ScipyFunctions:
     """The functions that `ScipyObjective` and `minimize` pass to scipy.
 
-    Parameters
-    ----------
-    points : Points
-        The loss.
-
-    Attributes
-    ----------
-    x0 : ndarray
-        The values of the variables at construction, in float64.
+    `x0` holds the values of the variables at construction, in float64.
     """
 
     def __init__(self, points: Points) -> None:
@@ -144,7 +136,7 @@ class ScipyFunctions:
 
 
 class _HessianAt(LinearOperator):
-    """The Hessian at one point, which is looked up, or evaluated again, for each product."""
+    """The Hessian at one point, which is looked up or evaluated again for each product."""
 
     def __init__(self, functions: ScipyFunctions, x: np.ndarray) -> None:
         super().__init__(np.dtype(np.float64), (x.size, x.size))

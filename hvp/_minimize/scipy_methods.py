@@ -9,13 +9,9 @@ from dataclasses import dataclass
 class ScipyMethod:
     """What one of scipy's methods requires of the objective.
 
-    Attributes
-    ----------
-    hessian : {"products", "operator", "dense", "none"}
-        How the method uses the Hessian: by products with vectors (`hessp`), as a `LinearOperator`
-        or as a matrix (`hess`), or not at all.
-    line_search : bool
-        Whether the method interpolates along lines, which an infinite value would break.
+    The method uses the Hessian by products with vectors (`hessp`), as a `LinearOperator` or as a
+    matrix (`hess`), or not at all: `hessian` is "products", "operator", "dense" or "none". With
+    `line_search`, it interpolates along lines, which an infinite value would break.
     """
 
     hessian: str

@@ -30,35 +30,14 @@ _UNKNOWN_OPTION = re.compile(
 
 
 class _BreakdownError(Exception):
-    """The method asked for a product with a vector that is not finite."""
+    """Raised if the method asks for a product with a vector that is not finite."""
 
 
 class ScipyRun:
     """One run of a method: the functions that scipy calls, and a record of the iterates.
 
-    Parameters
-    ----------
-    points : Points
-        The loss.
-    method : str
-        Name of the method, a key of `METHODS`.
-    callback : callable or None
-        The user's callback.
-    options : dict
-        Options of the method.
-    progress : bool or "always"
-        Whether to show a progress bar.
-    unconstrained : bool
-        Whether there are neither bounds nor constraints.
-
-    Attributes
-    ----------
-    best : ndarray
-        The point with the smallest loss so far.
-    last : ndarray
-        The last iterate.
-    unconstrained : bool
-        Whether there are neither bounds nor constraints.
+    `method` is a key of `METHODS`. `unconstrained` tells whether there are neither bounds nor
+    constraints. `best` is the point with the smallest loss so far, and `last` the last iterate.
     """
 
     def __init__(
@@ -81,17 +60,7 @@ class ScipyRun:
         self._best_gradient = self._functions.jac(self.best)
 
     def __call__(self, **arguments: Any) -> OptimizeResult:
-        """Run the method.
-
-        Parameters
-        ----------
-        **arguments
-            `bounds`, `constraints` and `tol` of `scipy.optimize.minimize`.
-
-        Returns
-        -------
-        scipy.optimize.OptimizeResult
-        """
+        """Run the method; pass `bounds`, `constraints` and `tol` of `scipy.optimize.minimize`."""
         if self.unconstrained and not np.any(self._best_gradient):
             return self._completed(self._result(True, 0, "The gradient is zero at the start."))
         if self._options.get("maxiter") == 0:
@@ -153,8 +122,8 @@ class ScipyRun:
     def hessp(self, x: np.ndarray, p: np.ndarray) -> np.ndarray:
         """Return a product with the Hessian.
 
-        A vector that is not finite means that the method's own arithmetic has broken down. The run
-        is ended then, since the method would never return.
+        If the vector is not finite, the method's own arithmetic has broken down. The run is then
+        ended, since the method would never return.
         """
         if not np.isfinite(p).all():
             raise _BreakdownError
@@ -256,7 +225,7 @@ class ScipyRun:
 
 
 def _takes_result(callback: Callable[..., Any]) -> bool:
-    """Whether scipy would call a callback with the keyword `intermediate_result`."""
+    """Return whether scipy would call a callback with the keyword `intermediate_result`."""
     try:
         parameters = set(inspect.signature(callback).parameters)
     except ValueError:  # some built-in functions have no signature

@@ -1,4 +1,4 @@
-"""The subproblem of a Newton step: minimizing the model, and finding negative curvature."""
+"""The subproblems of a Newton step: minimizing the model, and finding negative curvature."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from hvp._minimize.steihaug import Ending, Steihaug, SteihaugResult
 from hvp._operators.symmetric import SymmetricOperator
 from hvp._solve.nystrom import nystrom_eigen, nystrom_factors
+from hvp._solve.outcome import SolveOutcome
 from hvp._solve.preconditioners import PRECONDITIONERS
 from hvp._solve.recycled import merged
+from hvp._solve.steihaug import Steihaug, SteihaugResult
 
 # The preconditioner that is made of the directions of earlier steps.
 RECYCLED = "recycled"
@@ -28,16 +29,9 @@ _SEARCH_RADIUS = 1e15
 
 
 class NegativeCurvature(NamedTuple):
-    """A direction along which the loss curves downwards and does not rise.
+    """A unit vector along which the loss curves downwards and does not rise.
 
-    Attributes
-    ----------
-    direction : tf.Tensor
-        Unit vector.
-    curvature : float
-        Curvature along the direction, which is negative.
-    products : int
-        Number of products that the search took.
+    `products` is the number of products that the search took.
     """
 
     direction: tf.Tensor
@@ -46,10 +40,7 @@ class NegativeCurvature(NamedTuple):
 
 
 class _Solvers(NamedTuple):
-    """Solvers for one operator.
-
-    The operator itself is part of the tuple, so that no other object can take its `id`.
-    """
+    """The solvers for one operator, which the tuple keeps alive so that its `id` is not reused."""
 
     operator: SymmetricOperator
     preconditioned: Steihaug
@@ -59,19 +50,9 @@ class _Solvers(NamedTuple):
 class Subproblem:
     """Minimizes quadratic models, with or without a preconditioner.
 
-    It is not part of `NewtonCG` itself, since the attributes of a `tf.Module` are saved in
-    checkpoints.
-
-    Parameters
-    ----------
-    kind : str or None
-        Kind of the preconditioner: a key of `PRECONDITIONERS`, or `RECYCLED`.
-    rank : int
-        Rank of the preconditioner.
-    maxiter : int
-        Maximum number of iterations of conjugate gradients in one step.
-    seed : int
-        Seed of preconditioners and of the search for negative curvature.
+    It is kept out of `NewtonCG`, since checkpoints save the attributes of a `tf.Module`. `kind` is
+    a key of `PRECONDITIONERS`, `RECYCLED`, or None. `maxiter` bounds the iterations of conjugate
+    gradients in one step. `seed` is for preconditioners and for the search for negative curvature.
     """
 
     def __init__(self, kind: str | None, rank: int, maxiter: int, seed: int) -> None:
@@ -87,12 +68,10 @@ class Subproblem:
         return [] if self._kind is None else self._kind.shapes(size, self._rank)
 
     def needs_preconditioner(self, iterations: int) -> bool:
-        """Whether the preconditioner has to be built, or built again.
+        """Return whether the preconditioner must be built or rebuilt.
 
-        Parameters
-        ----------
-        iterations : int
-            Number of iterations that used the current one; negative if there is none.
+        `iterations` is the number of iterations that used the current one; negative if there is
+        none.
         """
         if self._kind is None or self._recycles:
             return False
@@ -101,16 +80,9 @@ class Subproblem:
     def build_preconditioner(
         self, operator: SymmetricOperator, number: int, tensors: Sequence[tf.Variable]
     ) -> None:
-        """Build the preconditioner of an operator.
+        """Build the preconditioner of an operator, and overwrite `tensors` with it.
 
-        Parameters
-        ----------
-        operator : SymmetricOperator
-            The operator.
-        number : int
-            Number of the step, which is part of the seed.
-        tensors : sequence of tf.Variable
-            The variables that hold the preconditioner. They are overwritten.
+        The `number` of the step is part of the seed.
         """
         assert self._kind is not None
         values = self._kind.make(operator, self._rank, [self._seed, number])
@@ -133,14 +105,9 @@ class Subproblem:
         return solver.solve(gradient, tensors=values, maxiter=self._maxiter, **limits)
 
     def recycle(self, result: SteihaugResult, tensors: Sequence[tf.Variable]) -> None:
-        """Take up the directions of a step, if they precondition the next ones.
+        """Precondition later steps with the directions of this one, if the kind is `RECYCLED`.
 
-        Parameters
-        ----------
-        result : SteihaugResult
-            The step.
-        tensors : sequence of tf.Variable
-            The variables that hold eigenvectors, as columns, and eigenvalues. They are overwritten.
+        `tensors`, which hold eigenvectors as columns and eigenvalues, are overwritten.
         """
         if not self._recycles or result.directions is None or result.images is None:
             return
@@ -165,21 +132,8 @@ class Subproblem:
         """Search for a direction of negative curvature along which the loss does not rise.
 
         Conjugate gradients for a random right-hand side meet such a direction if their Krylov space
-        contains one.
-
-        Parameters
-        ----------
-        operator : SymmetricOperator
-            The Hessian.
-        gradient : tf.Tensor
-            The gradient, which determines the sign of the direction.
-        number : int
-            Number of the step, which is part of the seed.
-
-        Returns
-        -------
-        NegativeCurvature or None
-            The direction, or None if the search found none.
+        contains one. The gradient determines the sign of the direction; the `number` of the step is
+        part of the seed.
         """
         dtype = gradient.dtype
         start = tf.random.stateless_normal(gradient.shape, [self._seed, number], dtype=dtype)
@@ -188,7 +142,7 @@ class Subproblem:
         result = self._solvers_of(operator).plain.solve(
             start, radius=_SEARCH_RADIUS, tolerance=0.0, maxiter=_SEARCH_ITERATIONS
         )
-        if result.ending != Ending.NEGATIVE_CURVATURE:
+        if result.outcome != SolveOutcome.NEGATIVE_CURVATURE:
             return None
         direction = result.step / tf.norm(result.step)
         if tf.tensordot(gradient, direction, 1) > 0:

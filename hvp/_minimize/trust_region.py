@@ -1,4 +1,4 @@
-"""How the trust region and the damping follow the quality of the quadratic model.
+"""Adapt the trust region and the damping to the quality of the quadratic model.
 
 The rules are functions of the ratio of the decrease of the loss to the decrease that the model
 predicted,
@@ -24,20 +24,15 @@ _INCREASE_DAMPING, _DECREASE_DAMPING = 3 / 2, 2 / 3
 
 
 def is_accepted(ratio: float) -> bool:
-    """Whether a step is accepted: `ratio > 1e-4`."""
+    """Return whether a step is accepted: `ratio > 1e-4`."""
     return ratio > _ACCEPT
 
 
 def next_radius(radius: float, ratio: float, step_norm: float, on_boundary: bool) -> float:
     """Return the radius of the trust region for the next step [1]_.
 
-    It is
-
-        `min(step_norm, radius) / 4`  if `ratio < 1/4`, or if the ratio is NaN
-
-        `2 radius`                    if `ratio > 3/4` and the step ends on the boundary
-
-        `radius`                      otherwise
+    It is `min(step_norm, radius) / 4` if `ratio < 1/4` or the ratio is NaN, `2 radius` if
+    `ratio > 3/4` and the step ends on the boundary, and `radius` otherwise.
     """
     if not ratio >= _POOR:  # true for NaN
         return _SHRINK * min(step_norm, radius)
@@ -49,13 +44,8 @@ def next_radius(radius: float, ratio: float, step_norm: float, on_boundary: bool
 def next_damping(damping: float, ratio: float) -> float:
     """Return the damping for the next step, adapted as by Levenberg and Marquardt [2]_.
 
-    It is
-
-        `3/2 damping`  if `ratio < 1/4`, or if the ratio is NaN
-
-        `2/3 damping`  if `ratio > 3/4`
-
-        `damping`      otherwise
+    It is `3/2 damping` if `ratio < 1/4` or the ratio is NaN, `2/3 damping` if `ratio > 3/4`, and
+    `damping` otherwise.
     """
     if not ratio >= _POOR:  # true for NaN
         return _INCREASE_DAMPING * damping

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
@@ -21,6 +20,7 @@ from hvp._operators.damping import check_damping
 from hvp._operators.matrix import evaluated
 from hvp._operators.predictions import checked_model, checked_output_loss, refuse_dict
 from hvp._operators.symmetric import SymmetricOperator, evaluation_of
+from hvp._runtime.arguments import check_count, check_seed
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.strategies import outside_strategies
 from hvp._vectors.arrays import check_array
@@ -215,7 +215,7 @@ class FisherOperator(FromKeras, SymmetricOperator):
                 "no targets are drawn, so that products have no sampling error",
                 "a Fisher matrix with kind='monte-carlo'",
             )
-        if _positive("replicates", replicates) < 2:
+        if check_count(replicates, "replicates") < 2:
             raise HvpError("the argument replicates is 1", "at least 2")
         X = check_array(X, self.shape[0], self.dtype, ndims=(2,) if np.ndim(X) == 2 else (1,))
         # None of these is the seed of the operator itself.
@@ -263,9 +263,9 @@ def fisher_rule(
                 f"pass {argument}='type-2' or {argument}='monte-carlo'",
             )
         return EmpiricalFisherRule(*functions, weight)
-    draws = _positive("samples", samples) if kind == "monte-carlo" else 0
+    draws = check_count(samples, "samples") if kind == "monte-carlo" else 0
     names = _checked_likelihoods(likelihood, argument)
-    return FisherRule(*functions, weight, names, draws, _checked_seed(seed))
+    return FisherRule(*functions, weight, names, draws, check_seed(seed))
 
 
 def _checked_kind(kind: Any) -> Any:
@@ -286,19 +286,3 @@ def _checked_likelihoods(likelihood: Any, argument: str) -> tuple[str, ...]:
             "hvp.GaussNewtonOperator takes any output loss",
         )
     return names
-
-
-def _positive(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
-        raise HvpError(f"the argument {name} is {value!r}", "a positive integer")
-    return int(value)
-
-
-def _checked_seed(seed: Any) -> int:
-    if (
-        isinstance(seed, bool)
-        or not isinstance(seed, numbers.Integral)
-        or not 0 <= int(seed) < 2**31
-    ):
-        raise HvpError(f"the argument seed is {seed!r}", "an integer from 0 to 2**31 - 1")
-    return int(seed)

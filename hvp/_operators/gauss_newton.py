@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from hvp._engines.options import Options, declared
-from hvp._errors import HvpError
 from hvp._keras.compiled_loss import CompiledModel
 from hvp._keras.from_keras import FromKeras
 from hvp._operators.curvature import gauss_newton_rule
@@ -16,6 +13,7 @@ from hvp._operators.damping import check_damping
 from hvp._operators.matrix import evaluated
 from hvp._operators.predictions import refuse_dict
 from hvp._operators.symmetric import SymmetricOperator
+from hvp._runtime.arguments import check_flag
 from hvp._runtime.strategies import outside_strategies
 
 
@@ -103,7 +101,7 @@ class GaussNewtonOperator(FromKeras, SymmetricOperator):
         checked = Options.of(type(self).__name__, options)
         damping = check_damping(damping)
         refuse_dict(data)
-        convex = _checked_flag("convex", convex)
+        convex = check_flag(convex, "convex")
         rule = gauss_newton_rule(model, output_loss, data, options, convex=convex)
         super().__init__(evaluated(rule, variables, data, checked).damped(damping))
 
@@ -111,9 +109,3 @@ class GaussNewtonOperator(FromKeras, SymmetricOperator):
     def _of_compiled(cls, compiled: CompiledModel, variables: Any) -> Sequence[Any]:
         compiled.options["regularization"] = compiled.regularization
         return compiled.model, compiled.output_loss, variables
-
-
-def _checked_flag(name: str, value: Any) -> bool:
-    if not isinstance(value, (bool, np.bool_)):
-        raise HvpError(f"the argument {name} is {value!r}", "True or False")
-    return bool(value)

@@ -22,6 +22,7 @@ from hvp._engines.rule import Rule
 from hvp._errors import HvpError, StaleOperatorError, quoted
 from hvp._runtime.digest import digest
 from hvp._runtime.interrupts import Uninterrupted
+from hvp._runtime.recent import Recent
 from hvp._snapshots.nearby import Gradients
 from hvp._snapshots.problem import Problem
 from hvp._snapshots.snapshot import Snapshot
@@ -53,7 +54,7 @@ class Matrix:
         self.space = linear_map.domain
         self._undamped: Matrix | None = None
         # Shared by matrices that differ in damping.
-        self._cache: dict[Any, Any] = {}
+        self._cache = Recent(_MOST_CACHED)
         self._lock = threading.RLock()
 
     def damped(self: Self, damping: float) -> Self:
@@ -104,11 +105,7 @@ class Matrix:
         Only the objects that were used last are kept.
         """
         with self._lock:
-            value = self._cache.pop(key) if key in self._cache else make()
-            self._cache[key] = value  # at the end
-            while len(self._cache) > _MOST_CACHED:
-                del self._cache[next(iter(self._cache))]
-            return value
+            return self._cache.get_or_make(key, make)
 
     @property
     def cached_count(self) -> int:

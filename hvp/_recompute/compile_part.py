@@ -8,14 +8,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvp._graphs.broadcasts import broadcast_instead_of_repeating
 from hvp._graphs.dataflow import KEPT_WHOLE
+from hvp._graphs.graph import Graph
 from hvp._graphs.low_precision import in_low_precision
-from hvp._graphs.merging import merge_equal_operations
-from hvp._graphs.parts import cut_out, import_part, node_of, without_names, without_unused
 from hvp._graphs.private import NO_INLINE
 from hvp._graphs.schedule import in_order
-from hvp._graphs.sizes import Sizes, take_sizes
+from hvp._graphs.simplify import simplified
 from hvp._recompute.order import spec_of
 from hvp._runtime.interrupts import Uninterrupted
 
@@ -25,7 +23,7 @@ _shared: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
 
 
 def compile_part(
-    part: Any,
+    part: Graph,
     captured: dict[str, tf.Tensor],
     inputs: Sequence[str],
     specs: Sequence[tf.TensorSpec],
@@ -47,26 +45,27 @@ def compile_part(
     not inlined begins only when all of its inputs are available, and the cotangents are among them.
     Its operations are not merged with operations outside.
     """
-    used = {*results, *(tensor for node in part.node for tensor in node.input)}
+    used = {*results, *(tensor for node in part.graph_def.node for tensor in node.input)}
     captured = {name: tensor for name, tensor in captured.items() if name in used}
-    key = (whole, precision, without_names(part, inputs, results), tuple(specs))
+    key = (whole, precision, part.key(inputs, results), tuple(specs))
     # A function that captures tensors is good for these only.
     shared = None if captured else _shared.get(key)
     if shared is not None:
         return shared
     name = KEPT_WHOLE
     captured_specs = {name: spec_of(tensor) for name, tensor in captured.items()}
-    part, sizes = _simplified(part, {**captured_specs, **dict(zip(inputs, specs))}, results)
+    known = {**captured_specs, **dict(zip(inputs, specs))}
+    part = simplified(part.copy().graph_def, results, known)
     if whole:
-        part = without_unused(part, results)
+        part = part.without_unused(results)
         if precision is not None:
-            lowered = in_low_precision(part, precision, sizes, {}, results)
-            part, sizes = lowered.part, lowered.sizes
-            name += f"_{precision.name}" if lowered.count else ""
-        part = in_order(part, sizes, results)
+            lowered = in_low_precision(part, precision, {}, results)
+            part = lowered.graph
+            name += f"_{precision.name}" if lowered.products else ""
+        part = in_order(part, results)
 
     def run(*tensors: tf.Tensor) -> list[tf.Tensor]:
-        return import_part(part, {**captured, **dict(zip(inputs, tensors))}, results)
+        return part.imported({**captured, **dict(zip(inputs, tensors))}, results)
 
     # TensorFlow names a graph's function after the Python function.
     def hvp_recomputed(*tensors: tf.Tensor) -> list[tf.Tensor]:
@@ -83,13 +82,3 @@ def compile_part(
     if not captured:
         _shared[key] = compiled
     return compiled
-
-
-def _simplified(
-    part: Any, inputs: dict[str, tf.TensorSpec], results: Sequence[str]
-) -> tuple[Any, Sizes]:
-    """Merge operations that compute the same, and let none repeat what is broadcast anyway."""
-    simple = cut_out(part, {node.name for node in part.node}, keep_controls=True)
-    merge_equal_operations(simple, {*map(node_of, results)})
-    broadcast_instead_of_repeating(simple, inputs)
-    return simple, take_sizes(simple, inputs)

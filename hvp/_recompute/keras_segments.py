@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvp._errors import RecomputeError
-from hvp._graphs.parts import nbytes
+from hvp._graphs.sizes import nbytes
 from hvp._keras.losses import preserved_losses
 from hvp._keras.private import (
     has_layers,

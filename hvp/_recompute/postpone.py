@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import tensorflow as tf
 
-from hvp._graphs.parts import ancestors, cut_out, data_inputs, node_of
+from hvp._graphs.graph import Graph, data_inputs, node_of
 from hvp._graphs.sizes import note_shapes
 
 
-def postpone(part: Any, inputs: Mapping[str, tf.TensorSpec], first: Sequence[str]) -> Any:
+def postpone(part: Graph, inputs: Mapping[str, tf.TensorSpec], first: Sequence[str]) -> Graph:
     """Return a graph in which operations that take any of `inputs` wait for the tensors `first`.
 
     It is `part` itself if one of `first` depends on one of `inputs`, because the wait would never
     end.
     """
-    nodes = {node.name: node for node in part.node}
+    nodes = part.nodes
     awaited = [tensor for tensor in first if node_of(tensor) in nodes]
-    before = ancestors(nodes, awaited, lambda name: name in nodes)
+    before = part.ancestors(awaited, nodes.__contains__)
     if not awaited or any(t in inputs for name in before for t in data_inputs(nodes[name])):
         return part
-    ordered = cut_out(part, set(nodes), keep_controls=True)
+    ordered = part.copy().graph_def
     late = {tensor: f"{node_of(tensor)}/late" for tensor in inputs}
     for node in ordered.node:
         for i, tensor in enumerate(node.input):
@@ -33,4 +32,4 @@ def postpone(part: Any, inputs: Mapping[str, tf.TensorSpec], first: Sequence[str
         node.input.extend([tensor, *dict.fromkeys(f"^{node_of(t)}" for t in awaited)])
         node.attr["T"].type = spec.dtype.as_datatype_enum
         note_shapes(node, [spec.shape.as_proto()])
-    return ordered
+    return Graph(ordered)

@@ -19,6 +19,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvp._derivatives.replace import replace_operations
+from hvp._graphs.graph import Graph
 from hvp._graphs.inline import inline_calls
 from hvp._graphs.private import GRADIENT_TYPE
 from hvp._recompute.captured import CapturedVariable
@@ -74,9 +75,9 @@ class Programs:
     def compile_first(self, trace: OrderTrace) -> Any:
         """Compile the function itself, which returns its results and then the state."""
         graph = self._graph_of(trace)
-        pure = replay(graph.flat, graph.results, [*graph.inputs, *graph.captured])
+        pure = replay(graph.program, graph.results, [*graph.inputs, *graph.captured])
         self._first, self._state_names = graph, pure.stateful_results
-        part = with_effects(graph.flat, pure, graph.results, [*graph.inputs, *graph.captured])
+        part = with_effects(graph.program, pure, graph.results, [*graph.inputs, *graph.captured])
         results = [*graph.results, *self._state_names]
         run = compile_part(part, graph.captured, graph.inputs, self._specs, results, whole=False)
         self._state_specs = [spec_of(tensor) for tensor in run.outputs[len(graph.results) :]]
@@ -97,17 +98,17 @@ class Programs:
         """
         graph = self._graph_of(trace)
         pure = replay(
-            graph.flat, graph.results, [*graph.inputs, *graph.cotangents, *graph.captured]
+            graph.program, graph.results, [*graph.inputs, *graph.cotangents, *graph.captured]
         )
         first_inputs = dict(zip(graph.inputs, self._first.inputs))
         pairs = match_traces(
-            self._first.flat,
+            self._first.program,
             self._first.function_results,
-            graph.flat,
+            graph.program,
             graph.function_results,
             first_inputs,
         )
-        state = names_of_state(graph.flat, pure, self._state_names, pairs)
+        state = names_of_state(graph.program, pure, self._state_names, pairs)
         part = pure.part
         if held_back:
             held = zip(graph.cotangents[:held_back], trace.cotangents)
@@ -148,7 +149,7 @@ class Programs:
         for node in flat.node:
             node.attr.pop(GRADIENT_TYPE, None)
         return _Graph(
-            flat=flat,
+            program=Graph(flat),
             results=[rename(tensor.name) for tensor in concrete.outputs],
             function_results=[rename(name) for name in trace.function_results],
             inputs=[*arguments, *values, *tensors],
@@ -167,7 +168,7 @@ class _Graph:
     variables that the function changes.
     """
 
-    flat: Any
+    program: Graph
     results: list[str]
     function_results: list[str]
     inputs: list[str]

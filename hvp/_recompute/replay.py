@@ -9,62 +9,54 @@ operation runs once, and its results are inputs of every later run.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvp._errors import RecomputeError
 from hvp._graphs.dataflow import CONTROL_FLOW, is_stateful
-from hvp._graphs.parts import ancestors, cut_out, data_inputs, node_of
+from hvp._graphs.graph import Graph, data_inputs, node_of
 from hvp._graphs.split import has_effects
 
 
-@dataclass(frozen=True)
-class Replay:
-    """The repeatable part of a traced function: the nodes that compute the results.
+class Replay(NamedTuple):
+    """The repeatable part of a traced function: the operations that compute the results.
 
-    None of them is stateful. They take `stateful_results`, the results of stateful nodes, as
+    None of them is stateful. They take `stateful_results`, the results of stateful operations, as
     inputs.
     """
 
-    part: Any
+    part: Graph
     stateful_results: list[str]
 
 
-def replay(flat: Any, results: Sequence[str], inputs: Sequence[str]) -> Replay:
+def replay(graph: Graph, results: Sequence[str], inputs: Sequence[str]) -> Replay:
     """Find the repeatable part of a graph, which computes `results` from `inputs`.
 
     The graph has no calls, and has passed through `read_from_inputs` and `draw_from_seeds`. A
     result that depends on a stateful loop or branch is refused.
     """
-    nodes = {node.name: node for node in flat.node}
-    functions = {f.signature.name: f for f in flat.library.function}
-    input_nodes = {node_of(name) for name in inputs}
-    stateful = {name for name, node in nodes.items() if is_stateful(node, functions)} - input_nodes
-
-    def inside(name: str) -> bool:
-        return name not in stateful and name not in input_nodes
-
-    part = ancestors(nodes, results, inside)
+    nodes, starts = graph.nodes, {*map(node_of, inputs)}
+    stateful = {name for name, node in nodes.items() if is_stateful(node, graph.functions)} - starts
+    part = graph.ancestors(results, lambda name: name not in stateful and name not in starts)
     used = [*results, *(tensor for name in part for tensor in data_inputs(nodes[name]))]
     stateful_results = sorted({tensor for tensor in used if node_of(tensor) in stateful})
     for tensor in stateful_results:
         _refuse_stateful_control_flow(nodes[node_of(tensor)])
-    return Replay(cut_out(flat, part, keep_controls=False), stateful_results)
+    return Replay(graph.part(part), stateful_results)
 
 
-def with_effects(flat: Any, pure: Replay, results: Sequence[str], inputs: Sequence[str]) -> Any:
+def with_effects(
+    graph: Graph, pure: Replay, results: Sequence[str], inputs: Sequence[str]
+) -> Graph:
     """Return the part of a graph that runs in the first call, with all of its side effects."""
-    nodes = {node.name: node for node in flat.node}
-    functions = {f.signature.name: f for f in flat.library.function}
-    input_nodes = {node_of(name) for name in inputs}
+    starts = {*map(node_of, inputs)}
     effects = [
         f"{name}:0"
-        for name, node in nodes.items()
-        if has_effects(node, functions) and name not in input_nodes
+        for name, node in graph.nodes.items()
+        if has_effects(node, graph.functions) and name not in starts
     ]
     targets = [*results, *pure.stateful_results, *effects]
-    first = ancestors(nodes, targets, lambda name: name not in input_nodes, controls=True)
-    return cut_out(flat, first, keep_controls=True)
+    first = graph.ancestors(targets, lambda name: name not in starts, controls=True)
+    return graph.part(first, keep_controls=True)
 
 
 def _refuse_stateful_control_flow(node: Any) -> None:

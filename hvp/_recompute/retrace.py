@@ -1,9 +1,11 @@
 """Matches a later trace of a function with its first trace.
 
-The function is traced again for each order of derivative. Results of stateful operations in the
-first run replace those of the same operations in a later trace. To find these, `match_traces` walks
-through both traces from the function's results towards its inputs. It refuses a function whose
-Python code did something else the second time.
+The function is traced again for each order of derivative. The graph of its first trace cannot be
+differentiated instead: the gradient of a `tf.custom_gradient`, such as that of `tf.nn.silu`, refers
+to tensors of the graph in which it was traced, and TensorFlow refuses these in any other. Results
+of stateful operations in the first run replace those of the same operations in a later trace. To
+find these, `match_traces` walks through both traces from the function's results towards its inputs.
+It refuses a function whose Python code did something else the second time.
 """
 
 from __future__ import annotations
@@ -14,14 +16,14 @@ from typing import Any
 
 from hvp._errors import RecomputeError
 from hvp._graphs.dataflow import CONTROL_FLOW, functions_of
-from hvp._graphs.parts import data_inputs, node_of
+from hvp._graphs.graph import Graph, Output, data_inputs, node_of
 from hvp._recompute.replay import Replay
 
 
 def match_traces(
-    first: Any,
+    first: Graph,
     first_results: Sequence[str],
-    later: Any,
+    later: Graph,
     later_results: Sequence[str],
     inputs: dict[str, str],
 ) -> dict[str, str]:
@@ -31,9 +33,8 @@ def match_traces(
     `later_results` are the tensors that the function returned, and `inputs` maps names of inputs in
     the later trace to those in the first. Traces that differ are refused.
     """
-    first_nodes = {node.name: node for node in first.node}
-    later_nodes = {node.name: node for node in later.node}
-    library = {f.signature.name: f for f in (*first.library.function, *later.library.function)}
+    first_nodes, later_nodes = first.nodes, later.nodes
+    library = {**first.functions, **later.functions}
     pairs: dict[str, str] = {}
     queue = list(zip(first_results, later_results))
     if len(first_results) != len(later_results):
@@ -76,22 +77,22 @@ def match_traces(
 
 
 def names_of_state(
-    later: Any, pure: Replay, first_names: Sequence[str], pairs: Mapping[str, str]
+    later: Graph, pure: Replay, first_names: Sequence[str], pairs: Mapping[str, str]
 ) -> list[str]:
     """Find the names in a later trace of the stateful results `first_names` of the first run.
 
     `pairs` is what `match_traces` returned. A result that the later trace does not use gets the
     name of no tensor. A derivative that uses a stateful result of its own is refused.
     """
-    nodes = {node.name: node for node in later.node}
     later_name_of = {first_name: later_name for later_name, first_name in pairs.items()}
     names = []
     for i, tensor in enumerate(first_names):
-        name = later_name_of.get(node_of(tensor))
-        names.append(f"{name}:{tensor.partition(':')[2]}" if name else f"unused_state_{i}:0")
+        first_name, place = Output.of(tensor)
+        name = later_name_of.get(first_name)
+        names.append(f"{name}:{place}" if name else f"unused_state_{i}:0")
     for tensor in pure.stateful_results:
         if tensor not in names:
-            node = nodes[node_of(tensor)]
+            node = later.nodes[node_of(tensor)]
             raise RecomputeError(
                 "the derivative of the function has a stateful operation of its own, which cannot "
                 f"be replayed: {node.op} at {node.name!r}",

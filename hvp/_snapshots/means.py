@@ -1,4 +1,4 @@
-"""Whether a loss is a mean over examples, as it must be where batches are averaged."""
+"""Checks that a loss is a mean over examples, as it must be if batches are averaged."""
 
 from __future__ import annotations
 
@@ -26,14 +26,7 @@ _ON_FEW = (TypeError, ValueError, tf.errors.OpError)
 def refuse_sum(rule: Rule, snapshot: Snapshot, few: Elements) -> None:
     """Raise `InvalidLossError` if a loss is a sum over the examples of a batch.
 
-    Parameters
-    ----------
-    rule : Rule
-        The matrix of the loss.
-    snapshot : Snapshot
-        The loss as it was evaluated, with the seeds that it used.
-    few : Elements
-        A few examples.
+    The loss is evaluated on `few` examples, with the seeds that the snapshot used.
     """
     values = []
     with snapshot.with_seeds():
@@ -57,13 +50,7 @@ def refuse_sum(rule: Rule, snapshot: Snapshot, few: Elements) -> None:
 
 @outside_strategies
 def refuse_coupling(rule: Rule, snapshot: Snapshot, few: Elements) -> None:
-    """Raise `InvalidLossError` if the loss of a batch depends on several examples at once.
-
-    Parameters
-    ----------
-    rule, snapshot, few
-        As for `refuse_sum`.
-    """
+    """Raise `InvalidLossError` if the loss of a batch depends on several examples at once."""
     facts, count = snapshot.facts, few.examples
     drawn = facts.remarks is not None and (facts.remarks.random or facts.remarks.repeated)
     if facts.draws or facts.seeds or drawn or count < 2:
@@ -102,18 +89,9 @@ def refuse_coupling(rule: Rule, snapshot: Snapshot, few: Elements) -> None:
 def joint_and_mean_loss(
     rule: Rule, snapshot: Snapshot, few: Elements
 ) -> tuple[float, float] | None:
-    """Compare the loss of a few examples with the losses of each.
+    """Return the loss of a few examples together, and the mean of their separate losses.
 
-    Parameters
-    ----------
-    rule, snapshot, few
-        As for `refuse_sum`.
-
-    Returns
-    -------
-    tuple of two floats, or None
-        The loss of all of them, and the mean of their losses; None if the loss cannot be evaluated
-        on so few examples.
+    Return None if the loss cannot be evaluated on so few examples.
     """
 
     def loss(start: int, end: int) -> float:

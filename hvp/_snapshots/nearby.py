@@ -14,21 +14,10 @@ from hvp._vectors.scales import entry_scales
 
 
 class Gradients:
-    """A loss and its gradient, evaluated without the operator.
+    """A loss and its gradient, evaluated independently of the operator.
 
-    Parameters
-    ----------
-    make : callable
-        Returns an evaluation of the gradient alone.
-    other : Snapshot
-        Those of the operator, whose seeds are used.
-    places : sequence of int, optional
-        Of some variables alone: which they are.
-
-    Attributes
-    ----------
-    evaluations : int
-        How many there were.
+    `make` returns a snapshot with the gradient alone; it uses the seeds of `other`, the operator's
+    snapshot. `places` are the indices of the variables to differentiate by; None stands for all.
     """
 
     def __init__(
@@ -48,14 +37,14 @@ class Gradients:
         self.evaluations = 1
 
     def again(self) -> tuple[float, np.ndarray]:
-        """Evaluate once more, at the values the variables have now."""
+        """Evaluate once more, at the current values of the variables."""
         with self._other.with_seeds():
             self._snapshot.refresh()
         self.evaluations += 1
         return self.last()
 
     def last(self) -> tuple[float, np.ndarray]:
-        """Return the loss and its gradient, of shape `(n,)`, from the last evaluation."""
+        """Return the loss and its flat gradient from the last evaluation."""
         parts = self._snapshot.gradient()
         gradient = self._space.join([parts[place] for place in self._places]).numpy()
         return float(self._snapshot.value()), gradient
@@ -63,7 +52,7 @@ class Gradients:
     def in_float64(self) -> Callable[[np.ndarray], np.ndarray] | None:
         """Return the gradient in float64 as a function of a change of the variables.
 
-        None where it cannot be evaluated so. The variables themselves are not moved.
+        Return None if it cannot be evaluated in float64. The variables themselves do not change.
         """
         with self._other.with_seeds():
             gradient = self._snapshot.plan.in_float64()
@@ -87,16 +76,16 @@ class Gradients:
         return at_change
 
     def parts(self, vector: np.ndarray) -> list[np.ndarray]:
-        """Cut a vector, or an array of shape `(n,)`, into parts, one for each variable."""
+        """Split an array of shape `(n,)` into one flat part for each variable."""
         return np.split(vector, np.cumsum(self._space.sizes)[:-1])
 
     def scales(self) -> np.ndarray:
-        """Return how large entries are, of shape `(n,)`."""
+        """Return the scale of each entry, of shape `(n,)`; see `entry_scales`."""
         return entry_scales(self._variables)
 
     @contextlib.contextmanager
     def moved(self, change: np.ndarray) -> Iterator[None]:
-        """Move the variables by a vector, and put them back."""
+        """Move the variables by a vector, and restore them on exit."""
         parts = self._space.split(tf.constant(change, self._space.dtype))
         with restored([Resource.of(variable) for variable in self._variables]):
             for variable, part in zip(self._variables, parts):

@@ -1,4 +1,4 @@
-"""From what the caller passes to a snapshot: a matrix, its data, and how to work."""
+"""Build a snapshot from what the caller passes: a matrix, its data and options."""
 
 from __future__ import annotations
 
@@ -49,20 +49,11 @@ _OF_AN_OPERATION = (tf.errors.InvalidArgumentError, tf.errors.UnimplementedError
 
 @dataclass(frozen=True)
 class Problem:
-    """What a matrix is of: a rule, variables and data, with the options of the call.
+    """A rule with its variables and data, and the options of the call.
 
-    Attributes
-    ----------
-    rule : Rule
-        What to evaluate and multiply by, on each batch.
-    variables : nest
-        What to differentiate with respect to, as the caller passed it.
-    data : object
-        The examples: converted if they are one batch, else as the caller passed them.
-    source : Elements or Batches
-        The examples, opened once: one batch, which is empty without data, or many.
-    options : Options
-        How the data are divided, and how to work.
+    `rule` evaluates each batch, and multiplies by its matrix. `variables` are as the caller passed
+    them, and so are `data` unless they are a single batch, which is converted. `source` holds the
+    same examples: one batch, which is empty without data, or many.
     """
 
     rule: Rule
@@ -75,15 +66,7 @@ class Problem:
     def of(cls, rule: Rule, variables: Any, data: Any, options: Options) -> Problem:
         """Decide whether the data are one batch or many.
 
-        Parameters
-        ----------
-        rule, variables, data, options
-            As above.
-
-        Raises
-        ------
-        InvalidDataError
-            If the data do not fit the options.
+        Raise `InvalidDataError` if the data do not fit the options.
         """
         divides = (options.batch_size, options.memory_limit, options.weight) != (None,) * 3
         if data is None and divides:
@@ -111,40 +94,36 @@ class Problem:
 
     @property
     def regularization(self) -> Rule | None:
-        """What is added once."""
+        """The term that is added once, regardless of batching."""
         added = self.options.regularization
         return None if added is None else HessianRule(_as_tensor(added))
 
     @property
     def total(self) -> bool:
-        """Whether to sum over examples, not to average."""
+        """Whether to sum over examples instead of averaging."""
         return self.options.reduction == "sum"
 
     @property
     def is_positive_semidefinite(self) -> bool:
-        """Whether it is known that no eigenvalue is negative."""
+        """Whether the matrix is known to have no negative eigenvalue."""
         return self.rule.is_positive_semidefinite and self.regularization is None
 
     def first_batch(self) -> Elements:
-        """Return the first batch, or all examples if they are one."""
+        """Return the first batch, or all examples if there is only one batch."""
         if isinstance(self.source, Elements):
             return self.source
         return next(iter(self.source)).elements
 
     def few_examples(self) -> Elements:
-        """Return a few examples that differ, of all data if these are arrays."""
+        """Return a few examples that differ, from all data if these are arrays."""
         arrays = self.source.arrays if isinstance(self.source, Batches) else None
         return varied_examples(self.first_batch() if arrays is None else arrays, EXAMPLES)
 
     def snapshot(self, inputs: Sequence[tf.Variable] = (), **changes: Any) -> Snapshot:
-        """Evaluate at the values the variables have now.
+        """Evaluate at the current values of the variables.
 
-        Parameters
-        ----------
-        inputs : sequence of tf.Variable, optional
-            Variables that hold data: a snapshot is not stale when they change.
-        **changes
-            Other options than those of the caller.
+        `inputs` are variables that hold data: a change of these does not make a snapshot stale.
+        `changes` replace options of the caller.
         """
         options = dataclasses.replace(self.options, **changes)
 
@@ -195,14 +174,14 @@ class Problem:
         return snapshot
 
     def _can_be_computed(self) -> bool:
-        """Whether the loss itself can be computed, without its derivatives."""
+        """Return whether the loss itself can be computed, without its derivatives."""
         try:
             return self.rule.value(self.first_batch()) is not None
         except Exception:  # of any kind: the error that was raised before is told
             return False
 
     def _blame_data(self, error: NonFiniteError) -> None:
-        """Raise an error that says so if numbers of the data are not finite."""
+        """Raise a more specific error if the data contain NaN or infinity."""
         if isinstance(self.source, Elements):
             bad = [f"data[{key!r}]" for key in self.source.not_finite()]
             if bad:
@@ -213,7 +192,7 @@ class Problem:
                 ) from error
 
     def _compare_values(self, snapshot: Snapshot) -> None:
-        """Say so if a loss has another value where TensorFlow's derivatives are corrected."""
+        """Warn if correcting TensorFlow's derivatives has changed the value of the loss."""
         plan, rule = snapshot.plan, self.rule
         if not (isinstance(rule, HessianRule) and isinstance(plan, SinglePlan)):
             return
@@ -240,7 +219,7 @@ class Problem:
         )
 
     def _refuse_other_means(self, snapshot: Snapshot) -> None:
-        """Refuse a loss that is no mean over the examples of a batch, where that is wrong."""
+        """Reject a loss that is not a mean over the examples of a batch, if it has to be."""
         plan, rule = snapshot.plan, self.rule
         if self.source is NO_DATA or not isinstance(rule, (HessianRule, PredictionRule)):
             return
@@ -283,7 +262,7 @@ class Problem:
         return SinglePlan(rule, nest, options, lambda: source, inputs)
 
     def _spread(self, nest: VariableNest, options: Options) -> tuple[Elements | Batches, Options]:
-        """Decide which devices to use, and let each of them have a part of the data."""
+        """Choose the devices, and divide the data among them."""
         source, strategy = self.source, strategy_of(nest.variables)
         # What is divided may be divided among replicas; other processes have to be asked.
         spreads = process_count(strategy) > 1 or isinstance(source, Batches)
@@ -304,23 +283,11 @@ def evaluate_loss(
     products: bool = True,
     **options: Any,
 ) -> Snapshot:
-    """Evaluate a loss, its gradient and its Hessian, at the values the variables have now.
+    """Evaluate a loss, its gradient and its Hessian, at the current values of the variables.
 
-    Parameters
-    ----------
-    loss : callable or Rule
-        The loss; or the rule of another matrix of a loss.
-    variables, data, **options
-        As for `HessianOperator`.
-    inputs : sequence of tf.Variable, optional
-        Variables that hold data: a snapshot is not stale when they change.
-    products : bool, optional
-        Whether to prepare products.
-
-    Raises
-    ------
-    HvpError
-        As `HessianOperator`.
+    A rule as `loss` stands for another matrix than the Hessian. `inputs` are variables that hold
+    data: a change of these does not make the snapshot stale. `products` tells whether to prepare
+    products. All other arguments are as for `HessianOperator`, and so are the errors.
     """
     rule = loss if isinstance(loss, Rule) else HessianRule(checked_loss(loss))
     return Problem.of(rule, variables, data, Options(products=products, **options)).snapshot(inputs)
@@ -342,7 +309,7 @@ class _InSegments(Rule):
 
 
 def _as_tensor(regularization: Callable[[], Any]) -> Callable[[], Any]:
-    """Let a regularization return a number or integer too, such as the sum of no terms."""
+    """Allow a regularization to return a Python number or an integer, such as an empty sum."""
 
     def scalar() -> Any:
         value = regularization()

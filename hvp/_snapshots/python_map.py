@@ -1,4 +1,4 @@
-"""Products inside somebody's graph for which Python runs."""
+"""Products inside a graph that are computed by a call to Python."""
 
 from __future__ import annotations
 
@@ -13,18 +13,10 @@ from hvp._vectors.space import Space
 
 
 def apply_in_python(find: Callable[[], LinearMap], vector: Any, space: Space, adjoint: bool) -> Any:
-    """Add a product to the graph being traced, for which Python runs.
+    """Add a product to the graph being traced, which calls Python to compute it.
 
-    Parameters
-    ----------
-    find : callable
-        Returns the map to multiply with, when the graph runs.
-    vector : sequence of tf.Tensor, or tf.Tensor
-        In any layout.
-    space : Space
-        The space of the product.
-    adjoint : bool
-        Whether to multiply by the transpose.
+    `find` returns the map to multiply with when the graph runs. The vector may have any layout.
+    `space` is the space of the product.
     """
     if isinstance(vector, (list, tuple)):
         return call_python(lambda *parts: find().apply(parts, adjoint=adjoint), vector, space.specs)

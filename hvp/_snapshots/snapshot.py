@@ -55,25 +55,11 @@ _ASYMMETRY = 3
 
 
 class Snapshot(OneProcess, LinearMap):
-    """The results of a plan at the variables' values of one moment, and its linear map.
+    """The results of a plan for one set of values of the variables, and its linear map.
 
-    Parameters
-    ----------
-    make_plan : callable
-        Takes nothing; returns the plan.
-    on_stale : {"raise", "refresh", "ignore"}
-        What to do when something is asked for after a variable that was read has changed.
-    rule : Rule, optional
-        The matrix that the plan is of.
-
-    Attributes
-    ----------
-    plan : Plan
-        The plan.
-    on_stale : str
-        As above.
-    is_hessian : bool
-        Whether the matrix is the derivative of the gradient.
+    `on_stale` says what to do when the snapshot is used after a variable that was read has changed:
+    "raise", "refresh" or "ignore". `is_hessian` tells whether the matrix is the derivative of the
+    gradient.
     """
 
     def __init__(
@@ -103,10 +89,10 @@ class Snapshot(OneProcess, LinearMap):
         self.refresh()
 
     def another(self) -> Snapshot:
-        """Return a snapshot of the same plan for another point: empty until a `refresh`.
+        """Return a snapshot of the same plan for another point; it is empty until a `refresh`.
 
-        What it does counts with what this one does, and it answers for its point whatever becomes
-        of the variables.
+        Both share their counts. The new snapshot remains valid for its point even if variables
+        change.
         """
         twin = copy.copy(self)
         twin.on_stale = "ignore"
@@ -118,42 +104,42 @@ class Snapshot(OneProcess, LinearMap):
 
     @property
     def facts(self) -> TraceSummary:
-        """What is known about the plan by now."""
+        """What is known about the plan so far."""
         return self.plan.facts
 
     @property
     def held(self) -> LinearMap | None:
-        """The linear map that is held; None if there is none. Use `apply` to multiply."""
+        """The current linear map, or None. Use `apply` to multiply."""
         return self._map
 
     @property
     def products_eager(self) -> int:
-        """Products outside graphs, those of snapshots made by `another` included."""
+        """Number of products outside graphs, including those of snapshots made by `another`."""
         return self._counts.products
 
     @property
     def products_in_graphs(self) -> int:
-        """Products inside graphs, of this snapshot alone."""
+        """Number of products inside graphs, of this snapshot alone."""
         return self._store.products if self._store else 0
 
     @property
     def nbytes(self) -> int | None:  # type: ignore[override]
-        """What the map holds."""
+        """The size of the linear map."""
         return 0 if self._map is None else self._map.nbytes
 
     @property
     def streams(self) -> bool:  # type: ignore[override]
-        """Whether products evaluate batches again, at the values the variables then have."""
+        """Whether products evaluate batches again, at the variables' current values."""
         return self._map is not None and self._map.streams
 
     @property
     def calls_python(self) -> bool:  # type: ignore[override]
-        """Whether Python runs for products inside graphs."""
+        """Whether products inside graphs call Python."""
         return not isinstance(self._map, GraphMap)
 
     @property
     def statistics(self) -> Statistics:
-        """Counts, as they are now."""
+        """A copy of the current counts."""
         facts = self.facts
         held = 0 if self._map is None else self._map.batches_held
         return dataclasses.replace(
@@ -173,60 +159,60 @@ class Snapshot(OneProcess, LinearMap):
 
     @property
     def status(self) -> str:
-        """What keeps it from being used, if anything: closed, or stale."""
+        """Why the snapshot cannot be used: "closed" or "stale"; empty if it can."""
         if self._map is None:
             return "closed"
         looks = self.on_stale != "ignore" and tf.executing_eagerly()
         return "stale" if looks and self._watch.changed() else ""
 
     def changed(self) -> list[str]:
-        """Return the names of the variables that have other values than when it was evaluated."""
+        """Return the names of variables that have changed since the evaluation."""
         return list(self._watch.changed())
 
     def refresh(self) -> None:
-        """Evaluate at the values the variables have now.
+        """Evaluate at the current values of the variables.
 
-        What is held of the point before is released first, so that the two never have to fit in
-        memory together. If this raises, the snapshot holds nothing until a `refresh` succeeds.
+        The old linearization is released first, so that the two never have to fit in memory
+        together. If this raises an error, the snapshot stays empty until a `refresh` succeeds.
         """
         self._refuse_graphs("refresh")
         with self._guard, self._guard.lock, Uninterrupted():
             self._evaluate()
 
     def close(self) -> None:
-        """Release what is held."""
+        """Release the results and the linear map."""
         with self._guard, self._guard.lock:
             self._release("the operator is closed")
 
     def exclusively(self) -> AbstractContextManager[Any]:
-        """Let other threads wait, in a context."""
+        """Return a context in which other threads wait."""
         refuse_forks()
         return self._guard.lock
 
     def preserving(self) -> AbstractContextManager[None]:
-        """Put the variables that the function writes back to what they were, afterwards."""
+        """Return a context that restores the variables that the function writes."""
         return restored(self.facts.writes)
 
     @contextlib.contextmanager
     def with_seeds(self) -> Iterator[None]:
-        """Put seeds and counters back to what they were when it was evaluated."""
+        """Set seeds and counters to their values at the evaluation; restore them on exit."""
         with self.preserving():
             for resource, value in zip(self.facts.seeds, self._seeds):
                 resource.write(value)
             yield
 
     def value(self) -> Any:
-        """Return the loss, a scalar; or the values of a function."""
+        """Return the loss, which is a scalar, or the values of a function."""
         self._refuse_graphs("value")
         with self._guard, self._guard.lock:
             return self._current(to_multiply=False)[0].value
 
     def gradient(self) -> list[tf.Tensor]:
-        """Return the gradient, a tensor for each variable."""
+        """Return the gradient, one tensor for each variable."""
         return self.plan.space.with_zeros(self.gradient_parts())
 
     def gradient_parts(self) -> list[tf.Tensor | None]:
-        """Return the gradient, None for variables that the loss does not depend on."""
+        """Return the gradient, with None for variables that the loss does not depend on."""
         self._refuse_graphs("gradient")
         with self._guard, self._guard.lock:
             results = self._current(to_multiply=False)[0]
@@ -246,10 +232,10 @@ class Snapshot(OneProcess, LinearMap):
                 self._gradient_is_released = True
 
     def apply(self, vector: Any, *, adjoint: bool = False) -> Any:
-        """Multiply by a vector in any layout, having made sure that the map is current.
+        """Multiply by a vector in any layout, after checking that the map is current.
 
-        Outside of graphs this looks at each product. In a graph that is being traced, products look
-        when the graph runs: in the graph where the engine allows that, else in Python.
+        Outside of graphs, each product checks this. Products in a graph being traced check it when
+        the graph runs: within the graph if the engine allows that, otherwise in Python.
         """
         if not tf.executing_eagerly():
             return self._apply_in_graph(vector, adjoint)
@@ -290,7 +276,7 @@ class Snapshot(OneProcess, LinearMap):
         return apply_in_python(find, vector, space, adjoint)
 
     def belonging(self, result: Any) -> Any:
-        """Return the tensors of a product, which have no gradient in the variables.
+        """Return the tensors of a product, whose gradient in the variables raises an error.
 
         See the module `hvp._derivatives.belonging`.
         """
@@ -300,7 +286,7 @@ class Snapshot(OneProcess, LinearMap):
         return belonging_to(result, self.plan.nest.variables, evaluated or ())
 
     def _probe_symmetry(self) -> None:
-        """Compare two products before the first one, where gradients are of the user's own.
+        """Check symmetry with two products, if the loss has user-defined gradients.
 
         A Hessian is symmetric; the derivative of a `tf.custom_gradient` need not be.
         """
@@ -326,18 +312,18 @@ class Snapshot(OneProcess, LinearMap):
         self._is_symmetric, self._probes_symmetry = True, False
 
     def make_sure(self) -> None:
-        """Raise unless there is a map that is current; evaluate again if that is asked for."""
+        """Check that the map is current; evaluate again or raise an error, as `on_stale` says."""
         with self._guard, self._guard.lock:
             self._current()
 
     def make_sure_in_graph(self) -> None:
-        """Do what `make_sure` does, for a graph that runs and waits for the answer."""
+        """Do what `make_sure` does, for a running graph that waits for it."""
         if self.on_stale == "refresh":
             check_can_wait_for_python(f"evaluating {self._evaluates} again")
         self.make_sure()
 
     def no_memory(self, error: Exception) -> HvpError:
-        """Return the error to raise where TensorFlow could not get memory."""
+        """Return the error to raise if TensorFlow could not allocate memory."""
         plan = self.__dict__.get("plan")  # there is none, if it was being traced
         nbytes = None if plan is None else plan.facts.expected_nbytes
         return out_of_memory(error, self._doing, nbytes)
@@ -375,10 +361,10 @@ class Snapshot(OneProcess, LinearMap):
             )
 
     def _current(self, *, to_multiply: bool = True) -> tuple[Results, LinearMap]:
-        """Return what is held, having made sure that it is there and true.
+        """Return the results and the map, after checking that they exist and are valid.
 
-        If changes are to be ignored, the results of the old point are still true, and so are
-        products unless they evaluate batches again.
+        If changes are ignored, the results of the old point are still valid, and so are products
+        unless they evaluate batches again.
         """
         streams = to_multiply and self._map is not None and self._map.streams
         if self._map is not None and (self.on_stale != "ignore" or streams):
@@ -435,7 +421,7 @@ class Snapshot(OneProcess, LinearMap):
 
 
 def _watch(resources: Sequence[Resource]) -> Watch:
-    """Return a watch over variables, and over all copies of them that a strategy keeps."""
+    """Watch variables, including all copies of them that a strategy keeps."""
     copies = []
     for number, resource in enumerate(resources):
         for index, variable in enumerate(copies_of(resource.handle)):

@@ -33,11 +33,11 @@ class Statistics:
         Whether XLA computes products with one vector; None before the first product.
     precision : str
         The type in which matrix products and convolutions are computed, and residuals stored: that
-        of the operator, unless ``precision`` asks for a lower one that the device is fast in.
+        of the operator, unless ``precision`` asks for a lower one in which the device is fast.
     devices : tuple of DeviceStatistics
         Counts for each device, if ``devices`` names any.
     note : str
-        The reason if something works less well than asked for, empty otherwise.
+        Why something works less well than requested; empty otherwise.
     """
 
     gradient_evaluations: int = 0

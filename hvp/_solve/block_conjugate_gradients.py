@@ -85,25 +85,11 @@ def _iterate(state: State, running: tf.Tensor, system: System) -> Step:
 
 
 def _invert(matrix: tf.Tensor, directions: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Invert the projected matrix `P A P^T` by its eigenvalues.
+    """Invert the projected matrix `P A P^T`, of shape `(k, k)` in float64, by its eigenvalues.
 
-    Parameters
-    ----------
-    matrix : tf.Tensor
-        The projected matrix, of shape `(k, k)`, in float64.
-    directions : tf.Tensor
-        The directions `P`, of shape `(k, n)`. Those that depend on the others, to rounding, are
-        left out of the inverse.
-
-    Returns
-    -------
-    inverse : tf.Tensor
-        Shape `(k, k)`.
-    negative : tf.Tensor
-        Whether the matrix has a negative eigenvalue.
-    combination : tf.Tensor
-        Shape `(k, k)`; every row has the coefficients, in the directions, of the direction of the
-        lowest eigenvalue.
+    Directions that depend on the others, to rounding, are left out of the inverse. The second
+    result tells whether an eigenvalue is negative. Each row of the third, of shape `(k, k)`, holds
+    the coefficients of the lowest eigenvalue's direction in terms of the rows of `directions`.
     """
     dtype = directions.dtype
     lengths = tf.cast(tf.norm(directions, axis=1), tf.float64)
@@ -123,31 +109,16 @@ def _invert(matrix: tf.Tensor, directions: tf.Tensor) -> tuple[tf.Tensor, tf.Ten
 def orthonormal(
     rows: tf.Tensor, images: tf.Tensor | None = None
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Factor a block as `rows = factor @ block`, where the block has orthonormal rows.
+    """Factor a block of rows as `rows = factor @ block`, where the block has orthonormal rows.
 
-    With a preconditioner `M`, the rows are orthonormal in its inner product `x M y^T`.
+    Return `factor`, `block`, and the block times the preconditioner. If `images` holds the rows
+    times a preconditioner `M`, the block is orthonormal in its inner product `x M y^T`. If it is
+    None or `rows` itself, there is no preconditioner, and the third result is the block itself.
 
     Each pass scales the rows to unit length, decomposes their matrix of inner products as
     `V E V^T`, and multiplies the block by `E^{-1/2} V^T`. Eigenvalues at rounding level are raised
     rather than dropped; the next pass removes the error, as in shifted Cholesky QR. Rows of zeros
     stay zero.
-
-    Parameters
-    ----------
-    rows : tf.Tensor
-        Shape `(k, n)`.
-    images : tf.Tensor, optional
-        The rows times the preconditioner. By default, or if they are the same tensor, there is
-        none.
-
-    Returns
-    -------
-    factor : tf.Tensor
-        Shape `(k, k)`.
-    block : tf.Tensor
-        Shape `(k, n)`.
-    image : tf.Tensor
-        The block times the preconditioner. Without one this is the block itself.
 
     References
     ----------
@@ -160,7 +131,7 @@ def orthonormal(
     count = tf.cast(tf.shape(rows)[0], tf.float64)
 
     def deviation(products: tf.Tensor) -> tf.Tensor:
-        """Return the largest deviation from the identity, without rows of zeros."""
+        """Return the largest deviation from the identity, ignoring rows of zeros."""
         nonzero = tf.linalg.diag_part(products) > 0
         return tf.reduce_max(tf.abs(products - tf.linalg.diag(tf.cast(nonzero, tf.float64))))
 

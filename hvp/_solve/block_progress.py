@@ -1,4 +1,4 @@
-"""The progress of a Krylov method on one block of right-hand sides, which can be saved."""
+"""The progress of a Krylov method on one block of right-hand sides, which checkpoints save."""
 
 from __future__ import annotations
 
@@ -16,36 +16,21 @@ COUNTERS = 5
 
 @dataclass
 class BlockProgress:
-    """The progress of a Krylov method on one block; consists of arrays only.
+    """The progress of a Krylov method on one block of rows; consists of arrays only.
 
-    Attributes
-    ----------
-    x : ndarray
-        The best solutions so far, of shape `(k, n)`.
-    residual_norms : ndarray
-        Norms of their residuals, computed by a product.
-    outcome, iterations : ndarray
-        The `SolveOutcome` and the number of iterations of each row.
-    directions : ndarray
-        Directions of negative curvature, of shape `(k, n)`; zero for rows without one.
-    products : int
-        Number of products with single vectors.
-    is_low : bool
-        Whether the iterations multiply in low precision.
-    is_refining : bool
-        Whether they multiply in float32, and residuals are computed in float64.
-    active : ndarray
-        Indices of the rows in `counters` and `state`; empty between cycles.
-    counters : list of tf.Tensor
-        For each active row: its outcome, its iterations, the smallest norm of its residual, the
-        iterations since that norm or the quadratic model fell, and the total decrease of the model.
-    state : list of tf.Tensor
-        The state of the method.
-    correction : ndarray or None
-        For the rows that have ended in this cycle, what the cycle adds to `x`, of shape `(k, n)`.
-        None between cycles.
-    changing : bool
-        Whether an update is in progress, so that an interrupt would leave inconsistent arrays.
+    `x` holds the best solutions so far, `residual_norms` the norms of their residuals as computed
+    by a product, `outcome` a `SolveOutcome` for each row, and `directions` directions of negative
+    curvature, with zeros for rows without one. `products` counts products with single vectors.
+
+    The iterations multiply in low precision while `is_low` is set; while `is_refining` is set, they
+    multiply in float32 and residuals are computed in float64. An interrupt while `changing` is set
+    would leave inconsistent arrays.
+
+    The other attributes belong to the current cycle. `active` lists the rows that are in `counters`
+    and `state`, and is empty between cycles. `counters` holds for each active row its outcome, its
+    iterations, the smallest norm of its residual, the iterations since that norm or the quadratic
+    model fell, and the total decrease of the model. `correction`, of shape `(k, n)`, is what the
+    cycle adds to `x` for the rows that have ended in it; it is None between cycles.
     """
 
     x: np.ndarray
@@ -69,14 +54,14 @@ class BlockProgress:
         return cls(x.copy(), norms, zeros, zeros.copy(), np.zeros_like(x), is_low=is_low)
 
     def go_on_in_full_precision(self, maxiter: int) -> None:
-        """Let the rows that low precision has not solved run again."""
+        """Restart the rows that low precision has not solved."""
         pending = (self.outcome != SolveOutcome.CONVERGED) & (self.iterations < maxiter)
         self.outcome[pending] = SolveOutcome.RUNNING
         self.directions[pending] = 0
         self.is_low = False
 
     def refine(self, maxiter: int) -> None:
-        """Let the rows run again that have converged or stalled, as far as float32 can tell."""
+        """Restart the rows that have converged or stalled, as far as float32 can tell."""
         solved = (self.outcome == SolveOutcome.CONVERGED) | (self.outcome == SolveOutcome.STALLED)
         self.outcome[solved & (self.iterations < maxiter)] = SolveOutcome.RUNNING
         self.is_refining = True
@@ -94,7 +79,7 @@ class BlockProgress:
         self.active = rows
 
     def end_cycle(self) -> None:
-        """Make no row active."""
+        """Make all rows inactive."""
         self.active, self.state, self.counters = self.active[:0], [], []
         self.correction = None
 
@@ -109,13 +94,13 @@ class BlockProgress:
         return self.counters[1].numpy()
 
     def summary(self) -> tuple[int, float]:
-        """Return the number of iterations and the largest norm of a residual, for display."""
+        """Return the number of iterations and the largest residual norm, for display."""
         if not len(self.active):
             return int(self.iterations.max(initial=0)), float(self.residual_norms.max(initial=0))
         return int(self.active_iterations.max()), float(self.counters[2].numpy().max())
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return everything as arrays, for a checkpoint."""
+        """Return the progress as arrays, for a checkpoint."""
         arrays = {
             "x": self.x,
             "residual_norms": self.residual_norms,
@@ -135,7 +120,7 @@ class BlockProgress:
 
     @classmethod
     def of_arrays(cls, arrays: dict[str, np.ndarray]) -> BlockProgress:
-        """Return the progress from the arrays of a checkpoint."""
+        """Restore the progress from the arrays of a checkpoint."""
 
         def numbered(name: str) -> list[tf.Tensor]:
             count = sum(key.startswith(name) for key in arrays)

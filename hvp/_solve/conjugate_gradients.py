@@ -21,9 +21,8 @@ This implementation differs from those of scipy and TensorFlow in three ways:
    returned; scipy's iteration continues. Curvature is compared with rounding by the angle between
    `p` and `A p`: if `A` is positive definite with condition number `c`, the cosine of that angle
    is at least `2 sqrt(c) / (c + 1)`.
-
-3. Where products are in low precision, the residual is replaced by the true one now and then, and
-   the iteration goes on in its direction, without beginning anew. The idea is that of H. A. van der
+3. If products are in low precision, the residual is occasionally replaced by the true one, and the
+   iteration continues in its direction instead of starting over. The idea is that of H. A. van der
    Vorst and Q. Ye, "Residual replacement strategies for Krylov subspace iterative methods for the
    convergence of true residuals", SIAM Journal on Scientific Computing 22(3), 835-852, 2000.
    https://doi.org/10.1137/S1064827599353865
@@ -50,9 +49,9 @@ def _initial_state(residual: tf.Tensor, system: System) -> list[tf.Tensor]:
 
 
 def _continued_state(state: State, residual: tf.Tensor, system: System) -> list[tf.Tensor]:
-    """Replace the residual by the true one, and keep the direction conjugate to those before.
+    """Replace the residual by the true one, and keep the direction conjugate to earlier ones.
 
-    The direction contains `M r` for the residual of the recurrence.
+    The direction contains `M r` for the residual `r` of the recurrence, which is replaced too.
     """
     _, by_recurrence, direction, _ = state
     descent = system.precondition(residual)

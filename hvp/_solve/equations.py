@@ -1,4 +1,4 @@
-"""Many right-hand sides: solved exactly, or block after block and method after method."""
+"""Solve many right-hand sides exactly, or block by block and method by method."""
 
 from __future__ import annotations
 
@@ -33,20 +33,10 @@ _ACCEPTABLE = 1.01
 class Equations:
     """A linear system without its right-hand sides.
 
-    Attributes
-    ----------
-    matrix : Matrix
-        The operator.
-    damping : float
-        Multiple of the identity that is added to the undamped operator.
-    tolerance : ndarray
-        Shape `(k,)`: a column has converged when the norm of its residual is at most this.
-    maxiter : int
-        Upper bound on the iterations of each column.
-    low : Matrix or None
-        The operator in low precision, for most of the iterations; None if there is none.
-    recycled : RecycledSpace or None
-        Receives the directions of the first iterations.
+    `damping` is added to the undamped operator. A column has converged when the norm of its
+    residual is at most its entry of `tolerance`; `maxiter` bounds the iterations of each column.
+    Most iterations use `low`, the operator in low precision, unless it is None. The directions of
+    the first iterations are added to `recycled`, if there is one.
     """
 
     matrix: Matrix
@@ -57,24 +47,16 @@ class Equations:
     recycled: RecycledSpace | None = None
 
     def residual(self, b: np.ndarray, x: np.ndarray) -> np.ndarray:
-        """Return the residual of the system, by a product."""
+        """Return the residual of the system, computed by a product."""
         return system_residual(self.matrix, b, x, self.damping)
 
 
 @dataclass
 class Solution:
-    """The solution for each right-hand side; consists of arrays only.
+    """The solutions as rows; consists of arrays only.
 
-    Attributes
-    ----------
-    x : ndarray
-        The solutions, of shape `(k, n)`.
-    directions : ndarray
-        Directions of negative curvature, of shape `(k, n)`; zero for rows without one.
-    outcome, iterations, residual_norms : ndarray
-        Shape `(k,)`.
-    products : int
-        Number of products of the operator with vectors.
+    `directions`, of the shape of `x`, holds directions of negative curvature, and zeros for rows
+    without one. `products` counts products of the operator with single vectors.
     """
 
     x: np.ndarray
@@ -86,7 +68,7 @@ class Solution:
 
     @classmethod
     def begin(cls, b: np.ndarray) -> Solution:
-        """Return the solution zero, before anything is computed."""
+        """Return zero solutions, before anything is computed."""
         count = len(b)
         return cls(
             np.zeros_like(b),
@@ -97,12 +79,12 @@ class Solution:
         )
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return everything as arrays, for a checkpoint."""
+        """Return the attributes as arrays, for a checkpoint."""
         return {name: np.asarray(value) for name, value in vars(self).items()}
 
     @classmethod
     def of_arrays(cls, arrays: dict[str, np.ndarray]) -> Solution:
-        """Return the solution from the arrays of a checkpoint."""
+        """Restore the solutions from the arrays of a checkpoint."""
         fields = {name: array for name, array in arrays.items() if name != "products"}
         return cls(**fields, products=int(arrays["products"]))
 
@@ -114,7 +96,7 @@ class Solution:
         self.products += other.products
 
     def forget_curvature(self) -> None:
-        """Take negative curvature for rounding errors, of a matrix that has none."""
+        """Treat negative curvature as rounding error, for a matrix that has none."""
         self.directions[:] = 0
         self.outcome[self.outcome == SolveOutcome.NEGATIVE_CURVATURE] = SolveOutcome.STALLED
 
@@ -153,33 +135,11 @@ def solve_iteratively(
     progress: Any,
     checkpoint: Checkpoint | None,
 ) -> tuple[Solution, list[str]]:
-    """Solve by Krylov methods.
+    """Solve by Krylov methods; return the solutions and the names of the methods that were used.
 
-    Each further method solves the columns in which the one before met negative curvature.
-
-    Parameters
-    ----------
-    equations : Equations
-        The system.
-    b : ndarray
-        The right-hand sides, of shape `(k, n)`.
-    x0 : ndarray or None
-        The initial guess for the first method.
-    methods : sequence of Method
-        The methods, in order.
-    precondition : TensorFunction
-        The preconditioner, for the methods that accept one.
-    progress : bool or "always"
-        Whether to show a progress bar.
-    checkpoint : Checkpoint or None
-        Where to save the progress, and from where to resume.
-
-    Returns
-    -------
-    solution : Solution
-        The solutions for all right-hand sides.
-    used : list of str
-        Names of the methods that were used.
+    Each further method solves the columns in which the previous one met negative curvature. The
+    initial guess `x0` is for the first method only, and `precondition` for the methods that accept
+    a preconditioner. Progress is saved in `checkpoint`, if there is one, and resumed from it.
     """
     solver = _BlockwiseSolver(equations, b, x0, methods, precondition, checkpoint)
     with progress_bar(progress, total=len(b), unit="column", done=solver.start) as bar:
@@ -191,14 +151,7 @@ def solve_iteratively(
 class _BlockwiseSolver:
     """Solves one block of columns after the other, and saves checkpoints.
 
-    Attributes
-    ----------
-    solution : Solution
-        The solutions so far.
-    start : int
-        The first column of the current block.
-    used_second : bool
-        Whether a method other than the first was used.
+    `start` is the first column of the current block.
     """
 
     def __init__(
@@ -223,7 +176,7 @@ class _BlockwiseSolver:
             self._restore(saved_state)
 
     def run(self, bar: Any) -> None:
-        """Solve all columns that are not solved yet."""
+        """Solve all columns from `start` on."""
         width = self._width()
         try:
             while self.start < len(self._b):
@@ -242,7 +195,7 @@ class _BlockwiseSolver:
         self._save()
 
     def _width(self) -> int:
-        """Return the number of columns in a block, such that the blocks are of about equal size."""
+        """Return the number of columns in a block, chosen so that blocks have about equal size."""
         count, size = self._b.shape
         bytes_per_column = size * self._b.itemsize * _VECTORS
         # At most n vectors can be orthonormal.
@@ -251,7 +204,7 @@ class _BlockwiseSolver:
         return -(-count // blocks) if count else 1
 
     def _solve_block(self, columns: np.ndarray, bar: Any) -> None:
-        """Solve some columns together, by one method after the other."""
+        """Solve some columns together, with one method after the other."""
         while self._stage < len(self._methods):
             if self._stage:
                 negative = self.solution.outcome[columns] == SolveOutcome.NEGATIVE_CURVATURE
@@ -262,7 +215,7 @@ class _BlockwiseSolver:
             self._changing = False
 
     def _solve(self, columns: np.ndarray, bar: Any) -> None:
-        """Solve some columns together by the current method."""
+        """Solve some columns together with the current method."""
         equations, method = self._equations, self._methods[self._stage]
         self.used_second |= self._stage > 0
         b = self._b[columns]
@@ -313,7 +266,7 @@ class _BlockwiseSolver:
         self._progress = None
 
     def _minimize_norm(self, b: np.ndarray, progress: BlockProgress) -> None:
-        """Make least-squares solutions those of smallest norm.
+        """Replace least-squares solutions by those of smallest norm.
 
         The residual `r` of a least-squares solution is in the null space of the operator. The
         component of the solution along it is removed, `x - (r, x) / (r, r) r`, as in Y. Liu,
@@ -361,7 +314,7 @@ class _BlockwiseSolver:
 
     def _restore(self, saved_state: dict[str, np.ndarray]) -> None:
         def without(prefix: str) -> dict[str, np.ndarray]:
-            """Return the arrays whose names have a prefix, under the names without it."""
+            """Return the arrays whose names have this prefix, and strip it."""
             return {
                 name[len(prefix) :]: array
                 for name, array in saved_state.items()

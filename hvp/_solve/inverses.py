@@ -43,14 +43,8 @@ _ITERATIONS = 32
 class _Inverse(Operator):
     """Base class of inverses of a symmetric operator.
 
-    Parameters
-    ----------
-    matrix : Matrix
-        The operator that is inverted.
-    damping : float
-        Multiple of the identity that is added to the undamped operator.
-    solve : callable
-        Takes an array of rows, and returns the solutions. It must not refer to this object.
+    `damping` is added to the undamped operator. `solve` maps an array of rows to the solutions; it
+    must not refer to this object.
     """
 
     is_symmetric = True
@@ -63,24 +57,10 @@ class _Inverse(Operator):
 
 
 def _damped_product(matrix: Matrix, damping: float, X: np.ndarray) -> np.ndarray:
-    """Multiply columns by a matrix with other damping than its own."""
+    """Multiply columns by a matrix whose own damping is replaced by another one."""
     deliver_interrupt()
     product = matrix.multiply(tf.constant(np.ascontiguousarray(X.T))).numpy().T
     return product + np.asarray(damping, X.dtype) * X
-
-
-def _largest_eigenpairs(
-    matrix: Matrix, damping: float, rank: int, tol: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the eigenvalues of largest absolute value, and eigenvectors as columns."""
-    size, dtype = matrix.size, matrix.dtype.as_numpy_dtype
-
-    def multiply(x: np.ndarray) -> np.ndarray:
-        return _damped_product(matrix, damping, x.reshape(-1, 1)).ravel()
-
-    start = np.random.default_rng(0).standard_normal(size).astype(dtype)
-    damped = LinearOperator((size, size), multiply, dtype=dtype)
-    return eigsh(damped, k=rank, which="LM", tol=tol, v0=start)
 
 
 class ExactInverse(_Inverse):
@@ -192,7 +172,7 @@ class ExactInverse(_Inverse):
     def diagonal(self) -> np.ndarray:  # type: ignore[override]
         """The diagonal of the inverse, of shape `(n,)`, in float64.
 
-        The diagonal costs `O(n**2)` operations. Of a singular matrix it is that of the
+        This costs `O(n**2)` operations. For a singular matrix, it is the diagonal of the
         pseudo-inverse.
         """
         self._make_sure()
@@ -228,7 +208,7 @@ class ExactInverse(_Inverse):
         The errors of `scipy.optimize.curve_fit` with ``absolute_sigma=True`` are those of the
         Gauss-Newton matrix of half the sum of squared residuals, each divided by its `sigma`.
         Without `absolute_sigma`, it multiplies them by the root of the sum of these squares,
-        divided by the number of data less the number of parameters.
+        divided by the number of data minus the number of parameters.
 
         Examples
         --------
@@ -282,7 +262,7 @@ class ExactInverse(_Inverse):
     def _warn_of_gradient(
         self, used: Any, units: np.ndarray, values: np.ndarray, vectors: np.ndarray, positive: Any
     ) -> None:
-        """Warn if a Newton step would change the loss."""
+        """Warn if a Newton step would noticeably lower the loss."""
         gradient = self._gradient()
         if gradient is None:
             return
@@ -319,15 +299,15 @@ class ExactInverse(_Inverse):
 
 
 def _scaled(matrix: np.ndarray, used: Any, units: np.ndarray) -> np.ndarray:
-    """Return some rows and columns of a matrix, divided by their units."""
+    """Return the used rows and columns of a matrix, divided by their units."""
     return matrix[np.ix_(used, used)] / units / units[:, np.newaxis]
 
 
 def _eigen_of_graded(matrix: np.ndarray, rounding: float) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return the eigenvalues, and eigenvectors as columns, of a matrix in badly scaled units.
+    """Return eigenvalues, and eigenvectors as columns, of a matrix in badly scaled units.
 
     Rows that are zero are eigenvectors. The other rows and columns are scaled to ones on the
-    diagonal; if the result is not positive definite beyond rounding, there is no result.
+    diagonal; return None unless the result is positive definite beyond rounding.
     """
     used = np.any(matrix, axis=0)
     diagonal = matrix.diagonal()[used]
@@ -438,15 +418,21 @@ class NeumannInverse(_Inverse):
 
 
 def _largest_eigenvalue(matrix: Matrix, damping: float) -> float:
-    """Return the eigenvalue of largest absolute value, approximately."""
-    if matrix.size < 3:  # too small for ARPACK
-        unit = np.eye(matrix.size, dtype=matrix.dtype.as_numpy_dtype)
-        return float(np.linalg.norm(_damped_product(matrix, damping, unit), 2))
-    return float(_largest_eigenpairs(matrix, damping, 1, _TOLERANCE)[0][0])
+    """Estimate the eigenvalue of largest absolute value."""
+    size, dtype = matrix.size, matrix.dtype.as_numpy_dtype
+    if size < 3:  # too small for ARPACK
+        return float(np.linalg.norm(_damped_product(matrix, damping, np.eye(size, dtype=dtype)), 2))
+
+    def multiply(x: np.ndarray) -> np.ndarray:
+        return _damped_product(matrix, damping, x.reshape(-1, 1)).ravel()
+
+    start = np.random.default_rng(0).standard_normal(size).astype(dtype)
+    damped = LinearOperator((size, size), multiply, dtype=dtype)
+    return float(eigsh(damped, k=1, which="LM", tol=_TOLERANCE, v0=start)[0][0])
 
 
 def _iteration(matrix: Matrix) -> Callable[..., tf.Tensor]:
-    """Return a function for the solution after `count` more iterations, in a graph."""
+    """Return a function that adds `count` iterations to the solution, in a graph."""
 
     def iterate(
         b: tf.Tensor, x: tf.Tensor, count: tf.Tensor, scale: tf.Tensor, damping: tf.Tensor
@@ -463,7 +449,7 @@ def _iteration(matrix: Matrix) -> Callable[..., tf.Tensor]:
 def _neumann_series(
     advance: Compiled, B: np.ndarray, iterations: int, scale: float, damping: float
 ) -> np.ndarray:
-    """Add up the series for the rows of an array."""
+    """Sum the series for the rows of an array."""
     b = tf.constant(B)
     x = tf.zeros_like(b)
     scales = [tf.constant(v, b.dtype) for v in (scale, damping)]
@@ -485,85 +471,6 @@ def _neumann_series(
             )
         x, last_change, done = next_x, change, done + count
     return x.numpy()
-
-
-class ArnoldiInverse(_Inverse):
-    """The inverse restricted to the eigenvectors of the largest eigenvalues.
-
-    With the `rank` eigenvalues `e` of largest absolute value, and their eigenvectors `U`, the
-    approximation is `U @ diag(1 / e) @ U.T`, which is zero on all other eigenvectors.
-
-    Parameters
-    ----------
-    H : HessianOperator or scipy LinearOperator
-        The symmetric operator to invert.
-    rank : int
-        Number of eigenvalues, less than `n`.
-    damping : float, optional
-        Multiple of the identity that is added to the operator's own damping.
-    tol : float, optional
-        Relative accuracy of the eigenvalues.
-
-    Attributes
-    ----------
-    eigenvalues : ndarray
-        Eigenvalues of the damped operator, of shape `(rank,)`, by decreasing absolute value.
-
-    Raises
-    ------
-    HvpError
-        If an argument is invalid, or one of the eigenvalues is zero.
-
-    Notes
-    -----
-    This is the inverse in the influence functions of Schioppa et al. [SZ]_. For a symmetric
-    operator Arnoldi's method is that of Lanczos; ARPACK restarts it until the eigenvalues have
-    converged. Directions of small curvature, which matter most in an exact inverse, are left out:
-    compare with `ExactInverse` or `solve` before you rely on it.
-
-    References
-    ----------
-    .. [SZ] A. Schioppa, P. Zablotskaia, D. Vilar and A. Sokolov, "Scaling up influence functions",
-       AAAI 2022. https://doi.org/10.1609/aaai.v36i8.20791
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> import tensorflow as tf
-    >>> import hvp
-    >>> w = tf.Variable([1.0, 2.0, 3.0, 4.0])
-    >>> H = hvp.HessianOperator(lambda: tf.reduce_sum(w**4) / 12, w)
-    >>> inverse = hvp.ArnoldiInverse(H, rank=2)
-    >>> inverse.eigenvalues.round(4)
-    array([16.,  9.], dtype=float32)
-    >>> (inverse @ np.ones(4)).round(4) + 0.0
-    array([0.    , 0.    , 0.1111, 0.0625], dtype=float32)
-    """
-
-    @Uninterrupted()
-    def __init__(self, H: Any, rank: int = 50, *, damping: float = 0.0, tol: float = 1e-4) -> None:
-        check_count(rank, "rank")
-        matrix = matrix_of(H)
-        total, size = matrix.damping + check_damping(damping), matrix.size
-        if rank >= size:
-            raise HvpError(f"the rank is {rank}", f"less than n = {size}", "use ExactInverse")
-        make_sure = functools.partial(matrix.make_sure_evaluated, matrix.evaluations)
-        values, vectors = _largest_eigenpairs(matrix, total, rank, tol)
-        order = np.argsort(-np.abs(values), kind="stable")
-        eigenvalues, vectors = values[order], vectors[:, order]
-        self.eigenvalues = eigenvalues
-        if not np.all(self.eigenvalues):
-            raise HvpError(
-                f"some of the {rank} largest eigenvalues are zero",
-                "a rank that leaves out the eigenvalues that are zero",
-                "lower rank",
-            )
-
-        def solve(rows: np.ndarray) -> np.ndarray:
-            make_sure()
-            return (rows @ vectors / eigenvalues) @ vectors.T
-
-        super().__init__(matrix, total, solve)
 
 
 def _or_one(tensor: tf.Tensor) -> tf.Tensor:

@@ -1,12 +1,12 @@
-"""Drives a Krylov method in cycles: several iterations per call of a graph, Python in between.
+"""Run a Krylov method in cycles: each call of a graph runs several iterations.
 
 Progress, checkpoints and interrupts are handled between the calls. A cycle solves `A d = r` from
 `d = 0`, where `r = b - A x` is the residual of the system, and adds `d` to `x`. At its end the
-residual is computed by a product. If rounding has made it differ from what the method's recurrence
-says, another cycle begins from there, as long as that helps.
+residual is computed by a product. If rounding has made it differ from that of the method's
+recurrence, another cycle begins from there, as long as that helps.
 
-Where products are in low precision, that residual is computed in full precision, and a cycle aims
-at a part of the residual that low precision can reach: the iterations refine the solution.
+If products are in low precision, that residual is computed in full precision, and each cycle aims
+at a reduction that low precision can reach: the iterations refine the solution.
 """
 
 from __future__ import annotations
@@ -48,22 +48,11 @@ _CHEAP = 4
 class Krylov:
     """Solves systems with one operator by one Krylov method.
 
-    Parameters
-    ----------
-    matrix : Matrix
-        The operator.
-    method : Method
-        The Krylov method.
-    precondition : TensorFunction
-        The preconditioner, or `NO_PRECONDITION`.
-    exact : Matrix, optional
-        The operator in a wider precision, in which residuals are computed: in full precision if
-        `rows` multiplies in low precision, or in float64.
-    recycled : RecycledSpace, optional
-        Receives the directions of the first iterations, if the method keeps their products.
-    stops_at_rounding : bool, optional
-        Whether rows count as stalled as soon as rounding has made their residual larger than the
-        recurrence says, instead of beginning another cycle; except for a cycle of few iterations.
+    `exact` is the operator in a wider precision, in which residuals are computed: in full precision
+    if `matrix` multiplies in low precision, or in float64. `recycled` receives the directions of
+    the first iterations, if the method keeps their products. With `stops_at_rounding`, a row counts
+    as stalled as soon as rounding has made its residual larger than the recurrence says, unless
+    another cycle would need only a few iterations.
     """
 
     def __init__(
@@ -100,29 +89,11 @@ class Krylov:
         maxiter: int,
         report: Callable[[BlockProgress], None],
     ) -> None:
-        """Iterate until every row has ended.
+        """Iterate until every row has ended, changing `progress` in place.
 
-        Parameters
-        ----------
-        b : ndarray
-            The right-hand sides, of shape `(k, n)`.
-        progress : BlockProgress
-            Where to begin. Changed in place.
-        tolerance : ndarray
-            Shape `(k,)`: a row has converged when the norm of its residual is at most this.
-        damping : float
-            Multiple of the identity that is added to the operator.
-        maxiter : int
-            Upper bound on the iterations of each row.
-        report : callable
-            Called with the progress after each call of the graph.
-
-        Raises
-        ------
-        NonFiniteError
-            If a product is not finite.
-        HvpError
-            If the preconditioner is not positive definite.
+        A row has converged when the norm of its residual is at most its entry of `tolerance`.
+        `report` is called with the progress after each call of the graph. Raise `NonFiniteError` if
+        a product is not finite, and `HvpError` if the preconditioner is not positive definite.
         """
         residual = None
         while True:
@@ -195,14 +166,14 @@ class Krylov:
             report(progress)
 
     def _directions_to_recycle(self, progress: BlockProgress) -> np.ndarray | None:
-        """Return the directions of the next iteration, if they have a place."""
+        """Return the directions of the next iteration; None if there is no room for them."""
         if self._recycled is None or not self._recycled.wants(len(progress.active)):
             return None
         assert self._method.direction is not None
         return progress.state[self._method.direction].numpy()
 
     def _recycle(self, directions: np.ndarray, progress: BlockProgress, damping: float) -> None:
-        """Keep directions with their products, without the damping."""
+        """Add directions to the recycled space, with their undamped products."""
         assert self._recycled is not None
         assert self._method.product is not None
         product = progress.state[self._method.product].numpy()
@@ -243,10 +214,7 @@ class Krylov:
     ) -> np.ndarray:
         """End a cycle: update the solutions and decide which rows need another cycle.
 
-        Returns
-        -------
-        ndarray
-            The residual of the system, by a product; zero for the rows that got worse.
+        Return the residual of the system, computed by a product; zero for the rows that got worse.
         """
         self._store(progress, np.ones(len(progress.active), bool))
         outcome = progress.outcome
@@ -301,7 +269,7 @@ class Krylov:
     def _iterations_left(
         b: np.ndarray, progress: BlockProgress, tolerance: np.ndarray, rows: np.ndarray
     ) -> float:
-        """Estimate the iterations that rows need in another cycle, at the rate of the last ones."""
+        """Estimate the iterations that rows need in another cycle, at the rate so far."""
         target = tolerance[rows] * _MARGIN
         done = np.log(np.maximum(norms(b[rows]) / target, 2))
         left = np.log(progress.residual_norms[rows] / target)
@@ -322,7 +290,7 @@ class Krylov:
         return [target, tf.constant(damping, dtype), *self._precondition.tensors]
 
     def _targets(self, progress: BlockProgress, tolerance: np.ndarray) -> np.ndarray:
-        """Return the norms of the residuals at which this cycle ends, of shape `(k,)`."""
+        """Return the residual norm at which each row ends this cycle."""
         if not self._is_low:
             return tolerance * _MARGIN
         return np.maximum(tolerance * _MARGIN, self._reduction * progress.residual_norms)

@@ -1,4 +1,4 @@
-"""The graphs of a Krylov method: its initial state, and a number of its iterations."""
+"""The graphs of a Krylov method: its initial state, and a given number of iterations."""
 
 from __future__ import annotations
 
@@ -29,18 +29,11 @@ _PATIENCE, _MIN_PATIENCE, _STALLED_PART, _FALL = 300, 20, 0.5, 0.99
 class CompiledMethod(NamedTuple):
     """The compiled graphs of a method for one operator.
 
-    Attributes
-    ----------
-    initial_state : Compiled
-        Takes the residual of the system, the tolerance, the damping and the preconditioner's
-        tensors. Returns the state.
-    continued_state : Compiled or None
-        Takes the state, the residual, and then what `initial_state` takes after it. Returns the
-        state of the next cycle. None if each cycle begins anew.
-    advance : Compiled
-        Takes a number of iterations, the counters and the state, then the tolerance, the damping
-        and the preconditioner's tensors. Returns the counters and the state, and the number of
-        products as the last tensor.
+    All take the tolerance, the damping and the preconditioner's tensors as their last arguments.
+    `initial_state` takes the residual of the system before these, and returns the state.
+    `continued_state` takes the state and the residual, and returns the state of the next cycle; it
+    is None if each cycle starts afresh. `advance` takes a number of iterations, the counters and
+    the state; it returns the counters, the state, and the number of products as the last tensor.
     """
 
     initial_state: Compiled
@@ -51,21 +44,9 @@ class CompiledMethod(NamedTuple):
 class KrylovGraph:
     """Traces the graphs of a method.
 
-    Parameters
-    ----------
-    matrix : Matrix
-        The operator.
-    method : Method
-        The Krylov method.
-    precondition : TensorFunction
-        The preconditioner, or `NO_PRECONDITION`.
-    continues : bool
-        Whether a cycle goes on in the directions of the one before, if the method can do that.
-
-    Attributes
-    ----------
-    eager : bool
-        Whether the method runs without graphs, which could not call Python.
+    If `continues` is set, each cycle continues in the directions of the previous one, provided that
+    the method can do that. `eager` tells whether the method runs without graphs, because these
+    could not call Python.
     """
 
     def __init__(
@@ -77,7 +58,7 @@ class KrylovGraph:
         self.eager = calls_python and not can_wait_for_python()
 
     def compile(self) -> CompiledMethod:
-        """Trace both graphs.
+        """Trace the graphs.
 
         The compiled functions forget this object, because they are cached with the operator and
         must not keep it alive.
@@ -128,7 +109,7 @@ class KrylovGraph:
     def _advance(
         self, count: tf.Tensor, variables: list[tf.Tensor], system: System
     ) -> list[tf.Tensor]:
-        """Return counters and state after some iterations, and the number of products."""
+        """Return counters and state after up to `count` iterations, and the number of products."""
         separable = self._method.separable
         rows = tf.shape(variables[0])[0]
         eps = float(np.finfo(self._matrix.dtype.as_numpy_dtype).eps)

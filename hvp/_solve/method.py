@@ -1,4 +1,4 @@
-"""The interface between a Krylov method and the code that drives it."""
+"""The interface between a Krylov method and the code that runs it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,10 @@ State = Sequence[tf.Tensor]
 
 @dataclass(frozen=True)
 class System:
-    """The linear system, in the graph being traced.
+    """The damped linear system, in the graph being traced.
 
-    Attributes
-    ----------
-    multiply : callable
-        Multiplies rows by the damped operator.
-    precondition : callable
-        Multiplies rows by the preconditioner.
-    tolerance : tf.Tensor
-        Shape `(k,)`: a row has converged when the norm of its residual is at most this.
+    `multiply` and `precondition` take rows. A row has converged when the norm of its residual is at
+    most its entry of `tolerance`.
     """
 
     multiply: Callable[[tf.Tensor], tf.Tensor]
@@ -31,18 +25,10 @@ class System:
 
 @dataclass(frozen=True)
 class Step:
-    """The result of one iteration.
+    """The result of one iteration, with one entry for each row.
 
-    Attributes
-    ----------
-    outcome : tf.Tensor
-        The `SolveOutcome` of each row.
-    norm : tf.Tensor
-        The norm of each row's residual, according to the method's own recurrence.
-    gain : tf.Tensor
-        The decrease of each row's quadratic model; zero if the method does not minimize it.
-    state : list of tf.Tensor
-        The method's state after the iteration.
+    `norm` is the norm of the residual according to the method's own recurrence. `gain` is the
+    decrease of the quadratic model; zero if the method does not minimize it.
     """
 
     outcome: tf.Tensor
@@ -57,8 +43,6 @@ class Method:
 
     Attributes
     ----------
-    name : str
-        The name by which users choose the method.
     initial_state : callable
         Takes the residual of the system, of shape `(k, n)`, and the system. Returns the state at
         the solution zero. The first tensor of every state is the current solution.
@@ -69,18 +53,14 @@ class Method:
         Takes `n` and returns the shapes of the state's tensors.
     separable : bool
         Whether the rows are independent of each other, so that some can be removed.
-    preconditioned : bool
-        Whether the method accepts a preconditioner.
+    direction, product : int or None
+        Index of the state's tensor that holds, at the end, a direction of negative curvature, and
+        of the tensor that holds the products of the last iteration's directions, which were at
+        `direction` before it. None if the method has no such tensor.
     continued_state : callable or None
         Takes the state at the end of a cycle, the true residual there, and the system. Returns the
-        state, at the solution zero, from which the next cycle goes on in the directions of this
-        one. None if each cycle begins anew.
-    direction : int or None
-        Index of the state's tensor that holds, at the end, a direction of negative curvature. None
-        if the method finds no such direction.
-    product : int or None
-        Index of the state's tensor that holds the products of the last iteration's directions, at
-        `direction` before it; None if the method does not keep them.
+        state, at the solution zero, from which the next cycle continues in the directions of this
+        one. None if each cycle starts afresh.
     """
 
     name: str

@@ -25,19 +25,9 @@ class NystromSketch:
     """A randomized Nystrom approximation of the positive part of an operator.
 
     With an orthonormal block of random columns `Q`, the approximation is
-    `(A Q) (Q^T A Q)^{-1} (A Q)^T = U diag(e) U^T`. See `NystromPreconditioner` for the reference.
-
-    Parameters
-    ----------
-    matrix : Matrix
-        The operator.
-    seed : sequence of int
-        Two integers.
-
-    Attributes
-    ----------
-    basis, images : ndarray
-        Orthonormal vectors and their products, as rows, of shape `(rank, n)`.
+    `(A Q) (Q^T A Q)^{-1} (A Q)^T = U diag(e) U^T`. The rows of `basis` and `images`, of shape
+    `(rank, n)`, are `Q^T` and `(A Q)^T`. `seed` is a pair of integers. See `NystromPreconditioner`
+    for the reference.
     """
 
     def __init__(self, matrix: Matrix, seed: Any) -> None:
@@ -49,17 +39,17 @@ class NystromSketch:
 
     @property
     def rank(self) -> int:
-        """The number of vectors, and of products."""
+        """The number of basis vectors, and of products."""
         return len(self.basis)
 
     @property
     def eigenvalues(self) -> np.ndarray:
-        """The eigenvalues of the approximation, decreasing, not negative, of shape `(rank,)`."""
+        """The eigenvalues of the approximation, nonnegative and decreasing."""
         return self._eigenpairs()[0]
 
     @property
     def eigenvectors(self) -> np.ndarray:
-        """Its eigenvectors as columns; zero where only rounding errors are left."""
+        """Its eigenvectors as columns; zero where nothing but rounding errors is left."""
         return self._eigenpairs()[1]
 
     def grow(self, first_rank: int, suffices: Callable[[], bool]) -> None:
@@ -71,7 +61,7 @@ class NystromSketch:
             self.extend(min(2 * self.rank, max_rank))
 
     def extend(self, rank: int) -> None:
-        """Add random vectors to the basis until it has `rank` of them, and multiply these."""
+        """Add random vectors to the basis, with their products, until it has `rank` vectors."""
         size, self._eigen = self.rank, None
         seed = [int(self._seed[0]), int(self._seed[1]) + size]
         shape = (rank - size, self._matrix.size)
@@ -90,19 +80,10 @@ class NystromSketch:
 
 
 def nystrom_eigen(basis: np.ndarray, images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the eigenvalues and eigenvectors of a Nystrom approximation.
+    """Return the eigenvalues and eigenvectors of the Nystrom approximation of a sketch.
 
-    Parameters
-    ----------
-    basis, images : ndarray
-        Orthonormal vectors and their products, as rows, of shape `(rank, n)`.
-
-    Returns
-    -------
-    eigenvalues : ndarray
-        Shape `(rank,)`, decreasing, not negative.
-    eigenvectors : ndarray
-        Shape `(n, rank)`, one in each column. Zero where only rounding errors are left.
+    The eigenvalues are nonnegative and decreasing. The eigenvectors are columns, which are zero
+    where nothing but rounding errors is left.
     """
     core = (basis @ images.T).astype(np.float64)
     values, vectors = scipy.linalg.eigh((core + core.T) / 2)

@@ -1,4 +1,4 @@
-"""The reason why the solution of a linear system ended."""
+"""The reason why an iteration ended."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import enum
 
 
 class SolveOutcome(enum.IntEnum):
-    """Outcome for one right-hand side; its text is what `SolveResult.outcomes` shows."""
+    """Outcome for one right-hand side; its text is what `SolveResult.outcomes` shows.
+
+    Only a method in a trust region ends at its boundary.
+    """
 
     RUNNING = 0
     CONVERGED = 1
@@ -16,6 +19,7 @@ class SolveOutcome(enum.IntEnum):
     MAXITER = 5
     NOT_FINITE = 6
     INDEFINITE_PRECONDITIONER = 7
+    BOUNDARY = 8
 
     def __str__(self) -> str:
         return self.name.lower().replace("_", " ")

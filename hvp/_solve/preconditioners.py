@@ -40,18 +40,11 @@ Tensors = Sequence[tf.Tensor]
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of preconditioner.
+    """A kind of preconditioner, made from an operator, a rank and a seed of two integers.
 
-    Attributes
-    ----------
-    make : callable
-        Takes an operator, the rank and a seed of two integers. Returns the tensors.
-    shapes : callable
-        Takes `n` and the rank. Returns the shapes of the tensors.
-    solve : callable
-        Takes a vector or rows, and the tensors. Returns the inverse times the vector or rows.
-    products : callable
-        Takes the rank. Returns the number of products that `make` needs.
+    `make` returns the tensors of the preconditioner, whose shapes `shapes` computes from `n` and
+    the rank. `solve` applies the inverse to a vector or to rows. `products` is the number of
+    products that `make` needs for a rank.
     """
 
     make: Callable[[SymmetricOperator, int, Any], list[tf.Tensor]]
@@ -68,9 +61,9 @@ NO_PRECONDITION = TensorFunction(None, [], lambda rows, tensors: rows)
 
 
 def _diagonal(matrix: Matrix, samples: int, seed: Any) -> np.ndarray:
-    """Estimate the diagonal as the mean of `z * (A z)` over random sign vectors `z`.
+    """Estimate the diagonal of the undamped operator as the mean of `z * (A z)` over random signs.
 
-    The undamped operator is used. See `DiagonalPreconditioner` for the reference.
+    See `DiagonalPreconditioner` for the reference.
     """
     bits = tf.random.stateless_uniform((samples, matrix.size), seed, 0, 2, tf.int32)
     signs = tf.cast(2 * bits - 1, matrix.dtype)
@@ -84,7 +77,7 @@ def _make_diagonal(operator: SymmetricOperator, rank: int, seed: Any) -> list[tf
 
 
 def _bounded(estimate: np.ndarray) -> np.ndarray:
-    """Bound the estimate of the diagonal away from zero; return ones if it is zero."""
+    """Bound the estimated diagonal away from zero; return ones if it is all zero."""
     lowest = _MIN_ENTRY * estimate.mean()
     return np.maximum(estimate, lowest) if lowest > 0 else np.ones_like(estimate)
 
@@ -162,21 +155,8 @@ class PreconditionMap(LinearMap):
 class Preconditioner(Operator):
     """Base class: an operator for scipy's `M`, and part of the graph in `hvp.solve`.
 
-    Parameters
-    ----------
-    kind : str
-        What `solve` does, for the keys of graphs.
-    solve : callable
-        Takes a vector or rows, and the tensors. Returns the inverse times the vector or rows.
-    tensors : list of tf.Tensor
-        The tensors.
-    space : Space
-        The space of the vectors.
-
-    Attributes
-    ----------
-    products : int
-        Number of products with the operator that its construction needed.
+    `solve` takes a vector or rows, and the tensors, and applies the inverse. `kind` names it in the
+    keys of graphs. `products` is the number of products that the construction needed.
     """
 
     is_symmetric = True
@@ -418,7 +398,7 @@ def _runs_of(block: SymmetricOperator) -> list[tuple[int, int]]:
 
 
 def _positive_inverse(matrix: np.ndarray, damping: float) -> np.ndarray:
-    """Invert a symmetric matrix plus a multiple of the identity, without the signs."""
+    """Invert a symmetric matrix plus damping, with the absolute values of its eigenvalues."""
     wide = matrix.astype(np.float64)
     eigenvalues, vectors = np.linalg.eigh((wide + wide.T) / 2 + damping * np.eye(len(wide)))
     sizes = np.abs(eigenvalues)

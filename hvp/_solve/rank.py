@@ -1,4 +1,4 @@
-"""The rank of a Nystrom preconditioner that pays for a number of right-hand sides.
+"""Choose the rank of a Nystrom preconditioner from the number of right-hand sides.
 
 Conjugate gradients reduce a residual to `rtol` in about `sqrt(c) log(2 / rtol) / 2` iterations,
 where `c` is the condition number. A preconditioner of rank `r` replaces the `r` largest
@@ -7,8 +7,8 @@ for `k` columns and the damping `mu` is therefore about
 
     r + k sqrt((e[r + 1] + mu) / mu) log(2 / rtol) / 2,
 
-with `e[r + k]` in place of `e[r + 1]` for a block. The sketch tells the first `r` eigenvalues, and
-those after it are extrapolated. The rank doubles as long as that promises fewer products in total.
+with `e[r + k]` in place of `e[r + 1]` for a block. The sketch provides the first `r` eigenvalues;
+later ones are extrapolated. The rank doubles as long as that promises fewer products in total.
 """
 
 from __future__ import annotations
@@ -27,16 +27,10 @@ _FIRST_RANK = 8
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What a preconditioner is for.
+    """The solve that a preconditioner is for.
 
-    Attributes
-    ----------
-    columns : int
-        Number of right-hand sides.
-    are_together : bool
-        Whether every column searches the Krylov space of all columns.
-    rtol : float
-        Relative size of the residual at the end.
+    `columns` counts the right-hand sides, and `are_together` tells whether every column searches
+    the Krylov space of all columns.
     """
 
     columns: int
@@ -44,7 +38,7 @@ class RankPlan:
     rtol: float
 
     def sketch(self, matrix: Matrix, damping: float) -> NystromSketch:
-        """Return the sketch of an operator that pays; the damping must be positive."""
+        """Sketch an operator with a rank that pays; the damping must be positive."""
         sketch = NystromSketch(matrix, (0, 0))
         sketch.grow(
             _FIRST_RANK, lambda: not self._pays(sketch.eigenvalues, damping, 2 * sketch.rank)
@@ -52,16 +46,9 @@ class RankPlan:
         return sketch
 
     def _pays(self, eigenvalues: np.ndarray, damping: float, rank: int) -> bool:
-        """Return whether a higher rank is expected to need fewer products.
+        """Return whether `rank` is expected to need fewer products than the present rank.
 
-        Parameters
-        ----------
-        eigenvalues : ndarray
-            The largest eigenvalues without damping, decreasing: their number is the present rank.
-        damping : float
-            Positive.
-        rank : int
-            The rank to compare with the present one.
+        The present rank is the number of `eigenvalues`, which are decreasing and without damping.
         """
         now, then = (self._products(eigenvalues, damping, r) for r in (len(eigenvalues), rank))
         return then < now
@@ -74,7 +61,7 @@ class RankPlan:
 
 
 def _extrapolated(eigenvalues: np.ndarray, number: int) -> float:
-    """Return an eigenvalue by its number from 1, by a power law beyond those that are known."""
+    """Return an eigenvalue by its number, from 1; those not known follow a power law."""
     count = len(eigenvalues)
     last, middle = float(eigenvalues[-1]), float(eigenvalues[count // 2 - 1])
     if number <= count:

@@ -1,4 +1,4 @@
-"""Directions of earlier solves and their products, from which later ones are preconditioned.
+"""Directions of earlier solves and their products, used to precondition later ones.
 
 The first iterations of a block method search the directions of the largest eigenvalues. These
 directions and their products make a Nystrom approximation that costs no further product. It is of
@@ -32,21 +32,9 @@ _FEW, _ITERATIONS = 128, 8
 
 
 class RecycledSpace:
-    """A space of directions with their products.
+    """A space of at most `capacity` directions with their products.
 
-    Parameters
-    ----------
-    size : int
-        The length of a vector.
-    dtype : numpy dtype
-        Of the vectors.
-    capacity : int
-        The largest number of directions.
-
-    Attributes
-    ----------
-    is_current : bool
-        Whether the products are those of the present operator.
+    `is_current` tells whether the products are those of the present operator.
     """
 
     def __init__(self, size: int, dtype: np.dtype, capacity: int) -> None:
@@ -65,9 +53,9 @@ class RecycledSpace:
         return min(count, self._capacity)
 
     def wants(self, count: int) -> bool:
-        """Return whether there is room for this many more directions of the running solve.
+        """Return whether there is room for `count` more directions of the running solve.
 
-        A full space of the present operator stays as it is: others would add little to it.
+        A full space of the present operator stays as it is, since others would add little to it.
         """
         if self.is_current and len(self._basis) == self._capacity:
             return False
@@ -79,10 +67,10 @@ class RecycledSpace:
         self._new.append((directions, images))
 
     def end_solve(self) -> None:
-        """Note that the directions that were added are those of the present operator.
+        """Record that the added directions are those of the present operator.
 
-        Older ones stay beside them, with products that are approximations now. Where these are
-        wrong, the iterations search such directions again, and replace them.
+        Older ones are kept, and their products become approximations. Where these are wrong, later
+        iterations search such directions again and replace them.
         """
         if self._new and not self.is_current:
             self.is_current, self._has_changed = True, True
@@ -108,7 +96,7 @@ class RecycledSpace:
         return nystrom_precondition(tf.constant(vectors), tf.constant(factors))
 
     def _merge(self) -> None:
-        """Make an orthonormal basis of all directions; only once there is another solve."""
+        """Make an orthonormal basis of all directions; called only when another solve needs it."""
         if not self._new:
             return
         directions, images = (np.concatenate(parts) for parts in zip(*self._new))
@@ -131,16 +119,9 @@ def merged(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return an orthonormal basis of old and new directions, and its products, as rows.
 
-    Parameters
-    ----------
-    before : (ndarray, ndarray)
-        An orthonormal basis and its products.
-    new : (ndarray, ndarray)
-        Directions and their products.
-    capacity : int
-        The largest number of directions to return: those of the largest eigenvalues.
-    has_changed : bool
-        Whether the operator has changed since the old products were computed.
+    `before` is an orthonormal basis with its products, and `new` are any directions with theirs. If
+    there are too many, those of the largest eigenvalues remain. `has_changed` tells whether the
+    operator has changed since the old products were computed.
     """
     basis, images = _orthonormal(*new, _DEPENDENT)
     along = before[0] @ basis.T
@@ -160,17 +141,11 @@ def merged(
 def _orthonormal(
     directions: np.ndarray, images: np.ndarray, least: float, *, of_units: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return orthonormal combinations of directions, and the same ones of their products.
+    """Return orthonormal combinations of directions, and the same combinations of their products.
 
-    Parameters
-    ----------
-    directions, images : ndarray
-        As rows.
-    least : float
-        The least squared length of a combination with coefficients of norm 1, relative to the
-        largest, that is not left out.
-    of_units : bool, optional
-        Whether the directions are what others left of unit vectors: then this is absolute.
+    Combinations with coefficients of norm 1 are left out if their squared length is below `least`
+    times the largest. With `of_units`, the directions are what is left of unit vectors after a
+    projection, and `least` is absolute.
     """
     if not len(directions):
         return directions, images

@@ -1,4 +1,4 @@
-"""Right-hand sides in any form a user may pass, and solutions in the same form."""
+"""Right-hand sides in any form that users may pass, and solutions in the same form."""
 
 from __future__ import annotations
 
@@ -16,26 +16,9 @@ from hvp._vectors.nests import flattened, unflattened
 class RightHandSides:
     """One vector, the columns of a matrix, or a nest with the structure of the variables.
 
-    Parameters
-    ----------
-    matrix : Matrix
-        The operator of the system.
-    b : array_like, tf.Tensor or nest
-        The right-hand sides, as the user passed them.
-    name : str
-        The name of the argument, for error messages.
-
-    Attributes
-    ----------
-    rows : ndarray
-        The right-hand sides as rows, of shape `(k, n)`.
-    single : bool
-        Whether `b` is a single vector or a nest, rather than a matrix.
-
-    Raises
-    ------
-    InvalidVectorError
-        If `b` has another shape or type, or entries that are not finite.
+    `rows` holds the right-hand sides as rows, and `single` tells whether there is a single vector
+    or nest rather than a matrix. Errors call the argument `name`. Raise `InvalidVectorError` for
+    another shape or type, or entries that are not finite.
     """
 
     def __init__(self, matrix: Matrix, b: Any, name: str) -> None:
@@ -58,7 +41,7 @@ class RightHandSides:
         self.rows = np.array(np.atleast_2d(array.T), order="C")
 
     def like(self, rows: np.ndarray) -> Any:
-        """Return rows in the form of the right-hand sides."""
+        """Convert rows to the form of the right-hand sides."""
         if self._nest:
             return unflattened(self._space, tf.constant(rows[0]))
         array = rows[0] if self.single else np.ascontiguousarray(rows.T)

@@ -1,4 +1,4 @@
-"""The algebra of rows."""
+"""Inner products, norms and residuals of rows."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def scaled(factors: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
 
 
 def norms(rows: tf.Tensor) -> np.ndarray:
-    """Return the Euclidean norms of rows, computed in float64 to avoid overflow."""
+    """Return the Euclidean norms of rows, in float64 to avoid overflow."""
     array = rows.numpy() if tf.is_tensor(rows) else rows
     return np.array([float(np.linalg.norm(row.astype(np.float64))) for row in array])
 
 
 def system_residual(matrix: Matrix, b: np.ndarray, x: np.ndarray, damping: float) -> np.ndarray:
-    """Return the residual of the system, `b - (A + damping I) x`, row by row.
+    """Return `b - (A + damping I) x` row by row, at the cost of one product for each row.
 
-    This costs one product with each row. The terms, which cancel, are added in float64.
+    The terms, which cancel, are added in float64.
     """
     product = matrix.multiply(tf.constant(x)).numpy().astype(np.float64)
     return (b - product - damping * x.astype(np.float64)).astype(x.dtype)

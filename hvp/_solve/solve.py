@@ -8,7 +8,6 @@ implemented here; dense matrices are solved by scipy.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -23,7 +22,7 @@ from hvp._operators.damping import check_damping
 from hvp._operators.matrix import Matrix
 from hvp._operators.operator import Operator
 from hvp._operators.symmetric import matrix_of
-from hvp._runtime.arguments import check_count
+from hvp._runtime.arguments import check_count, check_number
 from hvp._runtime.checkpoint import Checkpoint
 from hvp._runtime.digest import digest
 from hvp._runtime.interrupts import Uninterrupted
@@ -82,8 +81,8 @@ class SolveResult:
     negative_curvature : ndarray, tf.Tensor, nest or None
         For each column, a direction along which the curvature of the damped operator is not
         positive, if the method met one, and zeros otherwise; in the form of `b`. None if no column
-        met one, or if the operator is known to be positive semi-definite: what the method met is
-        then a rounding error.
+        met one, or if the operator is known to be positive semi-definite, so that negative
+        curvature is a rounding error.
     outcomes : ndarray of str, or str
         For each column, ``"converged"``, ``"negative curvature"``, ``"least squares"`` (the
         operator is singular, or so ill-conditioned that it appears to be, and no solution exists;
@@ -162,12 +161,12 @@ def solve(
         A positive definite approximation of the inverse. A name computes a preconditioner for this
         call. With ``"auto"``, conjugate gradients with a positive damping are preconditioned by the
         Nystrom approximation whose rank is expected to save the most products, for this number of
-        columns and this tolerance; where none pays, it costs 8 products.
+        columns and this tolerance; if no rank pays, this costs 8 products.
     x0 : like `b`, optional
         Initial guess; zero by default.
     progress : bool or "always", optional
         Whether to show a progress bar over the columns, with tqdm, if the output is a terminal.
-        With ``"always"`` the bar is shown in any case.
+        With ``"always"`` it is shown on any output.
     checkpoint : str or Path, optional
         A file in which the solutions and iterates are saved twice a minute and when the call is
         interrupted. The same call resumes from the file. A file from a call with another operator,
@@ -205,10 +204,10 @@ def solve(
     again from there, as long as that helps. In exact arithmetic, and from the initial guess zero,
     the solution of a consistent singular system is the one of smallest norm.
 
-    If rounding keeps a float32 operator of this package from the tolerance, its residuals are
-    computed in float64, and the iterations refine the solution, which stays float32. This takes
-    another trace, and while it lasts the memory of an evaluation in float64. It requires the graph
-    engine, and is left out with `memory_limit`, `recompute` or `devices`.
+    If rounding prevents a float32 operator of this package from reaching the tolerance, its
+    residuals are computed in float64, and the iterations refine the solution, which stays float32.
+    This takes another trace and, temporarily, the memory of an evaluation in float64. It requires
+    the graph engine, and is left out with `memory_limit`, `recompute` or `devices`.
 
     A block has at most 128 columns and takes at most 1 GiB of memory. More columns are solved block
     by block.
@@ -246,19 +245,11 @@ class Call:
 def solve_with(
     H: Any, b: Any, call: Call, recycled: RecycledSpace | None, *, preconditions: bool = True
 ) -> SolveResult:
-    """Solve as `solve` does, and remember directions.
+    """Solve as `solve` does, with recycled directions.
 
-    Parameters
-    ----------
-    H, b
-        As for `solve`.
-    call : Call
-        The other arguments.
-    recycled : RecycledSpace or None
-        Preconditions block conjugate gradients, in place of `M`, and receives their directions. If
-        it is empty, it begins with a sketch of the operator, of a rank that pays.
-    preconditions : bool, optional
-        Whether it does; otherwise it only receives.
+    Block conjugate gradients add their directions to `recycled`, unless it is None. With
+    `preconditions`, they are also preconditioned by it if `call.M` is None or "auto"; if it is
+    empty, it then begins with a sketch of the operator, of a rank that pays.
     """
     method, damping, M, progress = call.method, call.damping, call.M, call.progress
     rtol, atol, maxiter, checkpoint = call.rtol, call.atol, call.maxiter, call.checkpoint
@@ -338,10 +329,8 @@ def _check(method: Any, damping: Any, rtol: Any, atol: Any, maxiter: Any, M: Any
     if method not in _NAMES:
         raise HvpError(f"the method is {method!r}", " or ".join(map(repr, _NAMES)))
     check_damping(damping)
-    for name, value in (("rtol", rtol), ("atol", atol)):
-        real = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
-        if not real or not math.isfinite(value) or value < 0:
-            raise HvpError(f"the argument {name} is {value!r}", "a nonnegative number")
+    check_number(rtol, "rtol")
+    check_number(atol, "atol")
     if maxiter is not None:
         check_count(maxiter, "maxiter")
     if M is not None and method == "exact":
@@ -353,14 +342,14 @@ def _check(method: Any, damping: Any, rtol: Any, atol: Any, maxiter: Any, M: Any
 
 
 def _is_dense(size: int, count: int) -> bool:
-    """Whether computing all eigenvalues costs about the same as iterations, or less."""
+    """Return whether all eigenvalues cost no more than iterations, or about the same."""
     return size <= max(_SMALL, min(_DENSE, _PER_COLUMN * count))
 
 
 def _methods(method: str, size: int, count: int) -> list[Method]:
     """Return the Krylov methods to try, in order.
 
-    For `method="auto"` and a small size, the columns that remain are solved exactly instead.
+    With "auto" and a small size, `solve` falls back on the dense solver instead of MINRES.
     """
     if method != "auto":
         return [_KRYLOV[method]] if method in _KRYLOV else []
@@ -371,7 +360,7 @@ def _methods(method: str, size: int, count: int) -> list[Method]:
 def _choose_sketch(
     equations: Equations, columns: np.ndarray, methods: list[Method]
 ) -> NystromSketch | None:
-    """Return the sketch of a rank that pays; None if nothing tells that one would pay."""
+    """Sketch the operator with a rank that pays; return None if no rank is expected to pay."""
     lengths = norms(columns)
     is_conjugate_gradients = methods[:1] in ([CONJUGATE_GRADIENTS], [BLOCK_CONJUGATE_GRADIENTS])
     if not is_conjugate_gradients or equations.damping <= 0 or not lengths.any():
@@ -397,7 +386,7 @@ def _precondition_that_pays(
 def _begin_recycling(
     equations: Equations, columns: np.ndarray, methods: list[Method], recycled: RecycledSpace
 ) -> int:
-    """Fill an empty space with a sketch that pays; return the number of products."""
+    """Fill an empty space with a sketch that pays; return the number of products it needed."""
     sketch = None if len(recycled) else _choose_sketch(equations, columns, methods)
     if sketch is None:
         return 0
@@ -444,7 +433,7 @@ def _precondition(matrix: Matrix, M: Any, damping: float) -> tuple[TensorFunctio
 
 
 def _fingerprint(precondition: TensorFunction, matrix: Matrix) -> str:
-    """Return a fingerprint of a preconditioner, which is the same in every process."""
+    """Return a fingerprint of a preconditioner that is the same in every process."""
     if precondition.key is not UNKNOWN:
         return " ".join([repr(precondition.key), *map(digest, precondition.tensors)])
     product = precondition.apply(tf.constant(matrix.probe()), precondition.tensors)

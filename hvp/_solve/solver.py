@@ -1,4 +1,4 @@
-"""`hvp.Solver`: solves that remember."""
+"""`Solver`: a sequence of solves that reuses earlier search directions."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hvp._errors import HvpError
+from hvp._operators.damping import check_damping
 from hvp._operators.symmetric import matrix_of
 from hvp._runtime.arguments import check_count
 from hvp._runtime.interrupts import Uninterrupted
@@ -22,17 +23,13 @@ _PATIENCE = 3
 
 @dataclass
 class _Costs:
-    """The products of solves of one kind, from which it is known whether recycling pays.
+    """The costs, in products, of solves of one kind; they decide whether recycling pays.
 
     For the same operator it pays as long as it takes fewer products than the first solve did. When
     the operator changes, so does the cost of a solve without recycling, and it has to be measured
-    again: after some solves, which are twice as many each time recycling has turned out to pay,
-    and as soon as recycling is nearer to the last such measurement than to its own best, in ratios.
-
-    Attributes
-    ----------
-    recycling_pays : bool
-        Whether the next solve should recycle.
+    again: after a number of solves that doubles each time recycling has turned out to pay, and as
+    soon as the cost with recycling is nearer to the last such measurement than to its own best, as
+    a ratio. `recycling_pays` is the decision for the next solve.
     """
 
     recycling_pays: bool = True
@@ -43,7 +40,7 @@ class _Costs:
     _patience: int = _PATIENCE
 
     def add(self, products: int, *, recycled: bool, has_changed: bool) -> None:
-        """Add a solve, and decide about the next one."""
+        """Record the cost of a solve, and decide about the next one."""
         if not recycled:
             self.recycling_pays = self._recycled is None or self._recycled < products
             if self.recycling_pays and self._recycled is not None:
@@ -125,7 +122,7 @@ class Solver:
 
     @property
     def directions(self) -> int:
-        """How many directions are kept."""
+        """The number of directions kept."""
         return len(self._space)
 
     @Uninterrupted()
@@ -141,7 +138,7 @@ class Solver:
         x0: Any = None,
         progress: Any = False,
     ) -> SolveResult:
-        """Solve `(H + damping I) x = b`, and remember.
+        """Solve `(H + damping I) x = b`, and keep the search directions for later solves.
 
         Parameters
         ----------
@@ -179,6 +176,7 @@ class Solver:
             x0=x0,
             progress=progress,
         )
+        check_damping(damping)
         # Dampings that adapt from solve to solve are alike where they have the same size.
         size = round(math.log10(damping)) if damping > 0 else None
         kind = size, rtol, tuple(getattr(b, "shape", ()))
@@ -195,8 +193,8 @@ class Solver:
     def changed(self) -> None:
         """Tell the solver that a scipy operator has changed.
 
-        The solver notices changes of operators of this package itself. Solutions are correct even
-        without this call. The next solve brings the directions up to date.
+        The solver detects changes of this package's operators itself. Solutions are correct even
+        without this call. The next solve updates the directions.
         """
         self._space.is_current, self._has_changed = False, True
 

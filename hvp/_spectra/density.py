@@ -10,9 +10,8 @@ import numpy as np
 from hvp._errors import HvpError
 from hvp._runtime.arguments import check_count
 from hvp._runtime.interrupts import Uninterrupted
-from hvp._runtime.progress import check_progress, progress_bar
 from hvp._spectra.lanczos import NOTHING, Quadrature, quadratures
-from hvp._spectra.probes import Probes, block_width, check_seed
+from hvp._spectra.probes import probing
 from hvp._spectra.symmetric import symmetric_matrix
 
 # A Ritz value is an eigenvalue by itself if its residual is this part of the distance to the next.
@@ -215,20 +214,16 @@ def spectral_density(
     matrix = symmetric_matrix(A, "spectral_density")
     check_count(probes, "probes")
     check_count(steps, "steps")
-    check_progress(progress)
-    seed, steps = check_seed(seed), min(steps, matrix.size)
+    steps = min(steps, matrix.size)
     # The basis of each vector is kept until the vector is done.
-    width = max(1, min(block_width(matrix), 2**31 // (steps * matrix.size * matrix.dtype.size)))
+    most = max(1, 2**31 // (steps * matrix.size * matrix.dtype.size))
     parts = []
     total = probes * steps
-    with (
-        progress_bar(progress, total=total, unit="product") as bar,
-        matrix.in_full_precision() as exact,
-    ):
-        random = Probes(exact, seed)
+    with probing(matrix, progress, seed, total) as random:
+        width = min(random.widest, most)
         for start in range(0, probes, width):
             vectors = random.draw(min(width, probes - start))
-            parts.append(quadratures(exact, vectors, steps, bar.update))
+            parts.append(quadratures(random, vectors, steps))
     quadrature = Quadrature(
         *(np.concatenate([getattr(q, name) for q in parts]) for name in _FIELDS)
     )

@@ -9,10 +9,9 @@ import numpy as np
 
 from hvp._errors import HvpError
 from hvp._runtime.interrupts import Uninterrupted
-from hvp._runtime.progress import check_progress, progress_bar
 from hvp._spectra.estimate import Estimate, estimate_of
 from hvp._spectra.leave_one_out import LeaveOneOut
-from hvp._spectra.probes import Probes, check_seed
+from hvp._spectra.probes import Probes, probing
 from hvp._spectra.sampling import Stopping
 from hvp._spectra.symmetric import symmetric_matrix
 
@@ -109,30 +108,23 @@ def diagonal(
             f"at most max_products = {max_products}",
             "raise max_products, or leave out method",
         )
-    check_progress(progress)
-    seed = check_seed(seed)
-    total = stopping.max_products
-    with (
-        progress_bar(progress, total=total, unit="product") as bar,
-        matrix.in_full_precision() as exact,
-    ):
-        probes = Probes(exact, seed)
+    with probing(matrix, progress, seed, stopping.max_products) as probes:
         if method == "xdiag":
-            estimate = _xdiag(probes, size, stopping, bar)
+            estimate = _xdiag(probes, size, stopping)
         elif method == "exact" or (method == "auto" and size <= 2 * _FEWEST):
-            return _exact(probes, size, absolute, bar)
+            return _exact(probes, size, absolute)
         else:
             # An estimate that needs more products than there are entries is given up for these.
-            found = _bekas(probes, absolute, stopping, bar, size if method == "auto" else None)
+            found = _bekas(probes, absolute, stopping, size if method == "auto" else None)
             if found is None:
-                return _exact(probes, size, absolute, bar)
+                return _exact(probes, size, absolute)
             estimate = found
     if matrix.is_positive_semidefinite:
         estimate = replace(estimate, estimate=np.maximum(estimate.estimate, 0))
     return estimate
 
 
-def _exact(probes: Probes, size: int, absolute: bool, bar: Any) -> Estimate:
+def _exact(probes: Probes, size: int, absolute: bool) -> Estimate:
     parts = []
     for start in range(0, size, probes.widest):
         count = min(probes.widest, size - start)
@@ -142,14 +134,11 @@ def _exact(probes: Probes, size: int, absolute: bool, bar: Any) -> Estimate:
             np.linalg.norm(products, axis=1) if absolute else products[entries, start + entries]
         )
         parts.append(of_rows)
-        bar.update(count)
     value = np.concatenate(parts)
     return Estimate(value, np.zeros(size), probes.products, True, "exact", 0)
 
 
-def _bekas(
-    probes: Probes, absolute: bool, stopping: Stopping, bar: Any, most: int | None
-) -> Estimate | None:
+def _bekas(probes: Probes, absolute: bool, stopping: Stopping, most: int | None) -> Estimate | None:
     """Estimate the diagonal; None as soon as more than `most` products are likely to be needed."""
     count, target = 0, _FEWEST
     mean = squares = 0.0
@@ -161,7 +150,6 @@ def _bekas(
             change = sample - mean  # the method of Welford, which does not cancel
             mean = mean + change / count
             squares = squares + change * (sample - mean)
-        bar.update(len(vectors))
         if count < target:
             continue
         error = np.sqrt(np.asarray(squares) / (count - 1) / count)
@@ -180,12 +168,10 @@ def _bekas(
             return Estimate(value, error, count, converged, "bekas", count - 1)
 
 
-def _xdiag(probes: Probes, size: int, stopping: Stopping, bar: Any) -> Estimate:
+def _xdiag(probes: Probes, size: int, stopping: Stopping) -> Estimate:
     count = _FEWEST
     while True:
-        before = probes.products
         samples = LeaveOneOut(probes, probes.draw(min(count, size))).diagonals()
-        bar.update(probes.products - before)
         estimate = estimate_of(samples, probes.products, "xdiag", stopping, correlated=True)
         count *= 2
         if estimate.converged or estimate.products + 2 * count > stopping.max_products:

@@ -25,9 +25,8 @@ from dataclasses import dataclass
 import numpy as np
 import scipy.linalg
 
-from hvp._operators.matrix import Matrix
 from hvp._spectra.basis import combined, orthogonalized, orthonormal
-from hvp._spectra.probes import multiply
+from hvp._spectra.probes import Probes
 
 # A vector is exhausted where this many rounding units of the largest eigenvalue are left of it.
 _ROUNDING = 32
@@ -61,34 +60,25 @@ class BlockLanczos:
     """One run of the method on a matrix, damping included.
 
     `choose` ranks the Ritz values, and `by_size` says that it does so by absolute value. `tol`
-    bounds residuals relative to the largest absolute Ritz value. `advance` is called with the
-    number of products of each block.
+    bounds residuals relative to the largest absolute Ritz value.
     """
 
     def __init__(
-        self,
-        matrix: Matrix,
-        count: int,
-        choose: Choose,
-        by_size: bool,
-        tol: float,
-        seed: int,
-        advance: Callable[[int], None],
+        self, probes: Probes, count: int, choose: Choose, by_size: bool, tol: float
     ) -> None:
-        self._matrix, self._count, self._choose = matrix, count, choose
-        self._by_size, self._tol, self._advance = by_size, tol, advance
-        self._random = np.random.default_rng(seed)
-        self._dtype = matrix.dtype.as_numpy_dtype
-        self._width = min(_WIDTH, matrix.size)
-        self._largest = min(matrix.size, 2 * count + 32)
+        self._probes, self._count, self._choose = probes, count, choose
+        self._by_size, self._tol, self._size = by_size, tol, probes.matrix.size
+        self._dtype = probes.matrix.dtype.as_numpy_dtype
+        self._width = min(_WIDTH, self._size)
+        self._largest = min(self._size, 2 * count + 32)
         self._scale = 0.0
-        self.products = 0
 
     def run(self, starts: np.ndarray | None, at_most: int) -> EigenPairs:
         """Iterate until the wanted values are confirmed, or `at_most` products have been used.
 
         The rows of `starts` are vectors to begin with.
         """
+        at_most += self._probes.products
         self._begin(starts)
         confirmed: np.ndarray | None = None
         while True:
@@ -98,10 +88,10 @@ class BlockLanczos:
             # Restarts forget large values that are not wanted.
             self._scale = scale = max(self._scale, float(np.abs(values).max()))
             enough = len(wanted) == self._count
-            is_whole = len(self._basis) == self._matrix.size
+            is_whole = len(self._basis) == self._size
             settled = enough and bool((bounds[wanted] <= self._tol * scale).all())
             settled = settled and (confirmed is None or self._no_other(values, bounds, scale))
-            if is_whole or self.products + self._width + self._count > at_most:
+            if is_whole or self._probes.products + self._width + self._count > at_most:
                 break
             if settled:
                 current = np.sort(values[wanted])
@@ -129,14 +119,14 @@ class BlockLanczos:
         return len(others) > 0 and bool((bounds[others] <= allowed).all())
 
     def _begin(self, starts: np.ndarray | None) -> None:
-        size = self._matrix.size
+        size = self._size
         self._basis = np.zeros((0, size), self._dtype)
         self._projected = np.zeros((0, 0))
-        first = self._random.standard_normal((self._width, size))
+        first = self._probes.random.standard_normal((self._width, size))
         if starts is not None:
             if len(starts) > self._width:
                 # Each of them is in the Krylov space of a combination of all.
-                starts = self._random.standard_normal((self._width, len(starts))) @ starts
+                starts = self._probes.random.standard_normal((self._width, len(starts))) @ starts
             first[: len(starts)] = starts
         self._next = orthonormal(first.astype(self._dtype), self._basis)
 
@@ -144,9 +134,7 @@ class BlockLanczos:
         """Multiply the next block, and add it to the basis."""
         block = self._next
         before, count = len(self._basis), len(block)
-        products = multiply(self._matrix, block)
-        self.products += count
-        self._advance(count)
+        products = self._probes.multiply(block)
         self._basis = np.concatenate([self._basis, block])
         rest, coefficients = orthogonalized(products, self._basis)
         projected = np.zeros((before + count, before + count))
@@ -160,7 +148,7 @@ class BlockLanczos:
         scale = np.abs(projected).max(initial=0)
         triangle, basis = self._factored(rest, scale)
         self._coupling, self._next = triangle, basis
-        if not len(self._next) and len(self._basis) < self._matrix.size:
+        if not len(self._next) and len(self._basis) < self._size:
             self._next = self._random_block()
             self._coupling = np.zeros((len(self._next), count))
 
@@ -168,7 +156,7 @@ class BlockLanczos:
         """Return `C` and orthonormal rows `Q` with `rest = C.T Q`, without exhausted directions."""
         Q, R, order = scipy.linalg.qr(rest.T.astype(np.float64), mode="economic", pivoting=True)
         small = _ROUNDING * np.finfo(self._dtype).eps * scale
-        rank = min(int(np.sum(np.abs(np.diag(R)) > small)), self._matrix.size - len(self._basis))
+        rank = min(int(np.sum(np.abs(np.diag(R)) > small)), self._size - len(self._basis))
         coupling = np.zeros((rank, len(rest)))
         coupling[:, order] = R[:rank]
         basis = Q[:, :rank].T.astype(self._dtype)
@@ -187,9 +175,11 @@ class BlockLanczos:
         self._next = orthonormal(block, self._basis)
 
     def _random_block(self) -> np.ndarray:
-        room = self._matrix.size - len(self._basis)
-        shape = (min(self._width, room), self._matrix.size)
-        return orthonormal(self._random.standard_normal(shape).astype(self._dtype), self._basis)
+        room = self._size - len(self._basis)
+        shape = (min(self._width, room), self._size)
+        return orthonormal(
+            self._probes.random.standard_normal(shape).astype(self._dtype), self._basis
+        )
 
     def _is_same(self, current: np.ndarray, before: np.ndarray, scale: float) -> bool:
         return bool((np.abs(current - before) <= _SAME * self._tol * scale).all())
@@ -198,14 +188,12 @@ class BlockLanczos:
         """Return Ritz pairs, with residuals from products with their vectors."""
         vectors = combined(mixing.T, self._basis)
         vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
-        self.products += len(vectors)
-        self._advance(len(vectors))
-        return pairs_of(self._matrix, vectors, self._scale)
+        return pairs_of(self._probes, vectors, self._scale)
 
 
-def pairs_of(matrix: Matrix, vectors: np.ndarray, scale: float) -> EigenPairs:
+def pairs_of(probes: Probes, vectors: np.ndarray, scale: float) -> EigenPairs:
     """Return the Rayleigh quotients of unit vectors, with residuals from a product with each."""
-    products = multiply(matrix, vectors)
+    products = probes.multiply(vectors)
     values = np.einsum("ij,ij->i", vectors, products, dtype=np.float64)
     residuals = products.astype(np.float64) - values[:, np.newaxis] * vectors
     return EigenPairs(values, vectors, np.linalg.norm(residuals, axis=1), scale)

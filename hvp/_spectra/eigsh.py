@@ -10,14 +10,12 @@ import numpy as np
 import scipy.linalg
 
 from hvp._errors import ConvergenceWarning, HvpError
-from hvp._operators.matrix import Matrix
-from hvp._runtime.arguments import check_count
+from hvp._runtime.arguments import check_count, check_number
 from hvp._runtime.interrupts import Uninterrupted
-from hvp._runtime.progress import check_progress, progress_bar
 from hvp._runtime.user_warning import warn
 from hvp._spectra.eigenvalues import CHOICES, BlockLanczos, EigenPairs
 from hvp._spectra.near_zero import NearZero
-from hvp._spectra.probes import check_seed, check_tolerance, multiply
+from hvp._spectra.probes import Probes, probing
 from hvp._spectra.symmetric import symmetric_matrix
 from hvp._vectors.arrays import check_array
 from hvp._vectors.nests import unflattened
@@ -202,36 +200,34 @@ def eigsh(
         )
     if which not in get_args(Which):
         raise HvpError(f"the argument which is {which!r}", " or ".join(map(repr, get_args(Which))))
-    tol = _TOLERANCES[name] if tol is None else check_tolerance("tol", tol)
+    tol = _TOLERANCES[name] if tol is None else check_number(tol, "tol")
     # Rounding errors of products remain in residuals.
     tol = max(tol, 8 * float(np.finfo(matrix.dtype.as_numpy_dtype).eps))
     if max_products is None:
         max_products = max(_FEWEST_PRODUCTS, _PRODUCTS * size)
     check_count(max_products, "max_products", 4 * k)
-    check_progress(progress)
     starts = None
     if v0 is not None:
         dimensions = (2,) if np.ndim(v0) == 2 else (1,)
         v0 = check_array(v0, size, matrix.dtype.as_numpy_dtype, ndims=dimensions, name="v0")
         starts = np.ascontiguousarray(v0.reshape(size, -1).T)
-    seed = check_seed(seed)
     is_dense = size <= _DENSE or (size <= _DENSE_LARGEST and k * _PART > size)
     choose = CHOICES[which]
-    with progress_bar(progress, unit="product") as bar, matrix.in_full_precision() as exact:
+    with probing(matrix, progress, seed, None) as probes:
         if is_dense and size <= max_products:
-            pairs, products = _dense(exact, k, choose), size
+            pairs = _dense(probes, k, choose)
         else:
             run: BlockLanczos | NearZero
             if which == "near 0":
-                run = NearZero(exact, k, tol, seed, bar.update)
+                run = NearZero(probes, k, tol)
             else:
-                run = BlockLanczos(exact, k, choose, which == "LM", tol, seed, bar.update)
+                run = BlockLanczos(probes, k, choose, which == "LM", tol)
             # What takes more products than the whole matrix is better taken from that.
             may_be_dense = size <= _DENSE_LARGEST and max_products >= 2 * size + k
             pairs = run.run(starts, size if may_be_dense else max_products)
-            products = run.products
             if may_be_dense and (pairs.residual_norms > 2 * tol * pairs.scale).any():
-                pairs, products = _dense(exact, k, choose), products + size
+                pairs = _dense(probes, k, choose)
+        products = probes.products
     order = choose(pairs.values)
     if which == "BE":
         order = np.argsort(-pairs.values)
@@ -253,10 +249,10 @@ def eigsh(
     return result
 
 
-def _dense(matrix: Matrix, k: int, choose: Any) -> EigenPairs:
+def _dense(probes: Probes, k: int, choose: Any) -> EigenPairs:
     """Compute all eigenvalues, and return those that are wanted."""
-    dtype = matrix.dtype.as_numpy_dtype
-    dense = multiply(matrix, np.eye(matrix.size, dtype=dtype)).astype(np.float64)
+    dtype = probes.matrix.dtype.as_numpy_dtype
+    dense = probes.multiply(np.eye(probes.matrix.size, dtype=dtype)).astype(np.float64)
     values, vectors = scipy.linalg.eigh((dense + dense.T) / 2)
     chosen = choose(values)[:k]
     chosen_vectors = vectors[:, chosen].T.astype(dtype)

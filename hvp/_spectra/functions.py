@@ -10,10 +10,9 @@ import numpy as np
 from hvp._errors import HvpError
 from hvp._runtime.arguments import check_count
 from hvp._runtime.interrupts import Uninterrupted
-from hvp._runtime.progress import check_progress, progress_bar
 from hvp._spectra.estimate import Estimate, estimate_of
 from hvp._spectra.lanczos import NOTHING, Quadrature, quadratures
-from hvp._spectra.probes import Probes, block_width, check_seed
+from hvp._spectra.probes import probing
 from hvp._spectra.sampling import Stopping
 from hvp._spectra.symmetric import symmetric_matrix
 from hvp._vectors.arrays import check_array
@@ -88,20 +87,15 @@ def quadratic_forms(
     dimensions = (2,) if np.ndim(V) == 2 else (1,)
     V = check_array(V, matrix.size, matrix.dtype.as_numpy_dtype, ndims=dimensions, name="V")
     check_count(steps, "steps")
-    check_progress(progress)
     columns = np.ascontiguousarray(V.reshape(matrix.size, -1).T)
     squares = np.sum(columns.astype(np.float64) ** 2, axis=1)
     values = np.zeros(len(columns))
     nonzero = np.flatnonzero(squares)
     steps = min(steps, matrix.size)
-    total = len(nonzero) * steps
-    with (
-        progress_bar(progress, total=total, unit="product") as bar,
-        matrix.in_full_precision() as exact,
-    ):
-        for start in range(0, len(nonzero), block_width(matrix)):
-            part = nonzero[start : start + block_width(matrix)]
-            quadrature = quadratures(exact, columns[part], steps, bar.update)
+    with probing(matrix, progress, 0, len(nonzero) * steps) as probes:
+        for start in range(0, len(nonzero), probes.widest):
+            part = nonzero[start : start + probes.widest]
+            quadrature = quadratures(probes, columns[part], steps)
             values[part] = squares[part] * _integrals(quadrature, function)
     return values if V.ndim == 2 else float(values[0])
 
@@ -191,17 +185,10 @@ def logdet(
     check_count(steps, "steps")
     steps = min(steps, matrix.size)
     stopping = Stopping.of(rtol, atol, max_products, _FEWEST * steps)
-    check_progress(progress)
-    seed = check_seed(seed)
-    total = stopping.max_products
-    with (
-        progress_bar(progress, total=total, unit="product") as bar,
-        matrix.in_full_precision() as exact,
-    ):
-        probes = Probes(exact, seed)
+    with probing(matrix, progress, seed, stopping.max_products) as probes:
 
         def draw(count: int) -> np.ndarray:
-            quadrature = quadratures(exact, probes.draw(count), steps, bar.update)
+            quadrature = quadratures(probes, probes.draw(count), steps)
             _refuse_indefinite(quadrature)
             return matrix.size * _integrals(quadrature, np.log)
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import scipy.linalg
 import tensorflow as tf
 
-from hvp._operators.matrix import Matrix
 from hvp._spectra.basis import Basis
-from hvp._spectra.probes import multiply
+from hvp._spectra.probes import Probes
 
 # An invariant space is exhausted where the next vector is this many rounding units of the largest.
 _ROUNDING = 32
@@ -38,25 +36,21 @@ class Quadrature:
     residuals: np.ndarray
 
 
-def quadratures(
-    matrix: Matrix, starts: np.ndarray, steps: int, advance: Callable[[int], None]
-) -> Quadrature:
+def quadratures(probes: Probes, starts: np.ndarray, steps: int) -> Quadrature:
     """Run the Lanczos method from several vectors, the rows of `starts`.
 
-    Damping is included. At most `n` steps are of use. `advance` is called with the number of
-    products after each step.
+    Damping is included. At most `n` steps are of use.
     """
-    steps = min(steps, matrix.size)
+    steps = min(steps, probes.matrix.size)
     dtype = starts.dtype
     lengths = np.linalg.norm(starts.astype(np.float64), axis=1, keepdims=True)
     vectors = (starts / lengths).astype(dtype)
     basis = Basis(tf.constant(vectors)[:, tf.newaxis])
     diagonal, beside = np.zeros((2, len(starts), steps))
     for step in range(steps):
-        products = multiply(matrix, vectors)
+        products = probes.multiply(vectors)
         diagonal[:, step] = np.sum(vectors * products, axis=1, dtype=np.float64)
         rest = basis.orthogonalized(tf.constant(products)[:, tf.newaxis])[:, 0].numpy()
-        advance(len(starts))
         norms = np.linalg.norm(rest.astype(np.float64), axis=1)
         scale = np.maximum(np.abs(diagonal).max(axis=1), beside.max(axis=1))
         exhausted = norms <= _ROUNDING * np.finfo(dtype).eps * scale

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from hvp._errors import HvpError, NonFiniteError
 from hvp._operators.symmetric import evaluation_of
-from hvp._runtime.arguments import check_count
+from hvp._runtime.arguments import check_count, check_number
 from hvp._runtime.interrupts import Uninterrupted, deliver_interrupt
 from hvp._runtime.progress import check_progress, progress_bar
 from hvp._spectra.symmetric import symmetric_matrix
@@ -133,9 +133,7 @@ def loss_slice(
     if len(vectors) not in (1, 2):
         raise HvpError(f"there are {len(vectors)} directions", "one or two")
     check_count(points, "points", 3)
-    is_number = isinstance(radius, (int, float, np.number)) and not isinstance(radius, bool)
-    if not (is_number and 0 < radius < np.inf):
-        raise HvpError(f"the argument radius is {radius!r}", "a positive, finite number")
+    check_number(radius, "radius", positive=True)
     check_progress(progress)
     offsets = np.linspace(-radius, radius, points)
     grid = np.stack(np.meshgrid(*[offsets] * len(vectors), indexing="ij"), axis=-1)

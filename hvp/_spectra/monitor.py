@@ -13,10 +13,9 @@ import numpy as np
 from hvp._engines.options import NAMES
 from hvp._errors import ConvergenceWarning, HvpError, InvalidDataError, NonFiniteError
 from hvp._operators.hessian import HessianOperator
-from hvp._runtime.arguments import check_count, refuse_unknown
+from hvp._runtime.arguments import check_count, check_number, check_seed, refuse_unknown
 from hvp._spectra.eigsh import eigsh
 from hvp._spectra.landscape import loss_slice
-from hvp._spectra.probes import check_seed, check_tolerance
 from hvp._spectra.trace import trace
 
 _log = logging.getLogger("hvp")
@@ -128,9 +127,11 @@ class CurvatureMonitor(keras.callbacks.Callback):
         if every != "epoch":
             check_count(every, "every")
         self._every = every
-        self._budget, self._seed = check_tolerance("budget", budget), check_seed(seed)
+        self._budget, self._seed = check_number(budget, "budget"), check_seed(seed)
         self._data = data if sample is None else _subset(data, sample, seed)
-        self._radius = None if slice_radius is None else _checked_radius(slice_radius)
+        self._radius = slice_radius
+        if slice_radius is not None:
+            check_number(slice_radius, "slice_radius", positive=True)
         self._prefix, self._options = prefix, options
         self._operator: HessianOperator | None = None
         self._vectors: dict[str, Any] = {}
@@ -246,12 +247,6 @@ class CurvatureMonitor(keras.callbacks.Callback):
         if self._operator is not None:
             self._operator.close()
             self._operator = None
-
-
-def _checked_radius(radius: Any) -> float:
-    if check_tolerance("slice_radius", radius) == 0:
-        raise HvpError("the argument slice_radius is 0", "a positive number")
-    return float(radius)
 
 
 def _subset(data: Any, sample: Any, seed: int) -> Any:

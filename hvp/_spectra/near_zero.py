@@ -23,17 +23,15 @@ https://doi.org/10.1007/s11425-014-4791-5.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 
 import numpy as np
 import scipy.linalg
 
 from hvp._errors import ConvergenceWarning
-from hvp._operators.matrix import Matrix
 from hvp._solve.solve import solve
 from hvp._spectra.basis import combined, orthonormal
 from hvp._spectra.eigenvalues import CHOICES, BlockLanczos, EigenPairs, pairs_of
-from hvp._spectra.probes import multiply
+from hvp._spectra.probes import Probes
 
 # Columns of a block.
 _WIDTH = 2
@@ -50,28 +48,26 @@ _CLEAR = 0.1
 class NearZero:
     """One run of the method on a matrix, damping included.
 
-    `tol` bounds residuals relative to the largest absolute eigenvalue. `advance` is called with the
-    number of products of each step.
+    `tol` bounds residuals relative to the largest absolute eigenvalue.
     """
 
-    def __init__(
-        self, matrix: Matrix, count: int, tol: float, seed: int, advance: Callable[[int], None]
-    ) -> None:
-        self._matrix, self._count, self._tol, self._seed = matrix, count, tol, seed
-        self._advance = advance
-        self._random = np.random.default_rng(seed)
+    def __init__(self, probes: Probes, count: int, tol: float) -> None:
+        matrix = self._matrix = probes.matrix
+        self._probes, self._count, self._tol = probes, count, tol
         self._dtype = matrix.dtype.as_numpy_dtype
         self._largest = min(matrix.size, 2 * count + 32)
         self._basis = self._images = np.zeros((0, matrix.size), self._dtype)
         self._iterations = _ITERATIONS
-        self.products = 0
 
     def run(self, starts: np.ndarray | None, at_most: int) -> EigenPairs:
         """Iterate until the wanted values are confirmed, or `at_most` products have been used.
 
         The rows of `starts` are vectors to begin with.
         """
-        scale = self._scale(at_most)
+        at_most += self._probes.products
+        # The largest absolute eigenvalue.
+        lanczos = BlockLanczos(self._probes, 1, CHOICES["LM"], True, _SCALE_TOL)
+        scale = lanczos.run(None, at_most).scale
         allowed = self._tol * scale
         self._grow(self._random_block(self._count + _WIDTH) if starts is None else starts)
         self._grow(self._random_block(self._count + _WIDTH - len(self._basis)))
@@ -91,7 +87,7 @@ class NearZero:
                     is_needed[self._count :] &= bounds[self._count :] > _CLEAR * (
                         others - best.max()
                     )
-            remaining = at_most - self.products - self._count
+            remaining = at_most - self._probes.products - self._count
             is_whole = len(self._basis) == self._matrix.size
             if is_whole or not is_needed.any() or remaining < 4 * _WIDTH:
                 break
@@ -100,18 +96,10 @@ class NearZero:
             self._solve(residuals[is_needed][:_WIDTH], remaining)
         return self._pairs(mixing[: self._count], scale)
 
-    def _scale(self, at_most: int) -> float:
-        """Estimate the largest absolute eigenvalue."""
-        choose = CHOICES["LM"]
-        run = BlockLanczos(self._matrix, 1, choose, True, _SCALE_TOL, self._seed, self._advance)
-        scale = run.run(None, at_most).scale
-        self.products += run.products
-        return scale
-
     def _random_block(self, count: int) -> np.ndarray:
         """Return orthonormal random vectors outside of the basis, as many as there can be."""
         room = max(0, min(count, self._matrix.size - len(self._basis)))
-        block = self._random.standard_normal((room, self._matrix.size)).astype(self._dtype)
+        block = self._probes.random.standard_normal((room, self._matrix.size)).astype(self._dtype)
         return orthonormal(block, self._basis) if room else block
 
     def _grow(self, vectors: np.ndarray) -> None:
@@ -120,8 +108,7 @@ class NearZero:
         if not len(vectors):
             return
         vectors = orthonormal(vectors.astype(self._dtype), self._basis)
-        products = multiply(self._matrix, vectors)
-        self._count_products(len(vectors))
+        products = self._probes.multiply(vectors)
         self._basis = np.concatenate([self._basis, vectors])
         self._images = np.concatenate([self._images, products])
 
@@ -159,7 +146,7 @@ class NearZero:
                 rtol=_SYSTEM_RTOL,
                 maxiter=min(self._iterations, at_most),
             )
-        self._count_products(result.products)
+        self._probes.count(result.products)
         solutions = np.ascontiguousarray(result.x.T).astype(self._dtype)
         norms = np.linalg.norm(solutions, axis=1, keepdims=True)
         solutions = np.divide(solutions, norms, out=residuals.copy(), where=norms > 0)
@@ -167,17 +154,11 @@ class NearZero:
         self._iterations *= 2 if is_open.any() else 1
         rest = residuals[is_open]
         if len(rest):
-            rest = rest - multiply(self._matrix, solutions[is_open]) * norms[is_open]
-            self._count_products(len(rest))
+            rest = rest - self._probes.multiply(solutions[is_open]) * norms[is_open]
         self._grow(np.concatenate([solutions, rest]))
-
-    def _count_products(self, count: int) -> None:
-        self.products += count
-        self._advance(count)
 
     def _pairs(self, mixing: np.ndarray, scale: float) -> EigenPairs:
         """Return Ritz pairs, with residuals from products with their vectors."""
         vectors = combined(mixing, self._basis)
         vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
-        self._count_products(len(vectors))
-        return pairs_of(self._matrix, vectors, scale)
+        return pairs_of(self._probes, vectors, scale)

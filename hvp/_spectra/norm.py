@@ -8,10 +8,9 @@ import numpy as np
 
 from hvp._errors import HvpError
 from hvp._runtime.interrupts import Uninterrupted
-from hvp._runtime.progress import check_progress, progress_bar
 from hvp._spectra.eigsh import eigsh
 from hvp._spectra.estimate import Estimate
-from hvp._spectra.probes import Probes, check_seed
+from hvp._spectra.probes import probing
 from hvp._spectra.sampling import Stopping, mean_and_error
 from hvp._spectra.symmetric import symmetric_matrix
 
@@ -79,24 +78,16 @@ def norm(
     stopping = Stopping.of(rtol, atol, max_products, _FEWEST)
     if ord not in ("fro", 2) or isinstance(ord, bool):
         raise HvpError(f"the argument ord is {ord!r}", "'fro' or 2")
-    check_progress(progress)
-    seed = check_seed(seed)
     if ord == 2:
         tol = stopping.rtol or None
         result = eigsh(A, 1, "LM", tol=tol, max_products=max_products, seed=seed, progress=progress)
         value, error = float(np.abs(result.eigenvalues[0])), float(result.residual_norms[0])
         converged = error <= stopping.allowed(value)
         return Estimate(value, error, result.products, converged, "eigsh", 0)
-    total = stopping.max_products
-    with (
-        progress_bar(progress, total=total, unit="product") as bar,
-        matrix.in_full_precision() as exact,
-    ):
-        probes = Probes(exact, seed)
+    with probing(matrix, progress, seed, stopping.max_products) as probes:
 
         def draw(count: int) -> np.ndarray:
             products = probes.multiply(probes.draw(count)).astype(np.float64)
-            bar.update(count)
             return np.sum(products**2, axis=1)
 
         samples = stopping.sample(draw, fewest=_FEWEST, widest=probes.widest, summary=_root)

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hvp._runtime.arguments import check_count
-from hvp._spectra.probes import check_tolerance
+from hvp._runtime.arguments import check_count, check_number
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class Stopping:
     def of(cls, rtol: Any, atol: Any, max_products: Any, fewest: int) -> Stopping:
         """Check the arguments of an estimator that needs at least `fewest` products."""
         check_count(max_products, "max_products", fewest)
-        tolerances = check_tolerance("rtol", rtol), check_tolerance("atol", atol)
+        tolerances = check_number(rtol, "rtol"), check_number(atol, "atol")
         return cls(*tolerances, int(max_products))
 
     def allowed(self, estimate: Any) -> float:

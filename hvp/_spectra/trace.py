@@ -10,11 +10,10 @@ import scipy.linalg
 
 from hvp._errors import HvpError
 from hvp._runtime.interrupts import Uninterrupted
-from hvp._runtime.progress import check_progress, progress_bar
 from hvp._spectra.estimate import Estimate, estimate_of
 from hvp._spectra.layers import Layers
 from hvp._spectra.leave_one_out import LeaveOneOut
-from hvp._spectra.probes import Probes, check_seed
+from hvp._spectra.probes import Probes, probing
 from hvp._spectra.sampling import Stopping, mean_and_error
 from hvp._spectra.symmetric import symmetric_matrix
 
@@ -112,8 +111,6 @@ def trace(
     if method not in get_args(TraceMethod):
         raise HvpError(f"the method is {method!r}", " or ".join(map(repr, get_args(TraceMethod))))
     stopping = Stopping.of(rtol, atol, max_products, min(FEWEST_PRODUCTS, matrix.size))
-    check_progress(progress)
-    seed = check_seed(seed)
     size = matrix.size
     if method == "exact" and size > max_products:
         raise HvpError(
@@ -121,28 +118,21 @@ def trace(
             f"at most max_products = {max_products}",
             "raise max_products, or leave out method",
         )
-    total = stopping.max_products
-    with (
-        progress_bar(progress, total=total, unit="product") as bar,
-        matrix.in_full_precision() as exact,
-    ):
-        probes = Probes(exact, seed)
+    with probing(matrix, progress, seed, stopping.max_products) as probes:
         if method in _SAMPLERS:
-            return _doubled(method, probes, matrix.size, stopping, bar)
+            return _doubled(method, probes, size, stopping)
         run = {"auto": _auto, "exact": _summed, "hutchinson": _sampled}[method]
-        return run(probes, Layers(exact), matrix.size, stopping, bar)
+        return run(probes, Layers(probes.matrix), size, stopping)
 
 
 def _sampled(
-    probes: Probes, layers: Layers, size: int, stopping: Stopping, bar: Any, most: float = np.inf
+    probes: Probes, layers: Layers, size: int, stopping: Stopping, most: float = np.inf
 ) -> Estimate:
     """Sample `z' A z`, unless more than `most` random vectors are likely to be needed."""
     del size
 
     def draw(count: int) -> np.ndarray:
-        terms = _terms(probes, layers, probes.draw(count))
-        bar.update(count)
-        return terms
+        return _terms(probes, layers, probes.draw(count))
 
     def total(samples: np.ndarray) -> tuple[float, float]:
         return mean_and_error(samples.sum(axis=1))
@@ -156,14 +146,13 @@ def _sampled(
     return estimate_of(whole, probes.products, "hutchinson", stopping, layers=of_layers)
 
 
-def _summed(probes: Probes, layers: Layers, size: int, stopping: Stopping, bar: Any) -> Estimate:
+def _summed(probes: Probes, layers: Layers, size: int, stopping: Stopping) -> Estimate:
     """Sum the diagonal."""
     del stopping
     parts: Any = 0.0
     for start in range(0, size, probes.widest):
         count = min(probes.widest, size - start)
         parts += _terms(probes, layers, probes.units(start, count)).sum(axis=0)
-        bar.update(count)
 
     def exactly(value: Any, of_layers: Any = None) -> Estimate:
         return Estimate(float(value), 0.0, probes.products, True, "exact", 0, of_layers or {})
@@ -171,9 +160,9 @@ def _summed(probes: Probes, layers: Layers, size: int, stopping: Stopping, bar: 
     return exactly(np.sum(parts), {n: exactly(part) for n, part in zip(layers.names, parts)})
 
 
-def _auto(probes: Probes, layers: Layers, size: int, stopping: Stopping, bar: Any) -> Estimate:
+def _auto(probes: Probes, layers: Layers, size: int, stopping: Stopping) -> Estimate:
     """Sample, unless the diagonal needs fewer products."""
-    arguments = probes, layers, size, stopping, bar
+    arguments = probes, layers, size, stopping
     if size <= min(FEWEST_PRODUCTS, stopping.max_products):
         return _summed(*arguments)
     most = size if 2 * size <= stopping.max_products else np.inf
@@ -191,14 +180,12 @@ def _terms(probes: Probes, layers: Layers, vectors: np.ndarray) -> np.ndarray:
     return np.einsum("ij->i", terms, dtype=np.float64)[:, np.newaxis]
 
 
-def _doubled(method: str, probes: Probes, size: int, stopping: Stopping, bar: Any) -> Estimate:
+def _doubled(method: str, probes: Probes, size: int, stopping: Stopping) -> Estimate:
     """Double the number of vectors until the error is small enough."""
     sample, cost = _SAMPLERS[method]
     count = _FEWEST_VECTORS
     while True:
-        before = probes.products
         samples = sample(probes, min(count, size))
-        bar.update(probes.products - before)
         is_correlated = method == "xtrace"
         estimate = estimate_of(samples, probes.products, method, stopping, correlated=is_correlated)
         count *= 2

@@ -65,6 +65,6 @@ def test_no_matrix_is_repeated_for_each_member_of_the_batch(name):
     case = problem(name)
     with hvp.HessianOperator(case.loss, case.variables) as H:
         program = inside.program(H)
-        operations = [node.op for node in program.product_part.node]
+        operations = [node.op for node in program.product_part.graph_def.node]
         assert "BroadcastTo" not in operations
         assert "MatMul" in operations

@@ -36,9 +36,7 @@ def problem(name, dtype, wrap=lambda f: f):
 
 
 def slow_gradients(part):
-    functions = (function.node_def for function in part.library.function)
-    nodes = [*part.node, *(node for function in functions for node in function)]
-    gradients = [node for node in nodes if node.op.startswith("Conv2DBackprop")]
+    gradients = [node for node in part.all_nodes if node.op.startswith("Conv2DBackprop")]
     assert {node.op for node in gradients} == {"Conv2DBackpropInput", "Conv2DBackpropFilter"}
     return [node for node in gradients if node.attr["padding"].s == b"EXPLICIT"]
 

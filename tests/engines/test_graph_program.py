@@ -10,6 +10,7 @@ import tensorflow as tf
 import hvp
 from hvp._engines import graph_program
 from hvp._graphs import compiled
+from hvp._graphs.graph import Graph
 from hvp._graphs.split import UnsplittableError
 from hvp._vectors.packing import Packing
 from tests import inside
@@ -19,7 +20,7 @@ from tests.cases import random
 def product_operations(loss, variables):
     H = hvp.HessianOperator(loss, variables)
     assert H.stats.note == ""
-    return Counter(node.op for node in inside.program(H).product_part.node)
+    return Counter(node.op for node in inside.program(H).product_part.graph_def.node)
 
 
 def dense_layers(count, wrap=lambda f: f):
@@ -54,20 +55,19 @@ def test_nor_inside_nested_functions():
 
 def test_arrays_and_tensors_share_one_import_of_the_product(monkeypatch):
     loss, weights = dense_layers(3)
-    imported, original = [], graph_program.import_part
+    imported, original = [], Graph.imported
 
-    def import_part(part, *arguments):
-        imported.append(len(part.node))
-        return original(part, *arguments)
+    def add(graph, *arguments):
+        imported.append(graph)
+        return original(graph, *arguments)
 
-    monkeypatch.setattr(graph_program, "import_part", import_part)
+    monkeypatch.setattr(Graph, "imported", add)
     with hvp.HessianOperator(loss, weights) as H:
         v = random(3, H.shape[0])
         flat = H @ v
         np.testing.assert_array_equal(flat, H.flatten(H.product(H.unflatten(v))))
         np.testing.assert_array_equal(flat, H.product(tf.constant(v)))
-        parts = inside.program(H).once_part, inside.program(H).product_part
-        assert imported == [len(part.node) for part in parts]
+        assert imported == [inside.program(H).once_part, inside.program(H).product_part]
 
 
 @pytest.mark.parametrize("batch_size", [None, 2])
@@ -131,9 +131,9 @@ def test_nothing_with_an_effect_is_in_the_product():
         return tf.reduce_sum(tf.nn.dropout(w, 0.5) ** 3)
 
     program = inside.program(hvp.HessianOperator(loss, [w]))
-    kinds = {node.op for node in program.product_part.node}
+    kinds = {node.op for node in program.product_part.graph_def.node}
     assert not kinds & {"RandomUniform", "AssignAddVariableOp", "ReadVariableOp"}
-    once = {node.op for node in program.once_part.node}
+    once = {node.op for node in program.once_part.graph_def.node}
     assert once >= {"RandomUniform", "AssignAddVariableOp", "ReadVariableOp"}
 
 
@@ -167,8 +167,8 @@ def test_sums_are_made_of_pairs():
 
     H = hvp.HessianOperator(loss, [w])
     part = inside.program(H).product_part
-    nodes = [*part.node, *(node for f in part.library.function for node in f.node_def)]
-    sums = [sum(not name.startswith("^") for name in n.input) for n in nodes if n.op == "AddN"]
+    adding = (node for node in part.all_nodes if node.op == "AddN")
+    sums = [sum(not name.startswith("^") for name in node.input) for node in adding]
     assert sums
     assert set(sums) == {2}
     v = random(2, 16)

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 import hvp
 from hvp._graphs.broadcasts import broadcast_instead_of_repeating
-from hvp._graphs.parts import import_part, node_of
+from hvp._graphs.graph import Graph, node_of
 from hvp._graphs.sizes import graph_def_with_shapes, take_sizes
 from tests import inside
 from tests.cases import dense_hessian, random, relative_error
@@ -71,7 +71,7 @@ def rewritten(pattern):
 
     @tf.function(autograph=False)
     def after(*tensors):
-        return import_part(graph_def, dict(zip(names, tensors)), [result])[0]
+        return Graph(graph_def).imported(dict(zip(names, tensors)), [result])[0]
 
     graph = after.get_concrete_function(*map(tf.constant, (X, ROW))).graph
     return function, after, needed(graph)
@@ -123,7 +123,7 @@ def test_products_repeat_nothing_that_is_large():
     with hvp.HessianOperator(problem.loss, problem.variables, problem.data) as H:
         v = random(3, H.shape[0])
         assert relative_error(H @ v, dense_hessian(wide) @ v) < 1e-4
-        nodes = {node.name: node for node in inside.program(H).product_part.node}
+        nodes = inside.program(H).product_part.nodes
         users = {
             node.op
             for node in nodes.values()

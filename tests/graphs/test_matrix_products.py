@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from hvp._graphs.graph import Graph
 from hvp._graphs.matrix_products import for_many_vectors
-from hvp._graphs.parts import import_part
 from hvp._graphs.vectorized import vectorized
 from tests.cases import random
 
@@ -24,7 +24,7 @@ def part(dtype, transposed):
     for node in list(definition.node):
         if node.op == "Placeholder":
             definition.node.remove(node)
-    return definition, left.name, right.name, product.name
+    return Graph(definition), left.name, right.name, product.name
 
 
 @pytest.mark.parametrize("transposed", [*itertools.product([False, True], repeat=2)])
@@ -48,7 +48,7 @@ def test_they_are_right_and_one_operation(depends, dtype, transposed):
     def products(each, other):
         def multiply(one):
             values = (one, other) if depends == "left" else (other, one)
-            return import_part(rewritten, dict(zip(names, values)), [product])[0]
+            return rewritten.imported(dict(zip(names, values)), [product])[0]
 
         return vectorized(multiply, each)
 
@@ -70,4 +70,4 @@ def test_they_are_right_and_one_operation(depends, dtype, transposed):
 def test_what_depends_on_no_vector_or_twice_stays():
     definition, left, right, _ = part("float32", (False, False))
     for dependent in (set(), {left.partition(":")[0], right.partition(":")[0]}):
-        assert [node.op for node in for_many_vectors(definition, dependent).node] == ["MatMul"]
+        assert [node.op for node in for_many_vectors(definition, dependent).all_nodes] == ["MatMul"]

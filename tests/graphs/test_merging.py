@@ -4,8 +4,8 @@ import numpy as np
 import tensorflow as tf
 
 import hvp
+from hvp._graphs.graph import Graph, node_of
 from hvp._graphs.merging import merge_equal_operations
-from hvp._graphs.parts import import_part, node_of
 from tests.cases import random
 
 X = random(0, 4, 3)
@@ -23,7 +23,7 @@ def merged(function, kept=()):
 
     @tf.function(autograph=False)
     def after(x):
-        return import_part(graph_def, {place: x}, names)
+        return Graph(graph_def).imported({place: x}, names)
 
     return [tensor.numpy() for tensor in after(tf.constant(X))], kinds
 

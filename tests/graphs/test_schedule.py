@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from hvp._graphs.graph import Graph, data_inputs, node_of
 from hvp._graphs.inline import inline_calls
-from hvp._graphs.parts import data_inputs, import_part, node_of
 from hvp._graphs.schedule import in_order
 from hvp._graphs.sizes import graph_def_with_shapes, take_sizes
 from hvp._recompute.replay import replay
@@ -39,18 +39,17 @@ def product():
     flat, rename = inline_calls(graph_def_with_shapes(concrete.graph))
     given = {rename(inside.name): value for inside, value in zip(concrete.inputs, (x, w, v))}
     wanted = rename(concrete.outputs[0].name)
-    part = replay(flat, [wanted], list(given)).part
-    sizes = take_sizes(part, given)
-    return part, sizes, given, wanted, function(x, w, v)
+    part = replay(Graph(flat), [wanted], list(given)).part.graph_def
+    return Graph(part, take_sizes(part, given)), given, wanted, function(x, w, v)
 
 
 def run(part, given, wanted):
-    return tf.function(lambda: import_part(part, given, [wanted])[0], autograph=False)()
+    return tf.function(lambda: part.imported(given, [wanted])[0], autograph=False)()
 
 
 def chain(part):
     """The operations in the order which the waits between them leave."""
-    nodes = {node.name: node for node in part.node}
+    nodes = part.nodes
     missing = {n: {node_of(t.lstrip("^")) for t in nodes[n].input} & set(nodes) for n in nodes}
     order = []
     while missing:
@@ -80,7 +79,7 @@ def most_alive(order, large):
 def large_values(part, given):
     with tf.Graph().as_default() as graph:
         inputs = {name: tf.compat.v1.placeholder(t.dtype, t.shape) for name, t in given.items()}
-        tf.graph_util.import_graph_def(part, inputs, name="")
+        tf.graph_util.import_graph_def(part.graph_def, inputs, name="")
         return {
             op.name
             for op in graph.get_operations()
@@ -91,8 +90,8 @@ def large_values(part, given):
 
 @pytest.mark.parametrize(("strict", "more"), [(True, 4), (False, 8)])
 def test_same_results_from_two_values_a_layer(product, strict, more):
-    part, sizes, given, wanted, expected = product
-    ordered = in_order(part, sizes, [wanted], strict=strict)
+    part, given, wanted, expected = product
+    ordered = in_order(part, [wanted], strict=strict)
     np.testing.assert_allclose(run(ordered, given, wanted), expected, rtol=1e-5, atol=1e-5)
     # The value of each layer and its tangent, and a few on the way.
     most = most_alive(chain(ordered), large_values(ordered, given))

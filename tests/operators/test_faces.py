@@ -184,7 +184,6 @@ def test_nests(kind):
 MADE_FROM_MATRICES = {
     "exact inverse": (lambda H: hvp.ExactInverse(H), 1e-12),
     "Neumann series": (lambda H: hvp.NeumannInverse(H, iterations=200), 1e-10),
-    "Arnoldi": (lambda H: hvp.ArnoldiInverse(H, rank=7, tol=1e-10), None),
     "Nystrom": (lambda H: hvp.NystromPreconditioner(H, rank=8), 1e-8),
     "diagonal": (lambda H: hvp.DiagonalPreconditioner(H, samples=64), None),
     "blocks": (lambda H: hvp.BlockDiagonalPreconditioner(H, [["W", "b"]]), 1e-12),

@@ -59,9 +59,7 @@ def network(dtype="float32", wrap=lambda f: f):
 
 def types_of_products(program):
     """The types of matrix products and convolutions of a product, also in functions."""
-    part = program.product_part
-    functions = (function.node_def for function in part.library.function)
-    nodes = [*part.node, *(node for function in functions for node in function)]
+    nodes = program.product_part.all_nodes
     kinds = ("MatMul", "BatchMatMulV2", "Conv2D", "Einsum")
     return {tf.as_dtype(node.attr["T"].type).name for node in nodes if node.op.startswith(kinds)}
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 import hvp
 from hvp._engines import trace
 from hvp._graphs.dataflow import KEPT_WHOLE
-from hvp._graphs.parts import node_of
+from hvp._graphs.graph import node_of
 from tests import inside
 from tests.cases import Problem, dense_hessian, random, relative_error
 
@@ -55,7 +55,7 @@ def halves(items):
 
 def compiled(H):
     """The recomputed functions in the product of an operator, by name."""
-    functions = inside.program(H).product_part.library.function
+    functions = inside.program(H).product_part.functions.values()
     return {f.signature.name: f for f in functions if KEPT_WHOLE in f.signature.name}
 
 
@@ -65,7 +65,7 @@ def test_equal_segments_share_their_functions_though_each_has_segments_inside():
         v = random(1, H.shape[0], dtype="float64")
         with hvp.HessianOperator(chain.plain_loss, chain.weights) as plain:
             assert relative_error(H @ v, plain @ v) < 1e-12
-        nodes = inside.program(H).product_part.node
+        nodes = inside.program(H).product_part.graph_def.node
     calls = [node.attr["f"].func.name for node in nodes if "f" in node.attr]
     # Two of each segment. Those of the two in the middle are equal.
     assert len(calls) == 8

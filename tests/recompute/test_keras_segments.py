@@ -331,7 +331,7 @@ class TestOperator:
             assert H.stats.residual_bytes <= 2 * (count - 1) * tensor + 6 * 100 + 1000
             assert relative_error(H @ v, plain @ v) < 1e-5
             # What is computed again depends on the vector, so that it is in the product's part.
-            calls = [n for n in inside.program(H).product_part.node if "Call" in n.op]
+            calls = [n for n in inside.program(H).product_part.graph_def.node if "Call" in n.op]
             # The last segment has no way back: the loss's own cotangent is always one.
             assert len(calls) == 2 * count - 1
 

@@ -336,21 +336,15 @@ def slice_of_the_loss(s: Subject) -> None:
     assert np.isfinite(result.losses).all()
 
 
-@uses("exact", "neumann", "arnoldi")
+@uses("exact", "neumann")
 def inverse(s: Subject, kind: str) -> None:
     damped = s.dense + s.damping * np.eye(len(s.dense))
     want = np.linalg.solve(damped, s.v)
     if kind == "exact":
         close(hvp.ExactInverse(s.operator, damping=s.damping) @ s.v, want, 1e3 * s.tol)
-    elif kind == "neumann":
+    else:
         inverse = hvp.NeumannInverse(s.operator, damping=s.damping, iterations=400)
         close(inverse @ s.v, want, 1e-3)
-    else:
-        eigenvalues, vectors = np.linalg.eigh(damped)
-        largest = np.argsort(-np.abs(eigenvalues))[:3]
-        chosen = vectors[:, largest]
-        inverse = hvp.ArnoldiInverse(s.operator, 3, damping=s.damping)
-        close(inverse @ s.v, chosen @ ((chosen.T @ s.v) / eigenvalues[largest]), 1e-2)
 
 
 @uses("BFGS", "L-BFGS-B", "Newton-CG", "trust-ncg", "trust-krylov", "trust-exact", "trust-constr")

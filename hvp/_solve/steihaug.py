@@ -15,7 +15,6 @@ operator.
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,49 +27,24 @@ from hvp._graphs.compiled import Compiled
 from hvp._graphs.python_calls import can_wait_for_python
 from hvp._operators.symmetric import SymmetricOperator
 from hvp._runtime.interrupts import deliver_interrupt
+from hvp._solve.outcome import SolveOutcome
 
 # Python can handle an interrupt only between calls of the graph. A call is therefore limited to
 # this many iterations, and to fewer if each product goes through Python and may take long.
 _ITERATIONS_PER_CALL, _ITERATIONS_PER_CALL_IN_PYTHON = 32, 4
 
 
-class Ending(enum.IntEnum):
-    """Why the iteration ended."""
-
-    RUNNING = 0
-    CONVERGED = 1
-    NEGATIVE_CURVATURE = 2
-    BOUNDARY = 3
-    MAXITER = 4
-    NOT_FINITE = 5
-
-    def __str__(self) -> str:
-        return self.name.lower().replace("_", " ")
-
-
 @dataclass(frozen=True)
 class SteihaugResult:
     """An approximate minimizer of the quadratic model.
 
-    Attributes
-    ----------
-    step : tf.Tensor
-        The minimizer `p`, of shape `(n,)`.
-    ending : Ending
-        Why the iteration ended.
-    iterations : int
-        Number of iterations, each with one product.
-    norm : float
-        Norm of the step, in the preconditioner's norm.
-    predicted : float
-        Decrease `m(0) - m(p)` of the model.
-    directions, images : ndarray or None
-        The directions of the first iterations, as rows, and their products with the Hessian; None
-        if they are not recorded.
+    `norm` is the length of the step in the preconditioner's norm, and `predicted` the decrease
+    `m(0) - m(p)` of the model. `directions` and `images` hold the directions of the first
+    iterations as rows, and their products with the Hessian; they are None if nothing was recorded.
     """
 
     step: tf.Tensor
-    ending: Ending
+    outcome: SolveOutcome
     iterations: int
     norm: float
     predicted: float
@@ -81,11 +55,11 @@ class SteihaugResult:
 class _State(NamedTuple):
     """The tensors that one iteration passes to the next.
 
-    In the notation of `Steihaug`: the `Ending`, the number of iterations, `p`, `r`, `d`, and the
+    In the notation of `Steihaug`: the outcome, the number of iterations, `p`, `r`, `d`, and the
     inner products `r' inv(M) r`, `p' M p`, `p' M d` and `d' M d`.
     """
 
-    ending: tf.Tensor
+    outcome: tf.Tensor
     iterations: tf.Tensor
     step: tf.Tensor
     model_gradient: tf.Tensor
@@ -127,14 +101,9 @@ class Steihaug:
 
     The decrease of the model is `m(0) - m(p) = -p' (g + r) / 2`.
 
-    Parameters
-    ----------
-    operator : SymmetricOperator
-        The Hessian `H`. It may be refreshed between solves.
-    precondition : callable, optional
-        Takes a vector and the preconditioner's tensors, and returns `inv(M)` times the vector.
-    recorded : int, optional
-        Of how many iterations to return the directions with their products.
+    The operator may be refreshed between solves. `precondition` takes a vector and the
+    preconditioner's tensors, and multiplies the vector by `inv(M)`. The directions of the first
+    `recorded` iterations are returned with their products.
 
     References
     ----------
@@ -166,48 +135,41 @@ class Steihaug:
         maxiter: int,
         tensors: Sequence[tf.Tensor] = (),
     ) -> SteihaugResult:
-        """Minimize the model approximately.
+        """Minimize the model approximately; the gradient must not be zero.
 
-        Parameters
-        ----------
-        gradient : tf.Tensor
-            The gradient `g`, of shape `(n,)` and not zero.
-        radius : float
-            Radius of the trust region.
-        tolerance : float
-            The iteration has converged when the norm of the model's gradient is at most this.
-        damping : float
-            Multiple of the identity that is added to the operator.
-        maxiter : int
-            Maximum number of iterations.
-        tensors : sequence of tf.Tensor
-            Tensors of the preconditioner.
-
-        Returns
-        -------
-        SteihaugResult
+        The iteration has converged when the norm of the model's gradient is at most `tolerance`.
+        `tensors` are those of the preconditioner.
         """
         limits = tf.constant([radius, tolerance, damping], gradient.dtype)
         inputs, last = [limits, gradient, *tensors], min(self._per_call, maxiter)
         start, resume = self._compiled(gradient, tensors, damping != 0)
-        record = _Record(self._recorded)
-        report, *state = record.taken(start(tf.constant(last), *inputs))
-        ending, iterations, norm_squared, predicted = report.numpy()
-        record.add(int(iterations))
-        while int(ending) == Ending.RUNNING and last < maxiter:
+        # Directions of the first iterations, and their products, as blocks of rows.
+        blocks: list[list[np.ndarray]] = []
+
+        def run(function: Compiled, *arguments: tf.Tensor) -> tuple[Any, list[tf.Tensor]]:
+            results = function(*arguments, tf.constant(last), *inputs)
+            recorded = results[: 2 if self._recorded else 0]
+            report, *state = results[len(recorded) :]
+            numbers = report.numpy()
+            new = min(int(numbers[1]), self._recorded) - sum(len(block[0]) for block in blocks)
+            if new > 0:
+                blocks.append([rows.numpy()[:new] for rows in recorded])
+            return numbers, state
+
+        numbers, state = run(start)
+        while int(numbers[0]) == SolveOutcome.RUNNING and last < maxiter:
             deliver_interrupt()
             last = min(last + self._per_call, maxiter)
-            report, *state = record.taken(resume(*state, tf.constant(last), *inputs))
-            ending, iterations, norm_squared, predicted = report.numpy()
-            record.add(int(iterations))
+            numbers, state = run(resume, *state)
+        outcome, iterations, norm_squared, predicted = numbers
+        recorded = [np.concatenate(rows) for rows in zip(*blocks)]
         return SteihaugResult(
-            step=_State(*state).step,
-            ending=Ending(int(ending)) or Ending.MAXITER,
-            iterations=int(iterations),
-            norm=math.sqrt(max(norm_squared, 0.0)),
-            predicted=float(predicted),
-            directions=record.directions,
-            images=record.images,
+            _State(*state).step,
+            SolveOutcome(int(outcome)) or SolveOutcome.MAXITER,
+            int(iterations),
+            math.sqrt(max(norm_squared, 0.0)),
+            float(predicted),
+            *recorded,
         )
 
     def _compiled(
@@ -253,7 +215,7 @@ class Steihaug:
         squared = _dot(gradient, descent)
         zero = tf.zeros([], gradient.dtype)
         return _State(
-            ending=tf.constant(0),
+            outcome=tf.constant(0),
             iterations=tf.constant(0),
             step=tf.zeros_like(gradient),
             model_gradient=tf.identity(gradient),
@@ -269,16 +231,15 @@ class Steihaug:
     ) -> list[tf.Tensor]:
         """Iterate up to iteration `last`; return a report for Python, followed by the state.
 
-        Before them are the directions and their products, if they are recorded.
-
-        The report is one float64 vector, so that Python waits for one transfer only: the ending,
-        the number of iterations, the squared norm of the step, and the predicted decrease.
+        Recorded directions and their products, if any, come before them. The report is one float64
+        vector, so that Python waits for a single transfer: the outcome, the number of iterations,
+        the squared norm of the step, and the predicted decrease.
         """
         limits, gradient, *tensors = inputs
         state, recorded = self._iterate(state, limits, tensors, last, damped)
         step = tf.cast(state.step, tf.float64)
         gradients = tf.cast(gradient + state.model_gradient, tf.float64)
-        report = [state.ending, state.iterations, state.step_step, -_dot(step, gradients) / 2]
+        report = [state.outcome, state.iterations, state.step_step, -_dot(step, gradients) / 2]
         stacked = tf.stack([tf.cast(number, tf.float64) for number in report])
         return [*recorded, stacked, *state]
 
@@ -290,7 +251,7 @@ class Steihaug:
         last: tf.Tensor,
         damped: bool,
     ) -> tuple[_State, list[tf.Tensor]]:
-        """Run the loop of the class docstring."""
+        """Run the loop of the class docstring; return the state and the recorded vectors."""
         radius, tolerance, damping = tf.unstack(limits, 3)
         first, fields = state.iterations, len(_State._fields)
         arrays = [
@@ -300,7 +261,7 @@ class Steihaug:
 
         def is_running(*loop_variables: Any) -> tf.Tensor:
             state = _State(*loop_variables[:fields])
-            return tf.equal(state.ending, Ending.RUNNING) & (state.iterations < last)
+            return tf.equal(state.outcome, SolveOutcome.RUNNING) & (state.iterations < last)
 
         def iteration(*loop_variables: Any) -> list[Any]:
             own, recorded = loop_variables[:fields], loop_variables[fields:]
@@ -342,12 +303,12 @@ class Steihaug:
                 gradient_squared = _dot(model_gradient, model_gradient)
             small = gradient_squared <= tf.square(tolerance)
             finite = tf.math.is_finite(curvature) & tf.math.is_finite(squared)
-            ending = tf.where(small, int(Ending.CONVERGED), int(Ending.RUNNING))
-            ending = tf.where(outside, int(Ending.BOUNDARY), ending)
-            ending = tf.where(negative, int(Ending.NEGATIVE_CURVATURE), ending)
-            ending = tf.where(finite, ending, int(Ending.NOT_FINITE))
+            outcome = tf.where(small, int(SolveOutcome.CONVERGED), int(SolveOutcome.RUNNING))
+            outcome = tf.where(outside, int(SolveOutcome.BOUNDARY), outcome)
+            outcome = tf.where(negative, int(SolveOutcome.NEGATIVE_CURVATURE), outcome)
+            outcome = tf.where(finite, outcome, int(SolveOutcome.NOT_FINITE))
             return [
-                ending,
+                outcome,
                 iterations + 1,
                 step,
                 model_gradient,
@@ -362,45 +323,6 @@ class Steihaug:
         start = [*state, *arrays]
         end: Any = tf.while_loop(is_running, iteration, start, parallel_iterations=1)
         return _State(*end[:fields]), [array.stack() for array in end[fields:]]
-
-
-class _Record:
-    """Directions and their products, as calls of the graph return them.
-
-    Parameters
-    ----------
-    most : int
-        How many to keep.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._most, self._done = most, 0
-        self._parts: list[list[np.ndarray]] = [[], []]
-        self._last: list[tf.Tensor] = []
-
-    def taken(self, results: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Take the directions from the results of a call, and return the rest."""
-        count = 2 if self._most else 0
-        self._last = results[:count]
-        return results[count:]
-
-    def add(self, iterations: int) -> None:
-        """Keep those of the last call, given the number of iterations after it."""
-        new = min(iterations, self._most) - self._done
-        if new > 0:
-            for parts, block in zip(self._parts, self._last):
-                parts.append(block.numpy()[:new])
-            self._done += new
-
-    @property
-    def directions(self) -> np.ndarray | None:
-        """The directions as rows."""
-        return np.concatenate(self._parts[0]) if self._done else None
-
-    @property
-    def images(self) -> np.ndarray | None:
-        """Their products."""
-        return np.concatenate(self._parts[1]) if self._done else None
 
 
 def _dot(one: tf.Tensor, other: tf.Tensor) -> tf.Tensor:

@@ -8,8 +8,9 @@ import scipy.linalg
 import tensorflow as tf
 
 import hvp
-from hvp._minimize.steihaug import Ending, Steihaug
+from hvp._solve.outcome import SolveOutcome
 from hvp._solve.preconditioners import PRECONDITIONERS
+from hvp._solve.steihaug import Steihaug
 
 SIZE = 12
 
@@ -55,7 +56,7 @@ def test_an_interior_step_solves_the_system(preconditioner, damping):
     result, _ = solve(A, g, preconditioner, damping=damping)
     expected = np.linalg.solve(A + damping * np.eye(SIZE), -g)
     np.testing.assert_allclose(result.step, expected, rtol=1e-8)
-    assert result.ending == Ending.CONVERGED
+    assert result.outcome == SolveOutcome.CONVERGED
     assert result.predicted == pytest.approx(-model(A + damping * np.eye(SIZE), g, expected))
     if preconditioner is None:
         assert result.norm == pytest.approx(np.linalg.norm(expected))
@@ -77,7 +78,7 @@ def test_a_boundary_step_has_the_norm_of_the_radius(eigenvalues, preconditioner)
         norm = np.sqrt(step @ np.linalg.solve(np.stack(columns), step))
     assert norm == pytest.approx(0.05, rel=1e-6)
     assert result.norm == pytest.approx(0.05, rel=1e-6)
-    assert result.ending in (Ending.BOUNDARY, Ending.NEGATIVE_CURVATURE)
+    assert result.outcome in (SolveOutcome.BOUNDARY, SolveOutcome.NEGATIVE_CURVATURE)
     assert result.predicted == pytest.approx(-model(A, g, step))
     # The decrease is at least that of the best step along the gradient (the Cauchy point).
     if preconditioner is None:
@@ -91,9 +92,9 @@ def test_a_boundary_step_has_the_norm_of_the_radius(eigenvalues, preconditioner)
 def test_limits_end_the_iteration():
     A, g = matrix(np.geomspace(1, 1e4, SIZE)), np.arange(1.0, SIZE + 1)
     result, _ = solve(A, g, maxiter=3)
-    assert (result.ending, result.iterations) == (Ending.MAXITER, 3)
+    assert (result.outcome, result.iterations) == (SolveOutcome.MAXITER, 3)
     loose, _ = solve(A, g, tolerance=0.1 * np.linalg.norm(g))
-    assert loose.ending == Ending.CONVERGED
+    assert loose.outcome == SolveOutcome.CONVERGED
     assert np.linalg.norm(A @ loose.step.numpy() + g) <= 0.1 * np.linalg.norm(g)
     tight, _ = solve(A, g)
     assert tight.iterations > loose.iterations

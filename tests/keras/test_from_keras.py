@@ -1,0 +1,36 @@
+"""Every call that takes a compiled model refuses one without a loss, and takes all its outputs."""
+
+import keras
+import numpy as np
+import pytest
+
+import hvp
+from tests.cases import random, relative_error
+
+X, Y = random(0, 6, 3), random(1, 6, 1)
+MATRICES = [hvp.HessianOperator, hvp.GaussNewtonOperator, hvp.FisherOperator]
+OTHERS = [hvp.KFAC, hvp.EKFAC, hvp.InfluenceFunctions, hvp.NewtonCG, hvp.minimize]
+
+
+@pytest.mark.parametrize("call", MATRICES + OTHERS, ids=lambda call: call.__name__)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_model_without_a_loss(call, compiled):
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    if compiled:
+        model.compile("sgd")
+    with pytest.raises(hvp.InvalidLossError) as caught:
+        call.from_keras(model, (X, Y))
+    assert "model.compile(loss=" in caught.value.remedy
+
+
+@pytest.mark.parametrize("call", MATRICES, ids=lambda call: call.__name__)
+@pytest.mark.parametrize("loss", ["mse", ["mse", "mse"]])
+def test_all_outputs_count(call, loss):
+    """The mean square error of two linear models has the Hessian 2 X^T X / n for each."""
+    x = keras.Input((3,))
+    outputs = [keras.layers.Dense(1, use_bias=False)(x) for _ in range(2)]
+    model = keras.Model(x, outputs)
+    model.compile(loss=loss)
+    want = np.kron(np.eye(2), 2 * X.T @ X / 6)
+    with call.from_keras(model, (X, [Y, -Y]), batch_size=4) as matrix:
+        assert relative_error(matrix.to_dense(), want) < 1e-5
