@@ -7,6 +7,7 @@ import ast
 import contextlib
 import re
 import textwrap
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -122,6 +123,13 @@ def test_every_file_is_in_a_room():
         "_errors",
         "keras",
     }
+
+
+def test_no_two_classes_have_one_name():
+    trees = (ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py"))
+    nodes = (node for tree in trees for node in ast.walk(tree))
+    names = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_what_is_wrong_is_noticed():

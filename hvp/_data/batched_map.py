@@ -1,7 +1,8 @@
 """What is held of all batches at one moment, and products with it.
 
-Each place holds the linear maps of as many batches as its memory allows. The others are evaluated
-again for each product; and so is, once, what a lost device held, at the values that variables had.
+Each place holds the linear maps of as many batches as its memory allows. The other batches are
+evaluated again for each product. What a lost device held is evaluated again once, at the values
+that variables had.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Optional
 
 import tensorflow as tf
 
@@ -32,58 +33,35 @@ from hvp._vectors.resources import restored
 
 
 class Term(NamedTuple):
-    """The linear map of one batch, with the weight of the batch and the bytes that both hold."""
+    """The linear map of a batch, the weight of the batch, and the bytes of the map and its data."""
 
     weight: float
     map: LinearMap
     nbytes: int
 
 
-class Evaluation(NamedTuple):
-    """What a place has computed so far.
-
-    Attributes
-    ----------
-    total : object
-        The state of the reduction.
-    term : LinearMap or None
-        The linear map of the last batch, unless it was divided.
-    elements : Elements or None
-        The data of that batch, there, unless it was divided.
-    nbytes : int
-        What that batch takes, or the largest of its pieces, with the data.
-    """
-
-    total: Any
-    term: LinearMap | None
-    elements: Elements | None
-    nbytes: int
+# What a place has computed so far: the state of the reduction; and of the last batch, unless it was
+# divided, the linear map and the data that are there; and the bytes of that batch or its largest
+# piece.
+_State = tuple[Any, Optional[LinearMap], Optional[Elements], int]
 
 
 class BatchedMap(LinearMap):
     """The linear map of a rule over all batches, at one moment.
 
-    Parameters
-    ----------
-    batches : TracedBatches
-        The batches.
-    pool : Pool
-        Where they are evaluated.
-    reduction : Reduction
-        How their results and products are put together.
-    moment : VariableValues
-        The values of the variables, where they are needed elsewhere.
+    `moment` holds the values of the variables, where they are needed elsewhere.
 
     Attributes
     ----------
-    held : dict
-        For each place, what it holds of batches, by their number.
-    streamed : set of int
-        Batches that no place holds.
-    unit, scale : float
-        What weights are divided by, to be 1 where all are alike; and what the sum over batches is
-        multiplied by, once. On a remote device an operation takes as long as a hundred here.
-    regularization : LinearMap or None
+    held
+        For each place, its terms by the number of the batch.
+    streamed
+        The batches that no place holds.
+    unit, scale
+        Weights are divided by `unit`, to be 1 where all are alike, and the sum over batches is
+        multiplied by `scale`, once: on a remote device an operation takes as long as a hundred
+        here.
+    regularization
         The map of what is added once.
     """
 
@@ -99,21 +77,21 @@ class BatchedMap(LinearMap):
 
     @property
     def streams(self) -> bool:  # type: ignore[override]
-        """Whether a batch is held nowhere; after a loss the others may have no room for it."""
+        """Whether a batch is held nowhere; after a loss, devices may have no room for some."""
         return bool(self.streamed)
 
     @property
     def batches_held(self) -> int:  # type: ignore[override]
-        """How many batches are held."""
+        """The number of batches that are held."""
         return sum(map(len, self.held.values()))
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """Size of what is held, with the data of its batches, in bytes."""
+        """Bytes of what is held, including the data of its batches."""
         return sum(term.nbytes for terms in self.held.values() for term in terms.values())
 
     def close(self) -> None:
-        """Release what is held. What a lost device holds is gone anyway."""
+        """Release what is held; what a lost device holds is gone anyway."""
         for terms in self.held.values():
             for term in terms.values():
                 term.map.close()
@@ -124,15 +102,12 @@ class BatchedMap(LinearMap):
     def evaluate(self, wanted: set[int] | None) -> Any:
         """Evaluate batches, hold the maps that fit, and return the state of the reduction.
 
-        Parameters
-        ----------
-        wanted : set of int or None
-            The numbers of the batches; None for all.
+        `wanted` are the numbers of the batches; None stands for all.
         """
         home = self._batches.nest.variables[0].device
 
-        def bring(site: ExecutionTarget, state: Evaluation) -> Any:
-            return self._reduction.bring(state.total, site, home)
+        def bring(site: ExecutionTarget, state: _State) -> Any:
+            return self._reduction.bring(state[0], site, home)
 
         states = self._pool.fold(
             self._tasks, wanted, self._evaluation, bring, self._hold, self._forget
@@ -168,7 +143,7 @@ class BatchedMap(LinearMap):
         return scaled(self._reduction.product(states, adjoint=adjoint), self.scale * self.unit)
 
     def _with_held(self, state: Any, terms: dict[int, Term], v: tf.Tensor, adjoint: bool) -> Any:
-        """Return a state of the reduction with the products with what one place holds."""
+        """Add the products with what one place holds to a state of the reduction."""
         for index, term in terms.items():
             maps = [(term.weight / self.unit, term.map)]
             state = self._reduction.multiply(state, index, maps, v, adjoint=adjoint)
@@ -178,8 +153,8 @@ class BatchedMap(LinearMap):
     def _multiply_everywhere(self, v: tf.Tensor, adjoint: bool) -> list[Any]:
         """Multiply at all places, and return what they computed.
 
-        What is held is multiplied where it is, and what is not is evaluated. Remote devices can
-        multiply together; should that fail, each tells by itself what is wrong.
+        What is held is multiplied where it is, and what is not held is evaluated. Remote devices
+        can multiply together; if that fails, each reports by itself what is wrong.
         """
         pool, every = self._pool, self.streamed.union(*self.held.values())
         try:
@@ -290,13 +265,13 @@ class BatchedMap(LinearMap):
         return self._batches.tasks(wanted, kept, alone=pool.is_local)
 
     def _evaluation(
-        self, site: ExecutionTarget, task: Task, state: Evaluation | None
-    ) -> Callable[[], Evaluation]:
+        self, site: ExecutionTarget, task: Task, state: _State | None
+    ) -> Callable[[], _State]:
         """Return a function that evaluates one batch at a place."""
         on_graphs, pieces = self._prepared(site, task)
 
-        def evaluate() -> Evaluation:
-            total = None if state is None else state.total
+        def evaluate() -> _State:
+            total = None if state is None else state[0]
             sizes = []
             [index] = task.indices
             for evaluate_at, weight in pieces:
@@ -306,15 +281,15 @@ class BatchedMap(LinearMap):
                 if len(pieces) > 1:
                     term.close()
             if len(pieces) > 1:
-                return Evaluation(total, None, None, max(sizes))
-            return Evaluation(total, term, there if on_graphs else None, *sizes)
+                return total, None, None, max(sizes)
+            return total, term, there if on_graphs else None, sizes[0]
 
         return evaluate
 
     def _prepared(
         self, site: ExecutionTarget, task: Task
     ) -> tuple[bool, list[tuple[Callable[[], tuple[Elements, Results, LinearMap]], float]]]:
-        """Return whether a batch is evaluated in graphs, and by what functions, with weights.
+        """Return whether a batch is evaluated in graphs, and a function and weight for each piece.
 
         A function evaluates one piece, and returns its data where they are used, its results and
         its linear map.
@@ -356,34 +331,35 @@ class BatchedMap(LinearMap):
                 "do this part beforehand, and pass what it gives as data; or name local devices",
             )
 
-    def _hold(self, site: ExecutionTarget, task: Task, state: Evaluation) -> None:
-        """Hold a linear map, and the data that it is of, if they fit."""
+    def _hold(self, site: ExecutionTarget, task: Task, state: _State) -> None:
+        """Hold a linear map and its data, if they fit."""
         batches, products, [index] = self._batches, self._batches.options.products, task.indices
+        _, term, elements, nbytes = state
         batches.evaluations += len(task.pieces)
-        batches.learn(task.pieces[0][0], state.nbytes)
-        if products and state.term is not None and self._fits(site, state.nbytes):
-            self.held[site][index] = Term(task.pieces[0][1], state.term, state.nbytes)
+        batches.learn(task.pieces[0][0], nbytes)
+        if products and term is not None and self._fits(site, nbytes):
+            self.held[site][index] = Term(task.pieces[0][1], term, nbytes)
             self.streamed.discard(index)
         else:
-            if state.term is not None:
-                state.term.close()
+            if term is not None:
+                term.close()
             if products:
                 self.streamed.add(index)
                 batches.refuse_draws()
                 return
-        if state.elements is not None and not self._pool.is_local:
-            data = [(state.elements, task.pieces[0][1])]
+        if elements is not None and not self._pool.is_local:
+            data = [(elements, task.pieces[0][1])]
             self._pool.kept[index] = Task(task.indices, data, site)
 
     def _fits(self, site: ExecutionTarget, nbytes: int) -> bool:
-        """Whether a place can hold so many more bytes."""
+        """Return whether a place can hold `nbytes` more."""
         budget = self._batches.budget
         held = sum(term.nbytes for term in self.held[site].values())
         # Without a limit, what memory is left on another machine is not known.
         return (site.is_remote and not budget.limited) or budget.can_hold(held + nbytes)
 
     def _forget(self, site: ExecutionTarget, indices: Iterable[int]) -> None:
-        """Forget what a lost device holds of batches that the others will be given."""
+        """Forget what a lost device holds of batches that others will get."""
         for index in indices:
             self.held[site].pop(index, None)
             self.streamed.discard(index)
@@ -403,5 +379,5 @@ class BatchedMap(LinearMap):
 
 
 def _functions(v: tf.Tensor, terms: dict[int, Term]) -> set[Any]:
-    """Return which functions a product calls."""
+    """Return keys of the functions that a product calls."""
     return {(len(v.shape), id(getattr(term.map, "program", None))) for term in terms.values()}

@@ -31,18 +31,10 @@ _PIECE_BYTES, _PIECES = 256, 16
 
 @dataclass(frozen=True)
 class Batch:
-    """One batch.
+    """One batch, and its position `index` among all batches.
 
-    Attributes
-    ----------
-    index : int
-        The position among the batches, from zero.
-    elements : Elements
-        The tensors.
-    weight : float
-        The weight `w_b` of the batch in the mean over batches.
-    fingerprint : int
-        A checksum of the tensors. It is a sample: a small change may go undetected.
+    `weight` is its weight `w_b` in the mean over batches. `fingerprint` is a checksum of a sample
+    of the tensors: a small change may go undetected.
     """
 
     index: int
@@ -54,22 +46,11 @@ class Batch:
 class Batches:
     """Batches that can be iterated over repeatedly.
 
-    Parameters
-    ----------
-    data : tuple or dict of arrays, or iterable of such
-        Arrays are one batch, or are divided into batches of `batch_size`. Otherwise the data are
-        batches: a `tf.data.Dataset`, a Keras `PyDataset`, a list, or any other iterable that can be
-        iterated over more than once.
-    batch_size : int or None
-        The number of examples in a batch.
-    weight : callable or None
-        Takes the elements of a batch, as the loss does, and returns the weight of the batch. By
-        default the weight is the number of examples.
-
-    Attributes
-    ----------
-    arrays : tuple or dict of arrays, or None
-        The data, if the batches are parts of arrays.
+    A tuple or dict of arrays is one batch, or is divided into batches of `batch_size`. Otherwise
+    the data are batches: a `tf.data.Dataset`, a Keras `PyDataset`, a list, or any other iterable
+    that can be iterated over more than once. `weight` takes the elements of a batch, as the loss
+    does, and returns the weight of the batch; by default this is the number of examples. `arrays`
+    are the data if the batches are parts of arrays, else None.
     """
 
     def __init__(
@@ -100,7 +81,7 @@ class Batches:
         self._source = lambda: _slices(data, size)
 
     def __iter__(self) -> Iterator[Batch]:
-        """Iterate over all batches. While one is in use, a thread fetches the next."""
+        """Iterate over all batches; while one is in use, a thread fetches the next."""
         return self.after(0)
 
     @property
@@ -127,7 +108,7 @@ class Batches:
         return weight
 
     def after(self, count: int) -> Iterator[Batch]:
-        """Iterate over the batches, without the first `count`."""
+        """Iterate over the batches without the first `count`."""
         return self.select(lambda index: index >= count)
 
     def select(self, wanted: Callable[[int], bool]) -> Iterator[Batch]:
@@ -156,7 +137,7 @@ class Batches:
         self._complete = True
 
     def fingerprint(self) -> str:
-        """Return the fingerprints of all batches. The first pass must have ended."""
+        """Return the fingerprints of all batches; the first pass must have ended."""
         return " ".join(map(str, self._fingerprints))
 
     def forget(self) -> None:
@@ -183,13 +164,7 @@ class Batches:
 
 
 class OneBatch(Batches):
-    """Data that are one batch, or none at all, where batches are asked for.
-
-    Parameters
-    ----------
-    elements : Elements
-        The batch.
-    """
+    """Data that are one batch, or none at all, where batches are expected."""
 
     def __init__(self, elements: Elements) -> None:
         weight = 1.0 if elements is NO_DATA else float(elements.examples)
@@ -215,7 +190,7 @@ _END = object()
 
 
 def _source(data: Any, batch_size: int | None) -> Callable[[], Iterator[Any]]:
-    """Check the data, and return a function that begins a pass over the batches."""
+    """Check the data, and return a function that starts a pass over the batches."""
     if isinstance(data, (tuple, dict)):
         elements = data if isinstance(data, dict) else dict(enumerate(data))
         if not tf.nest.flatten(elements):
@@ -266,7 +241,7 @@ def _source(data: Any, batch_size: int | None) -> Callable[[], Iterator[Any]]:
 def _of_replicas(data: Any) -> Iterator[Any]:
     """Iterate over the batches that a distributed data set gives to the replicas of this process.
 
-    The last ones may get none, in the form of a batch without examples.
+    The last replicas may get none, in the form of a batch without examples.
     """
     for batch in data:
         leaves = tf.nest.flatten(batch)

@@ -46,14 +46,9 @@ _ADVISED_PART = 0.4
 
 @dataclass(frozen=True)
 class MemoryFraction:
-    """A part of a memory limit, where several operators share one.
+    """A part, between 0 and 1, of a memory limit that several operators share.
 
-    Attributes
-    ----------
-    limit : int or str
-        The whole limit, as the user passed it.
-    part : float
-        The part, between 0 and 1.
+    `limit` is the whole limit, as the user passed it.
     """
 
     limit: Any
@@ -68,11 +63,8 @@ class MemoryFraction:
 class Budget:
     """Decides how large batches may be and how many are held, given a memory limit.
 
-    Parameters
-    ----------
-    limit : int, str, MemoryFraction or None
-        The limit in bytes, or as a text such as ``"2GiB"`` or ``"500 MB"``. None means no limit.
-        For a `MemoryFraction`, messages name the whole limit.
+    The limit is in bytes, a text such as "2GiB" or "500 MB", or None for no limit. For a
+    `MemoryFraction`, messages name the whole limit.
     """
 
     def __init__(self, limit: Any) -> None:
@@ -92,19 +84,9 @@ class Budget:
 
         It is the largest `n` with `W (shared + n per_example) <= L / 4`, which leaves three
         quarters of the limit to batches that are held. If there is no such `n`, it is the largest
-        with `W (shared + n per_example) <= L`.
-
-        Parameters
-        ----------
-        shared : float
-            Size of the residuals that does not depend on the number of examples, in bytes.
-        per_example : float
-            Additional size of the residuals and data for each example, in bytes.
-
-        Raises
-        ------
-        TooLargeError
-            If one example does not fit.
+        with `W (shared + n per_example) <= L`; TooLargeError is raised if one example does not fit.
+        Both sizes are in bytes: `shared` is the part of the residuals that does not depend on the
+        number of examples, and `per_example` what each example adds to residuals and data.
         """
         assert self._limit is not None
         for part in (_BATCH_PART, 1.0):
@@ -126,7 +108,7 @@ class Budget:
     def can_hold(self, nbytes: int) -> bool:
         """Return whether `nbytes` may be held while another batch is processed.
 
-        Without a limit this is always so, but there is a warning if memory becomes short.
+        Without a limit the answer is always yes, with a warning if memory runs short.
         """
         working = _WORKING_FACTOR * self._largest
         if self._limit is not None:
@@ -157,14 +139,8 @@ class Budget:
 def out_of_memory(error: Exception, doing: str, nbytes: int | None) -> HvpError:
     """Return the error for a lack of memory, which advises a limit that would fit.
 
-    Parameters
-    ----------
-    error : Exception
-        The error that TensorFlow raised.
-    doing : str
-        What was being done when the error was raised.
-    nbytes : int or None
-        Size of the residuals that products need, in bytes, if it is known.
+    `doing` is what was being done when TensorFlow raised `error`. `nbytes` is the size of the
+    residuals that products need, if it is known.
     """
     available = _available()
     sizes = [size for size in (available, nbytes) if size]
@@ -183,7 +159,7 @@ def out_of_memory(error: Exception, doing: str, nbytes: int | None) -> HvpError:
 
 
 def peak_nbytes() -> int | None:
-    """Return the peak memory use so far in bytes, or None if it is not known.
+    """Return the peak memory use so far in bytes; None if unknown.
 
     It is that of the first GPU if there is one, otherwise that of the process.
     """
@@ -242,7 +218,7 @@ _CONTAINERS = (
 
 
 def _left_in_container() -> int | None:
-    """Return what a container may still use, in bytes; None if there is no limit."""
+    """Return the bytes that a container may still use; None if there is no limit."""
     for folder, limit, usage, freeable in _CONTAINERS:
         try:
             most = (Path(folder) / limit).read_text().strip()
@@ -268,7 +244,7 @@ def _from_proc(path: str, name: str) -> int | None:
 
 
 def amount(nbytes: float) -> str:
-    """Return a number of bytes as text, such as ``"1.5 GiB"``."""
+    """Return a number of bytes as text, such as "1.5 GiB"."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         # Three digits, but never with an exponent: such a text can be passed as a limit.
         digits = 0 if unit == "bytes" or nbytes >= 99.95 else 1 if nbytes >= 9.995 else 2

@@ -31,14 +31,8 @@ def rows_of(leaf: Any, start: int, end: int) -> Any:
 class Elements(Arguments):
     """The elements of one batch as tensors, which are the arguments of the loss.
 
-    Without data there are no elements.
-
-    Parameters
-    ----------
-    elements : dict
-        Nests of tensors, keyed by position or by name.
-    by_name : bool
-        Whether the elements are keyword arguments.
+    The elements are nests of tensors, keyed by position, or by name if they are keyword arguments.
+    Without data there are none.
     """
 
     def __init__(self, elements: dict[Any, Any], by_name: bool) -> None:
@@ -51,7 +45,7 @@ class Elements(Arguments):
         return dict(self._elements)
 
     def as_data(self) -> Any:
-        """Return a tuple or dict of nests of tensors, as they may be passed as data."""
+        """Return a tuple or dict of nests of tensors, in the form that users pass data."""
         return dict(self._elements) if self._by_name else tuple(self._elements.values())
 
     @property
@@ -61,7 +55,7 @@ class Elements(Arguments):
 
     @property
     def specs_of_any_number(self) -> list[tf.TensorSpec]:
-        """Shapes and types of the tensors of any number of such examples."""
+        """Shapes and types of the tensors for any number of such examples."""
         return [tf.TensorSpec([None, *t.shape[1:]], t.dtype) for t in self.tensors]
 
     @property
@@ -131,13 +125,9 @@ class Elements(Arguments):
         return tf.nest.flatten(self._elements)
 
     def difference_from(self, other: Elements) -> str:
-        """Describe a difference in structure, dtype or rank from another batch.
+        """Describe a difference in structure, dtype or rank from another batch; empty if none.
 
-        Returns
-        -------
-        str
-            A phrase such as "1 element instead of 2 elements", which fits after "it has"; empty if
-            the batches are of the same kind.
+        The phrase fits after "it has", such as "1 element instead of 2 elements".
         """
         try:
             tf.nest.assert_same_structure(other._elements, self._elements, expand_composites=False)
@@ -171,7 +161,7 @@ NO_DATA = Elements({}, by_name=False)
 
 
 def called(function: Callable[..., Any], *elements: Any, **named: Any) -> Any:
-    """Call a function; raise `InvalidDataError` if its signature does not fit the elements."""
+    """Call a function; raise InvalidDataError if its signature does not fit the elements."""
     try:
         return function(*elements, **named)
     except TypeError as error:
@@ -202,17 +192,15 @@ def called(function: Callable[..., Any], *elements: Any, **named: Any) -> Any:
 def checked_loss(loss: Callable[..., Any]) -> Callable[..., Any]:
     """Check a loss and return it; a `tf.function` is replaced by a new one without traces.
 
-    Raises
-    ------
-    InvalidLossError
-        If it cannot be called, is a Keras model, or is a Keras loss that does not call the model.
+    InvalidLossError is raised if the loss cannot be called, is a Keras model, or is a Keras loss
+    that does not call the model.
     """
     _check_loss(loss)
     return retraced(loss)
 
 
 def retraced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function; in the place of a `tf.function` a new one without traces.
+    """Return a function; a `tf.function` is replaced by a new one without traces.
 
     Existing traces may contain operations whose second derivatives TensorFlow gets wrong.
     """
@@ -222,19 +210,10 @@ def retraced(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def convert_batch(data: Any, name: str) -> Elements:
-    """Convert a batch to tensors.
+    """Convert a batch to tensors; `Elements` are returned unchanged.
 
-    Parameters
-    ----------
-    data : tuple or dict, or Elements
-        Nests of arrays and tensors. `Elements` are returned unchanged.
-    name : str
-        What to call the batch in messages.
-
-    Raises
-    ------
-    InvalidDataError
-        If the batch is empty or not a tuple or dict, or if the first axes differ.
+    InvalidDataError, which calls the batch by its `name`, is raised if the batch is empty or not a
+    tuple or dict, or if the first axes differ.
     """
     if isinstance(data, Elements):
         return data
@@ -256,18 +235,10 @@ _OF_TYPES = re.compile(r"\b(d?types?|double|half|(bfloat|float|u?int)\d*)\b")
 def explain_dtypes(
     error: Exception, data: Any, variable_dtypes: Callable[[], Sequence[tf.DType]]
 ) -> None:
-    """Raise `InvalidDataError` if the loss may have failed because dtypes differ.
+    """Raise InvalidDataError if the loss may have failed because dtypes differ.
 
-    The message begins with the error of the loss, because the remedy is only a guess.
-
-    Parameters
-    ----------
-    error : Exception
-        The error of the loss. If it does not mention types, it is not explained.
-    data : tuple, dict or None
-        The batch.
-    variable_dtypes : callable
-        Returns the dtypes of the variables.
+    The message begins with the error of the loss, because the remedy is only a guess. An error that
+    does not mention types is not explained.
     """
     if isinstance(error, HvpError) or not _OF_TYPES.search(str(error)):
         return
@@ -339,7 +310,7 @@ def _check_loss(loss: Any) -> None:
 
 
 def refuse_list(element: Any, name: str) -> None:
-    """Raise `InvalidDataError` if an element of the data is a list or tuple of numbers."""
+    """Raise InvalidDataError if an element of the data is a list or tuple of numbers."""
     if isinstance(element, (list, tuple)) and element and not hasattr(element[0], "shape"):
         raise InvalidDataError(
             f"{name} is a {type(element).__name__} of {type(element[0]).__name__}",
@@ -373,7 +344,7 @@ def _convert(element: Any, name: str) -> Any:
 
 
 def check_first_axes(batch: dict[Any, Any], name: str) -> None:
-    """Raise `InvalidDataError` unless all elements have the same number of examples."""
+    """Raise InvalidDataError unless all elements have the same, positive number of examples."""
     lengths = {}
     for key, element in batch.items():
         for leaf in tf.nest.flatten(element):

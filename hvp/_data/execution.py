@@ -3,8 +3,8 @@
 The loss is the weighted mean `sum_b w_b L_b / sum_b w_b` over batches `b`, or the sum
 `sum_b w_b L_b`, plus the regularization. Its Hessian is the same combination of the batches'
 Hessians. Batches are dealt out to the places of a pool, which hold the linear maps that fit into
-their memory. Of several processes that a strategy connects, each does this with its own share of
-the data, and sums go over all of them.
+their memory. If a strategy connects several processes, each does this with its own share of the
+data, and sums extend over all of them.
 """
 
 from __future__ import annotations
@@ -47,22 +47,9 @@ _SCALAR = tf.TensorSpec([], tf.float64)
 class Execution(Plan):
     """The weighted mean, or sum, of a rule over batches, plus a regularization; or its values.
 
-    Parameters
-    ----------
-    rule : Rule
-        What to evaluate on each batch.
-    nest : VariableNest
-        What to differentiate with respect to.
-    batches : Batches
-        The data.
-    options : Options
-        How to evaluate each batch, on which devices, and how much memory to use on each.
-    stacks : bool
-        Whether the values of batches are stacked, instead of added up.
-    regularization : Rule or None
-        What is added once, regardless of batching. It is evaluated in each process.
-    total : bool
-        Whether to sum over examples instead of averaging.
+    If the rule stacks, the values of batches are stacked instead of added up. `regularization` is
+    added once, regardless of batching, and evaluated in each process. With `total`, the loss is a
+    sum over examples instead of a mean.
     """
 
     divides = True
@@ -74,7 +61,6 @@ class Execution(Plan):
         batches: Batches,
         options: Options,
         *,
-        stacks: bool,
         regularization: Rule | None,
         total: bool,
     ) -> None:
@@ -83,7 +69,7 @@ class Execution(Plan):
         seconds = options.device_timeout
         processes = processes_of(strategy_of(nest.variables), seconds) if devices else None
         self._pool = Pool(devices, seconds, processes)
-        self._reduction: Stack | Mean = Stack(self.space) if stacks else Mean(self.space)
+        self._reduction: Stack | Mean = Stack(self.space) if rule.stacks else Mean(self.space)
         with tf.device(None) if devices else contextlib.nullcontext():
             self._regularization: SinglePlan | None = None
             if regularization is not None:
@@ -109,12 +95,12 @@ class Execution(Plan):
 
     @property
     def evaluations(self) -> int:  # type: ignore[override]
-        """How often a batch was evaluated, or a piece of one."""
+        """How often a batch, or a piece of one, was evaluated."""
         return self._batches.evaluations
 
     @property
     def facts(self) -> TraceSummary:
-        """The facts from all shapes of batches so far, and from the regularization."""
+        """The summary of all shapes of batches so far, and of the regularization."""
         facts = of_batches = self._batches.facts
         if self._regularization is not None:
             facts = TraceSummary.union([of_batches, self._regularization.facts])
@@ -146,7 +132,7 @@ class Execution(Plan):
         return tuple(found)
 
     def averages(self, examples: int | None) -> bool:
-        """Whether the graph of the loss shows that it is a mean over the examples of a batch."""
+        """Return whether the graph shows that the loss is a mean over the examples of a batch."""
         return self._batches.averages()
 
     @outside_strategies
@@ -219,7 +205,7 @@ class Execution(Plan):
         return gradient
 
     def _evaluate(self, held: BatchedMap, wanted: set[int] | None) -> Any:
-        """Evaluate all batches, of other processes too, and set the scale of the map."""
+        """Evaluate all batches, also those of other processes, and set the scale of the map."""
         if isinstance(self._reduction, Stack):
             return held.evaluate(wanted)
 
@@ -243,7 +229,7 @@ class Execution(Plan):
     def _over_processes(
         self, mean: Mean, here: Any, kind: str, *same: tf.Tensor
     ) -> tuple[PartialSum, float]:
-        """Return the sum over batches, and of their weights, over all processes."""
+        """Return the sum over batches, and the sum of their weights, over all processes."""
         found: list[tuple[PartialSum, float]] = []
 
         def tensors() -> list[tf.Tensor]:

@@ -1,9 +1,9 @@
-"""One call of TensorFlow that multiplies on several workers, in place of several for each of them.
+"""Multiplying on several workers in one call of TensorFlow, instead of several calls for each.
 
-A function whose operations are on several devices is divided by TensorFlow: each worker gets its
-part once, fetches the vector by itself, and sends its product. One such call takes less than half
-the time of the calls that would otherwise send the vector, multiply, and fetch the product. But its
-error does not tell which worker it is of, so whoever calls it needs the other way too.
+TensorFlow divides a function whose operations are on several devices: each worker gets its part
+once, fetches the vector by itself, and sends its product. One such call takes less than half the
+time of the calls that would otherwise send the vector, multiply, and fetch the product. But its
+error does not tell which worker failed, so callers need the separate calls too.
 """
 
 from __future__ import annotations
@@ -43,24 +43,13 @@ class JointProducts:
     def start(
         self, weighted: Mapping[ExecutionTarget, Terms], v: tf.Tensor, space: Space, seconds: float
     ) -> Callable[[], tf.Tensor | None] | None:
-        """Start to multiply on several workers at once; None if that cannot be done.
+        """Start to multiply on several workers at once.
 
-        Parameters
-        ----------
-        weighted : mapping of ExecutionTarget to sequence of (float, LinearMap)
-            The workers, with the linear maps that each of them multiplies, see `can_join`.
-        v : tf.Tensor
-            A vector, of shape `(n,)`, or rows, of shape `(k, n)`.
-        space : Space
-            The space of vectors and products.
-        seconds : float
-            How long this may take. Workers that do not answer after this count as lost.
-
-        Returns
-        -------
-        callable or None
-            Waits for the product; returns None if there is none, and each worker has to be asked by
-            itself. Those that do not answer count as lost from then on.
+        `weighted` are the linear maps that each worker multiplies, see `can_join`; `v` has shape
+        `(n,)`, or `(k, n)` for rows. Return a function that waits for the product, and returns None
+        if there is none: each worker then has to be asked by itself. Workers that do not answer
+        within `seconds` count as lost from then on. `start` itself returns None if a joint call is
+        not possible.
         """
         if not weighted or sum(map(len, weighted.values())) > _TERMS:
             return None
@@ -123,7 +112,7 @@ class JointProducts:
 
 
 def can_join(site: ExecutionTarget, terms: Terms) -> bool:
-    """Whether one function can multiply here and on other devices."""
+    """Return whether one function can multiply here and on other devices."""
     if not _pays_at(site):
         return False
     maps = _graph_maps(terms)
@@ -131,7 +120,7 @@ def can_join(site: ExecutionTarget, terms: Terms) -> bool:
 
 
 def _traced(kinds: Sequence[Any], space: Space, home: str, *, in_rows: bool) -> Any:
-    """Return a function that multiplies on all devices, and adds the products up at home."""
+    """Return a function that multiplies on all devices, and adds up the products at home."""
     pairs = [pair for _, *weighted in kinds for pair in weighted]
     specs = [spec for _, program in pairs for spec in program.residual_specs]
     v_spec = tf.TensorSpec([None, space.size], space.dtype) if in_rows else space.flat_spec
@@ -161,5 +150,5 @@ def _graph_maps(terms: Terms) -> list[tuple[float, GraphMap]]:
 
 
 def _pays_at(site: ExecutionTarget) -> bool:
-    """Whether calls to a place take long enough that a single one is better."""
+    """Return whether calls to a place take so long that a single call is better."""
     return site.is_remote

@@ -30,18 +30,11 @@ Step = Callable[[ExecutionTarget, "Task", Any], Callable[[], Any]]
 
 @dataclass(frozen=True)
 class Task:
-    """A batch that is to be evaluated, in pieces that fit into memory; or several that are held.
+    """A batch to be evaluated, in pieces that fit into memory; or several batches that are held.
 
-    Attributes
-    ----------
-    indices : frozenset of int
-        The numbers of the batches.
-    pieces : list of (Elements, float)
-        The examples of the batch, with their weights; none if a place holds what was evaluated.
-    site : DeviceReplica or None
-        Where that is, or the data are; None for data that are here.
-    alone : bool
-        Whether nothing else may run meanwhile.
+    `indices` are the numbers of the batches. `pieces` are the examples of the batch with their
+    weights, empty if a place holds what was evaluated. `site` is where that is, or where the data
+    are; None for data that are here. If `alone` is set, nothing else may run meanwhile.
     """
 
     indices: frozenset[int]
@@ -58,23 +51,17 @@ class Task:
 class Pool:
     """The devices that work, and the processes that do the same with other data.
 
-    Parameters
-    ----------
-    devices : sequence of Device
-        The devices; none for work that is done here.
-    seconds : float
-        How long a remote device may take for one piece of work.
-    processes : Processes or None
-        The processes that hold the other shares of the data.
+    Without `devices`, work is done here. `seconds` is how long a remote device may take for one
+    piece of work. `processes` hold the other shares of the data.
 
     Attributes
     ----------
-    kept : dict of int to Task
-        The batches whose data are on a device already.
-    joint : JointProducts
+    kept
+        The batches whose data are on a device already, by their number.
+    joint
         Functions that multiply on several devices.
-    prepared : set
-        Which functions have been called before. The first call makes them: one device at a time.
+    prepared
+        Functions that have been called before. The first call makes them: one device at a time.
     """
 
     def __init__(
@@ -89,18 +76,12 @@ class Pool:
 
     @property
     def is_local(self) -> bool:
-        """Whether all work is done here, in the thread that asks for it."""
+        """Whether all work is done here, in the calling thread."""
         return not self.devices
 
     @property
     def sites(self) -> list[ExecutionTarget]:
-        """The places where work can be done now.
-
-        Raises
-        ------
-        DeviceError
-            If there is none.
-        """
+        """The places where work can be done now; DeviceError is raised if there are none."""
         if self.is_local:
             return [LOCAL]
         live = [site for site in self._replicas.values() if site.is_there]
@@ -115,16 +96,13 @@ class Pool:
         return [*live]
 
     def replica(self, device: Device) -> DeviceReplica | None:
-        """Return what stands on a device, if anything does."""
+        """Return what stands on a device; None if nothing does."""
         return self._replicas.get(device.name)
 
     def open(self, batches: int | None) -> None:
-        """Take devices back that were lost, and forget what is gone.
+        """Take lost devices back, and forget what is gone.
 
-        Parameters
-        ----------
-        batches : int or None
-            How many batches there are; None if it is not known yet.
+        `batches` is the number of batches; None if it is not known yet.
         """
         if self.is_local:
             return
@@ -151,26 +129,11 @@ class Pool:
     ) -> list[Any]:
         """Let each place work through some of the batches; what a lost one did is done again.
 
-        Parameters
-        ----------
-        tasks : callable
-            Takes the numbers of batches, or None for all; returns an iterator over them as tasks.
-        wanted : set of int or None
-            The numbers of the batches; None for all.
-        step : callable
-            Computes with one batch, see `Step`.
-        bring : callable
-            Takes a place and what was computed there, and brings it here; it runs there.
-        take : callable, optional
-            Takes a place, a task and what `step` computed, here.
-        forget : callable, optional
-            Takes a place that is lost, and the numbers of batches that `take` got for it; they will
-            be given to others.
-
-        Returns
-        -------
-        list
-            What `bring` returned, for each place that had something to do.
+        `tasks` takes the numbers of batches, or None for all, and returns an iterator over tasks.
+        `step` computes with one batch, see `Step`, and `take` is called here with its result.
+        `bring` runs at a place and brings what was computed there to this process. `forget` takes a
+        lost place and the numbers of the batches that `take` got for it, which others will be
+        given. Return what `bring` returned for each place that had something to do.
         """
         collected: list[Any] = []
         finished = set[int]()
@@ -194,7 +157,7 @@ class Pool:
         return collected
 
     def result(self, site: ExecutionTarget, work: Work) -> tuple[Any] | None:
-        """Return the result, in a tuple; None, and a warning, if the device is lost."""
+        """Return the result in a tuple; if the device is lost, warn and return None."""
         try:
             return (work.result(self.seconds),)
         except LostDeviceError as error:
@@ -210,16 +173,8 @@ class Pool:
     ) -> Sequence[tf.Tensor]:
         """Return the sums over all processes of tensors that each computes; see `Processes.sum`.
 
-        Parameters
-        ----------
-        compute : callable
-            Returns the tensors of this process.
-        specs : sequence of TensorSpec
-            Their shapes and types.
-        kind : str
-            What the sums are for.
-        *same : tf.Tensor
-            What must be the same in all processes.
+        `specs` are their shapes and types, and `kind` is what the sums are for. The tensors `same`
+        must be the same in all processes.
         """
         if self.processes is None:
             return compute()
@@ -234,7 +189,7 @@ class Pool:
         states: dict[ExecutionTarget, Any],
         done: dict[ExecutionTarget, set[int]],
     ) -> None:
-        """Deal tasks out, each place working on one at a time."""
+        """Deal out tasks, so that each place works on one at a time."""
         running: dict[ExecutionTarget, tuple[Task, Work]] = {}
 
         def finish(site: ExecutionTarget) -> None:

@@ -1,4 +1,4 @@
-"""How what batches give is put together: a mean or a sum over them, or their values stacked."""
+"""How the results of batches are combined: as a mean, as a sum, or by stacking their values."""
 
 from __future__ import annotations
 
@@ -24,12 +24,8 @@ WeightedMaps = Iterable[tuple[float, LinearMap]]
 class Reduction(abc.ABC):
     """How the results of batches become one result, and the products with batches one product.
 
-    Attributes
-    ----------
-    codomain : Space
-        The space of the variables.
-    of_losses : bool
-        Whether results are losses, which must be finite.
+    `codomain` is the space of the variables. `of_losses` tells whether results are losses, which
+    must be finite.
     """
 
     codomain: Space
@@ -39,15 +35,15 @@ class Reduction(abc.ABC):
     def add(
         self, state: Any, index: int, weight: float, results: Results, site: ExecutionTarget
     ) -> Any:
-        """Return a state, which is None at first, with further results that are at a place."""
+        """Return a state, None at first, with further results, which are at a place."""
 
     @abc.abstractmethod
     def merge(self, states: Sequence[Any]) -> Any:
-        """Return the state of all places, once each state has been brought here."""
+        """Return the state of all places, from states that have been brought here."""
 
     @abc.abstractmethod
     def results(self, state: Any, scale: float, regularization: Results | None = None) -> Results:
-        """Return the result of all batches, times a number, plus the regularization."""
+        """Return the result of all batches, times `scale`, plus the regularization."""
 
     @abc.abstractmethod
     def domain(self, results: Results) -> Space:
@@ -57,31 +53,25 @@ class Reduction(abc.ABC):
     def multiply(
         self, state: Any, index: int, maps: WeightedMaps, vector: tf.Tensor, *, adjoint: bool
     ) -> Any:
-        """Return a state, which is None at first, with the product with one more batch."""
+        """Return a state, None at first, with the product with one more batch."""
 
     @abc.abstractmethod
     def product(self, states: Sequence[Any], *, adjoint: bool) -> tf.Tensor:
         """Return the whole product from the states of all places."""
 
     def bring(self, state: Any, site: ExecutionTarget, home: str) -> Any:
-        """Move what `add` returned from a place to the device with a name."""
+        """Move what `add` returned from a place to the device named `home`."""
         del site, home
         return state
 
 
 @dataclass(frozen=True)
 class PartialSum:
-    """The sum `sum_b w_b L_b` over some batches, and its gradient.
+    """The sum `sum_b w_b L_b` over some batches, a scalar in float64, and its gradient.
 
-    Attributes
-    ----------
-    value : tf.Tensor
-        A scalar, in float64.
-    gradient : list of tf.Tensor
-        Its parts; zeros for variables that no loss depends on. In other processes, where an
-        operation takes as long as a hundred here, it is one vector.
-    connected : frozenset of int
-        The variables, by their number, that it depends on.
+    The gradient has zeros for variables that no loss depends on; `connected` are the numbers of the
+    others. In other processes, where an operation takes as long as a hundred here, the gradient is
+    one vector.
     """
 
     value: tf.Tensor
@@ -92,12 +82,7 @@ class PartialSum:
 class Mean(Reduction):
     """The weighted sum over batches, which is divided by the weights for a mean.
 
-    Parameters
-    ----------
-    space : Space
-        The space of the variables.
-    dtype : tf.DType, optional
-        The type in which to add; by default that of flat vectors.
+    It is computed in `dtype`; by default in that of flat vectors.
     """
 
     def __init__(self, space: Space, dtype: tf.DType | None = None) -> None:
@@ -150,7 +135,7 @@ class Mean(Reduction):
         return PartialSum(value, gradient, state.connected)
 
     def merge(self, states: Sequence[PartialSum]) -> PartialSum:
-        """Add sums up."""
+        """Add up sums."""
         if len(states) == 1:
             return states[0]
         return PartialSum(
@@ -162,7 +147,7 @@ class Mean(Reduction):
     def results(
         self, state: PartialSum, scale: float, regularization: Results | None = None
     ) -> Results:
-        """Return the value and the gradient, None for variables that it does not depend on."""
+        """Return the value and the gradient, with None for variables that it does not depend on."""
         scale_of_parts = tf.constant(scale, self._dtype)
         parts = [part * scale_of_parts for part in state.gradient]
         total = PartialSum(state.value * scale, parts, state.connected)
@@ -210,13 +195,7 @@ class Mean(Reduction):
 
 
 class Stack(Reduction):
-    """The values of batches, one after the other, for a Jacobian of all examples.
-
-    Parameters
-    ----------
-    space : Space
-        The space of the variables.
-    """
+    """The values of batches, one after the other, for a Jacobian of all examples."""
 
     of_losses = False
 
@@ -229,13 +208,13 @@ class Stack(Reduction):
     def add(
         self, state: Any, index: int, weight: float, results: Results, site: ExecutionTarget
     ) -> dict[int, list[Any]]:
-        """Return values by the number of the batch, with those of one more piece."""
+        """Return values by the number of the batch, including those of one more piece."""
         del weight, site
         state = {} if state is None else state
         return {**state, index: [*state.get(index, ()), results.value]}
 
     def merge(self, states: Sequence[Mapping[int, list[Any]]]) -> dict[int, list[Any]]:
-        """Put values together."""
+        """Combine the values of all places."""
         return {index: values for state in states for index, values in state.items()}
 
     def results(
@@ -272,7 +251,7 @@ class Stack(Reduction):
     def multiply(
         self, state: Any, index: int, maps: WeightedMaps, vector: tf.Tensor, *, adjoint: bool
     ) -> Any:
-        """Give a batch its rows and add the products; or collect the rows that batches give."""
+        """Give a batch its rows and add the products; or, for the adjoint, collect its rows."""
         if adjoint:
             rows = [one.domain.split(one.apply(vector, adjoint=True)) for _, one in maps]
             return {**(state or {}), index: rows}

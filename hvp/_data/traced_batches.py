@@ -35,25 +35,8 @@ _PROBE_EXAMPLES = 32
 class TracedBatches:
     """A rule on many batches, in pieces that fit into memory.
 
-    Parameters
-    ----------
-    rule : Rule
-        What to evaluate on each batch.
-    nest : VariableNest
-        What to differentiate with respect to.
-    batches : Batches
-        The data.
-    options : Options
-        How to evaluate each batch, how much memory to use and whether to show a progress bar.
-
-    Attributes
-    ----------
-    budget : Budget
-        The memory that one device may take.
-    weights : dict of int to float
-        The weights of the batches seen so far.
-    evaluations : int
-        The number of evaluations of batches, or pieces of batches.
+    `budget` is the memory that one device may take, and `weights` are those of the batches seen so
+    far. `evaluations` counts evaluations of batches, or of pieces of batches.
     """
 
     def __init__(self, rule: Rule, nest: VariableNest, batches: Batches, options: Options) -> None:
@@ -78,29 +61,23 @@ class TracedBatches:
 
     @property
     def facts(self) -> TraceSummary:
-        """The facts from all of these."""
+        """The summary of all these plans."""
         every = [shape_plan.plan.facts for shape_plan in self.plans]
         examples = self.batches.examples or self._examples
         expected = int(self._bytes_per_example * examples)
         return dataclasses.replace(TraceSummary.union(every), expected_nbytes=expected)
 
     def averages(self) -> bool:
-        """Whether the graph of the loss shows that it is a mean over the examples of a batch."""
+        """Return whether the graph shows that the loss is a mean over the examples of a batch."""
         return all(s.plan.averages(shapes[0][0]) for shapes, s in self._plans.items())
 
     def tasks(
         self, wanted: set[int] | None, kept: Iterable[Task], *, alone: bool
     ) -> Iterator[Task]:
-        """Iterate over batches, those first whose data are on a device already.
+        """Iterate over batches, starting with those whose data are on a device already, `kept`.
 
-        Parameters
-        ----------
-        wanted : set of int or None
-            The numbers of the batches; None for all.
-        kept : iterable of Task
-            Batches whose data are on a device.
-        alone : bool
-            Whether only one batch is worked on at a time.
+        `wanted` are the numbers of the batches, None for all. With `alone`, only one batch is
+        worked on at a time.
         """
         there = [task for task in kept if wanted is None or task.indices <= wanted]
         yield from there
@@ -133,7 +110,7 @@ class TracedBatches:
         return shape_plan
 
     def learn(self, elements: Elements, nbytes: int) -> None:
-        """Learn how many bytes a batch needs, with its data."""
+        """Record how many bytes a batch needs, with its data."""
         self.budget.record(nbytes)
         # In smaller batches the bytes that do not depend on the examples would weigh too much.
         if elements.examples >= self._examples:
@@ -141,7 +118,7 @@ class TracedBatches:
             self._bytes_per_example = max(self._bytes_per_example, nbytes / elements.examples)
 
     def refuse_draws(self) -> None:
-        """Refuse a loss that draws other numbers where batches are evaluated again."""
+        """Refuse a loss that would draw other numbers when batches are evaluated again."""
         if self.facts.draws:
             raise HvpError(
                 "the loss draws random numbers, and not all batches fit in memory: a batch that is "
@@ -204,7 +181,7 @@ class TracedBatches:
             yield piece, self.batches.weight_of(piece, batch.index)
 
     def _scope(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the context in which to trace; with devices, what is traced serves all of them."""
+        """Return the context in which to trace; with devices, traces serve all of them."""
         return tf.device(None) if self.options.devices else contextlib.nullcontext()
 
     def _with_progress(self, batches: Iterable[Batch]) -> Iterable[Batch]:
@@ -248,14 +225,9 @@ class ShapePlan:
         self._empty()
 
     def at(self, elements: Elements, place: ExecutionTarget = LOCAL) -> tuple[Results, LinearMap]:
-        """Evaluate on a batch.
+        """Evaluate on a batch that is at a place.
 
-        Parameters
-        ----------
-        elements : Elements
-            The batch, where it is to be evaluated.
-        place : ExecutionTarget, optional
-            Where that is. The tape engine runs Python, which reads the data themselves.
+        The tape engine runs Python, and reads the batch from the variables of this process.
         """
         place_of_data = place if self.plan.facts.engine == "graph" else LOCAL
         for slot, tensor in zip(self._slots, elements.tensors):

@@ -18,12 +18,7 @@ _CANDIDATES, _VALUES, _NARROW = 32, 8, 4
 def varied_examples(data: Any, count: int) -> Elements:
     """Return up to `count` examples that differ in as many elements as possible.
 
-    Parameters
-    ----------
-    data : Elements, or tuple or dict of arrays
-        The examples. Of arrays only a few rows are converted.
-    count : int
-        How many to return. There are fewer if there are no more.
+    If `data` are arrays, only a few rows are converted to tensors.
     """
     leaves = data.leaves if isinstance(data, Elements) else tf.nest.flatten(data)
     dense = [leaf for leaf in leaves if isinstance(leaf, (np.ndarray, tf.Tensor))]

@@ -1,4 +1,4 @@
-"""Linear maps that are computed with NumPy: matrices and operators of scipy, inverses."""
+"""Linear maps computed with NumPy: matrices and operators of scipy, inverses."""
 
 from __future__ import annotations
 
@@ -14,14 +14,9 @@ from hvp._vectors.space import Space
 
 
 class ArrayMap(LinearMap):
-    """A symmetric linear map that is computed with NumPy.
+    """A symmetric linear map computed with NumPy.
 
-    Parameters
-    ----------
-    multiply : callable
-        Takes an array of shape `(k, n)`, and returns the products with its rows.
-    space : Space
-        The space of vectors and products.
+    `multiply` takes an array of shape `(k, n)` and returns the products with its rows.
     """
 
     calls_python = True
@@ -31,7 +26,7 @@ class ArrayMap(LinearMap):
         self.domain = self.codomain = space
 
     def apply(self, vector: Any, *, adjoint: bool = False) -> Any:
-        """Multiply by a vector in any layout; in a graph Python runs when it does."""
+        """Multiply by a vector in any layout; inside a graph, Python runs when the graph does."""
         if isinstance(vector, (list, tuple)):
             return self.codomain.split(self.apply(self.domain.join(vector)))
         if not tf.executing_eagerly():

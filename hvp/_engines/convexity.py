@@ -30,17 +30,11 @@ def is_convex(
     predictions: Sequence[tf.Tensor],
     examples: Any,
 ) -> tf.Tensor:
-    """Return whether no eigenvalue of any block is negative, up to rounding.
+    """Return whether no block has a negative eigenvalue, up to rounding.
 
-    Parameters
-    ----------
-    multiply : callable
-        Multiplies by the Hessian in the predictions. Takes tensors shaped like them; returns such,
-        or None for zeros.
-    predictions : sequence of tf.Tensor
-        The predictions.
-    examples : int or tf.Tensor
-        How many blocks there are: 1, or the length of the first axes as a tensor.
+    `multiply` takes tensors shaped like the predictions and returns their products with the Hessian
+    in the predictions, None for zeros. `examples` is the number of blocks: 1, or the length of the
+    first axes as a tensor.
     """
     dtype = tf.float64 if predictions[0].dtype == tf.float64 else tf.float32
     sizes = [tf.size(part) // examples for part in predictions]
@@ -77,13 +71,13 @@ def is_convex(
 
 
 def _unit(rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Divide rows by their norms; return these, too. Rows of zeros stay as they are."""
+    """Divide rows by their norms, and return both; rows of zeros stay as they are."""
     norms = tf.norm(rows, axis=1)
     return tf.math.divide_no_nan(rows, norms[:, tf.newaxis]), norms
 
 
 def _steps(predictions: Sequence[tf.Tensor], examples: Any) -> int:
-    """Return how many steps find all eigenvalues, if that is known before and not too many."""
+    """Return how many steps find all eigenvalues, if that is known and not too many."""
     is_one = isinstance(examples, int)
     shapes = [part.shape if is_one else part.shape[1:] for part in predictions]
     if not all(shape.is_fully_defined() for shape in shapes):

@@ -1,4 +1,4 @@
-"""Whether what was evaluated is finite; the one place that says it is not."""
+"""Checks whether evaluated values and gradients are finite."""
 
 from __future__ import annotations
 
@@ -11,21 +11,9 @@ from hvp._errors import NonFiniteError, quoted
 
 
 def check_finite(results: Results, names: Sequence[str], *, batch: int | None = None) -> None:
-    """Refuse values and gradients that are not finite.
+    """Raise NonFiniteError if a value or a gradient is not finite.
 
-    Parameters
-    ----------
-    results : Results
-        What was evaluated.
-    names : sequence of str
-        Names of the variables.
-    batch : int, optional
-        The number of the batch, if there are several.
-
-    Raises
-    ------
-    NonFiniteError
-        If anything is not.
+    The message tells the number of the `batch`, if there are several.
     """
     if results.finite is not None and results.finite:
         return

@@ -58,14 +58,9 @@ class EmpiricalFisherRule(PredictionRule):
 class FisherRule(PredictionRule):
     """The Fisher matrix of a loss that is a negative log-likelihood times a constant.
 
-    Attributes
-    ----------
-    likelihoods : sequence of str
-        The names of the distributions, one for each tensor of the predictions.
-    samples : int
-        How many targets to draw for each prediction; 0 for their expectation.
-    seed : int, or tf.Variable of an int32
-        What the draws depend on, besides the data.
+    `likelihoods` names one distribution for each tensor of the predictions, or one for all of them.
+    `samples` targets are drawn for each prediction; 0 takes their expectation instead. The draws
+    depend on the data and on `seed`, an int or an int32 variable.
     """
 
     likelihoods: Sequence[str]
@@ -108,7 +103,7 @@ class FisherRule(PredictionRule):
         families: Sequence[Likelihood],
         known: Sequence[Any],
     ) -> list[tf.Tensor]:
-        """Find `c` for each tensor of the predictions, by multiplying one vector."""
+        """Find `c` for each tensor of the predictions, from the product with one vector."""
         vectors = [
             tf.random.stateless_normal(tf.shape(part), _PROBE_SEED, dtype=part.dtype)
             for part in output.predictions
@@ -140,7 +135,7 @@ def _times_rows(scale: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
 
 
 def _checksum(*elements: Any) -> tf.Tensor:
-    """Return an integer that is another one for other data."""
+    """Return an integer that depends on the data."""
     total = tf.constant(0, tf.int32)
     for tensor in tf.nest.flatten(elements, expand_composites=True):
         if tensor.dtype == tf.string:

@@ -1,8 +1,7 @@
-"""A traced gradient evaluated in float64, whatever type it was traced in.
+"""A gradient traced in float32, evaluated in float64.
 
-Differences of gradients are a test of second derivatives that knows nothing of them. In float32
-the steps have to be so large that networks of ``relu`` have kinks within them; in float64 they can
-be short.
+Differences of gradients test second derivatives without using any. In float32 the steps have to be
+so large that networks of `relu` have kinks within them; in float64 they can be short.
 """
 
 from __future__ import annotations
@@ -27,21 +26,11 @@ _DRAWS = ("Random", "Stateless", "Truncated", "Multinomial")
 def gradient_in_float64(
     traced: TracedGraph, variables: Sequence[tf.Variable]
 ) -> WideGradient | None:
-    """Return the gradient of a traced rule as a function of its variables, in float64.
+    """Return the gradient of a rule traced in float32 as a function of `variables` in float64.
 
-    Parameters
-    ----------
-    traced : TracedGraph
-        The rule, in float32.
-    variables : sequence of tf.Variable
-        What it is a function of; all other variables are read once, here.
-
-    Returns
-    -------
-    callable or None
-        None where this cannot be had: of functions with loops, branches or recomputed parts, or
-        with operations that do not exist in float64. Those without a kernel for it on the device
-        raise when it is called.
+    All other variables are read once, here. The result is None for functions with loops, branches
+    or recomputed parts, and for operations that do not exist in float64. An operation without a
+    float64 kernel on the device raises when the gradient is called.
     """
     flat, rename = inline_calls(replace_operations(traced.graph_def))
     graph = Graph(flat)
@@ -97,7 +86,7 @@ def _wide(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def _widen_after(node: Any, part: Any) -> None:
-    """Let a node draw numbers in float32, and cast them."""
+    """Let a node draw numbers in float32, and cast them to float64."""
     if "dtype" not in node.attr or node.attr["dtype"].type != _FLOAT:
         return
     cast = part.node.add(name=node.name, op="Cast")

@@ -18,12 +18,8 @@ from hvp._graphs.refusals import refuse_unless
 class GaussNewtonRule(PredictionRule):
     """The generalized Gauss-Newton matrix: `B` is the Hessian of the output loss.
 
-    Attributes
-    ----------
-    divided : bool
-        Whether the data are divided into batches, so that the loss has to be a mean.
-    convex : bool
-        Whether to make sure that the loss is convex in the predictions.
+    If the data are `divided` into batches, the loss has to be a mean. With `convex`, the loss is
+    checked to be convex in the predictions.
     """
 
     divided: bool = False

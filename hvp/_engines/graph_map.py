@@ -27,18 +27,9 @@ _BLOCK_BYTES = 2**24
 class GraphMap(LinearMap):
     """Compiled functions together with the residuals of one point.
 
-    Parameters
-    ----------
-    program : GraphProgram
-        The functions.
-    residuals : sequence of tf.Tensor
-        What the second function needs of the first.
-    domain, codomain : Space
-        The spaces of vectors and of products at this point.
-    place : ExecutionTarget, optional
-        Where the residuals are, and products are computed.
-    whole_blocks : bool, optional
-        Whether all rows of a block are multiplied in one call, however many there are.
+    `domain` and `codomain` are the spaces of vectors and products at this point; `place` is where
+    the residuals are and where products are computed. With `whole_blocks`, all rows of a block are
+    multiplied in one call, however many there are.
     """
 
     def __init__(
@@ -57,7 +48,7 @@ class GraphMap(LinearMap):
 
     @property
     def nbytes(self) -> int | None:  # type: ignore[override]
-        """Bytes of the residuals without the variables' own values; None if it is unknown."""
+        """Bytes of the residuals without the variables' own values; None if unknown."""
         total = 0
         for tensor, owned in zip(self.residuals, self.program.owned):
             if not owned:
@@ -75,7 +66,7 @@ class GraphMap(LinearMap):
         return max(1, min(_WIDEST, _BLOCK_BYTES // max(1, self.nbytes or 0)))
 
     def apply(self, vector: Any, *, adjoint: bool = False) -> Any:
-        """Multiply by a vector in any layout: by parts or a flat one in one call."""
+        """Multiply by a vector in any layout; parts and flat vectors take one call."""
         product = self.program.transposed if adjoint else self.program.product
         zeros = self._zeros() if adjoint else []
         if isinstance(vector, (list, tuple)):
@@ -90,7 +81,7 @@ class GraphMap(LinearMap):
     def apply_if_current(self, flat: tf.Tensor) -> tf.Tensor | None:
         """Multiply by a flat vector, and compare variables in the same call if they are small.
 
-        None if they have changed since the map was evaluated, or if this map cannot tell.
+        Return None if they have changed since the map was evaluated, or if this map cannot tell.
         """
         form = self.program.product
         if not form.tells_changes:
@@ -136,18 +127,9 @@ class GraphMap(LinearMap):
 def _in_parts(
     function: Callable[[tf.Tensor], tf.Tensor], rows: tf.Tensor, at_most: int, space: Space
 ) -> tf.Tensor:
-    """Apply a function to the rows of a block, some at a time, now or in the graph being traced.
+    """Apply a function to a block of shape `(k, n)`, at most `at_most` rows at a time.
 
-    Parameters
-    ----------
-    function : callable
-        Takes and returns a block, row by row.
-    rows : tf.Tensor
-        Of shape `(k, n)`.
-    at_most : int
-        Upper bound on the rows in one call.
-    space : Space
-        The space of the rows that it returns.
+    This works eagerly and in the graph being traced. `space` is the space of the results' rows.
     """
     count = rows.shape[0]
     if count is not None and count <= at_most:

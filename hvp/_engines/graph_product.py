@@ -28,23 +28,13 @@ Multiply = Callable[[Sequence[tf.Tensor], Sequence[tf.Tensor]], list[tf.Tensor]]
 class Compilation:
     """How products are compiled.
 
-    Attributes
-    ----------
-    residuals : sequence of tf.TensorSpec
-        What each function takes besides vectors.
-    jit_compile : bool or "auto"
-        Whether XLA compiles products with one vector.
-    report : callable
-        Called with a message if a function cannot be compiled as requested.
-    by_columns : bool
-        Whether blocks are multiplied one vector after the other in any case.
-    xla_for_blocks : bool
-        Whether XLA may compile blocks; it takes minutes for convolutions over a further axis.
-    light_optimization : bool
-        Whether TensorFlow should spend less time on optimizing products.
-    changed : callable or None
-        Takes the residuals; tells, in the graph, whether variables have changed since. None if
-        that is not known from residuals.
+    Each function takes `residuals` besides vectors. `jit_compile` applies to products with one
+    vector; `report` is called with a message if a function cannot be compiled as requested. Blocks
+    are multiplied one vector after the other if `by_columns` is set, and are compiled by XLA only
+    if `xla_for_blocks` is: it takes minutes for convolutions over a further axis. With
+    `light_optimization`, TensorFlow spends less time on optimizing products. `changed` takes the
+    residuals and tells, in the graph, whether variables have changed since; None if residuals do
+    not tell.
     """
 
     residuals: Sequence[tf.TensorSpec]
@@ -59,27 +49,11 @@ class Compilation:
 class GraphProduct:
     """Products with a linear map whose graph is known.
 
-    Parameters
-    ----------
-    multiply : callable
-        Takes the parts of a vector and the residuals, and adds the product to the graph that is
-        being traced.
-    specs : sequence of tf.TensorSpec
-        Of the parts of the vector.
-    domain, codomain : Space or None
-        The spaces of vectors and products; None if their shapes are not fully known, so that there
-        are no flat vectors.
-    compilation : Compilation
-        How to compile.
-    multiply_each : callable, optional
-        Like `multiply`, written so that TensorFlow applies it well to all rows of a block at once.
-
-    Attributes
-    ----------
-    has_flat : bool
-        Whether there are products with flat vectors.
-    tells_changes : bool
-        Whether `watched` exists.
+    `multiply` takes the parts of a vector, as described by `specs`, and the residuals, and adds the
+    product to the graph being traced. `multiply_each` does the same, written so that TensorFlow
+    applies it well to all rows of a block at once. A space is None if its shapes are not fully
+    known; there are then no products with flat vectors, and `has_flat` is False. `tells_changes` is
+    True if `watched` exists.
     """
 
     def __init__(
@@ -126,7 +100,7 @@ class GraphProduct:
         return self._compiled(multiply, [self._spaces[0].flat_spec])
 
     def make(self) -> None:
-        """Trace the form that the others use, so that what fails does so now."""
+        """Trace the form that the others use, so that errors show up now."""
         _ = self._base
 
     @property
@@ -136,33 +110,26 @@ class GraphProduct:
 
     @property
     def _calls_parts(self) -> bool:
-        """Whether the other forms call the product by parts, instead of tracing it once more."""
+        """Whether the other forms call the product by parts instead of tracing it again."""
         return self._compilation.jit_compile is False
 
     @property
     def single(self) -> Compiled:
-        """The form that serves for single flat vectors."""
+        """The form used for single flat vectors."""
         return self.watched if self.tells_changes else self.flat
 
     @property
     def uses_xla(self) -> bool | None:
-        """Whether XLA computes products with one vector; None before the first."""
+        """Whether XLA computes products with one vector; None before the first product."""
         forms = [self.__dict__[name] for name in _SINGLE if name in self.__dict__]
         return next((form.uses_xla for form in forms if form.uses_xla is not None), None)
 
     def rows(self, residuals: Sequence[tf.Tensor], place: ExecutionTarget = LOCAL) -> Compiled:
-        """Return the product with the rows of a block, of shape `(k, n)`.
+        """Return the product with the rows of a block of shape `(k, n)`.
 
-        The first time, a block of random rows is multiplied and compared with products of single
-        vectors. `tf.vectorized_map` converts some operations wrongly, without an error; should it
-        have done so here, rows are multiplied one after the other from then on.
-
-        Parameters
-        ----------
-        residuals : sequence of tf.Tensor
-            Those of one point.
-        place : ExecutionTarget, optional
-            Where they are.
+        The first call multiplies a block of random rows with `residuals`, those of one point, and
+        compares it with products of single vectors. `tf.vectorized_map` converts some operations
+        wrongly, without an error; if it did so here, rows are multiplied one by one from then on.
         """
         if self._rows_are_right is None:
             with Uninterrupted():
@@ -178,7 +145,7 @@ class GraphProduct:
 
     @functools.cached_property
     def flat_rows(self) -> Compiled:
-        """The product with each row of a block, of shape `(k, n)`."""
+        """The product with each row of a block of shape `(k, n)`."""
         self._by_columns |= any(map(is_converted_wrongly, self._base.graph.get_operations()))
         how, domain = self._compilation, self._spaces[0]
         jit_compile = how.jit_compile if how.xla_for_blocks else False
@@ -221,7 +188,7 @@ class GraphProduct:
         return tf.map_fn(multiply, rows, fn_output_signature=signature)
 
     def _compare_rows(self, residuals: Sequence[tf.Tensor], place: ExecutionTarget) -> bool | None:
-        """Whether a block product agrees with single ones; None if it cannot be computed."""
+        """Return whether a block product agrees with single ones; None if those are not finite."""
         function = self.flat_rows
         if self._by_columns:
             return True
@@ -237,7 +204,7 @@ class GraphProduct:
     def _apply_single(
         self, row: tf.Tensor, residuals: Sequence[tf.Tensor], place: ExecutionTarget
     ) -> tf.Tensor:
-        """Multiply by one flat vector, by the form that is compiled in any case."""
+        """Multiply by one flat vector, with the form that is compiled in any case."""
         if self.tells_changes:
             return self.watched(row, *residuals, place=place)[0]
         return self.flat(row, *residuals, place=place)
@@ -247,11 +214,10 @@ _SINGLE = ("watched", "flat", "parts")
 
 
 def is_converted_wrongly(operation: tf.Operation) -> bool:
-    """Whether `tf.vectorized_map` converts an operation of a traced product wrongly.
+    """Return whether `tf.vectorized_map` converts an operation of a traced product wrongly.
 
-    It multiplies the filter gradient of a convolution in groups for many cotangents as if they were
-    channels of one, in the order of the vectors and then the groups, where TensorFlow expects the
-    groups and then the vectors.
+    It treats the filter gradient of a grouped convolution for many cotangents as if these were
+    channels of one, ordered by vector and then by group, where TensorFlow expects groups first.
     """
     if operation.type != "Conv2DBackpropFilter":
         return False

@@ -1,4 +1,4 @@
-"""The graph engine's functions: a traced rule, split in two that are compiled each.
+"""The graph engine's functions: a traced rule, split in two that are each compiled.
 
 The rule's evaluation and its product are traced together, once. What does not depend on the vector
 becomes one function, run once for each point; what does becomes another, run for each product, with
@@ -30,7 +30,7 @@ from hvp._graphs.dataflow import (
     input_dtypes,
     output_dtypes,
 )
-from hvp._graphs.graph import Graph, Output, data_inputs, node_of
+from hvp._graphs.graph import Graph, TensorName, data_inputs, node_of
 from hvp._graphs.inline import inline_calls
 from hvp._graphs.low_precision import in_low_precision
 from hvp._graphs.matrix_products import for_many_vectors
@@ -50,17 +50,9 @@ _log = logging.getLogger("hvp")
 class Results(NamedTuple):
     """What is evaluated once per point.
 
-    Attributes
-    ----------
-    value : nest of tf.Tensor
-        The loss, or the values of a function.
-    gradient : list of (tf.Tensor or None), or None
-        The gradient of the loss, if there is a loss.
-    finite : tf.Tensor or None
-        Whether all of these are finite; None if nobody has looked.
-    watched : list of tf.Tensor or None
-        The values of the variables that were read, before the function ran; None if they were not
-        taken.
+    `gradient` is None if there is no loss. `finite` tells whether the value and the gradient are
+    finite; None if nobody has looked. `watched` holds the values of the variables that were read,
+    taken before the function ran; None if they were not taken.
     """
 
     value: Any
@@ -72,46 +64,28 @@ class Results(NamedTuple):
 class GraphProgram:
     """The compiled functions of a traced rule.
 
-    Parameters
-    ----------
-    traced : TracedGraph
-        The rule, evaluated and multiplied.
-    codomain : Space
-        The space of products, and of vectors that are shaped like them.
-    reads : sequence of Resource
-        Variables whose values are returned along with each evaluation.
-    jit_compile : bool or "auto"
-        Whether XLA compiles products.
-    report : callable
-        Told, in words, when it cannot.
-    precision : tf.DType, optional
-        The type in which matrix products and convolutions of the product are computed, and large
-        residuals are stored; by default that of the graph.
-    wide : bool, optional
-        Whether to compute in float64 what is traced in float32, except for the results.
+    `codomain` is the space of products, and of vectors that are shaped like them. The values of the
+    variables `reads` are returned along with each evaluation. `report` is called with a message if
+    XLA cannot compile products. Matrix products and convolutions of the product are computed, and
+    large residuals stored, in `precision`; by default in the types of the graph. With `wide`, what
+    was traced in float32 is computed in float64, except for the results. The constructor raises
+    UnsplittableError if something that must run once depends on the vector.
 
     Attributes
     ----------
-    precision : tf.DType or None
-        The same; None if nothing is large enough for low precision.
-    residuals : list of str
-        Names of the tensors that pass from the first part to the second.
-    residual_specs : list of tf.TensorSpec
+    precision
+        The low precision; None if nothing is large enough for it.
+    residuals
+        Names of the tensors that pass from the first function to the second.
+    residual_specs
         What products take in their place: packed together where they are small.
-    owned : list of bool
-        Which of these take memory of their own.
-    product_part, once_part : Graph
+    owned
+        Which of `residual_specs` take memory of their own.
+    product_part, once_part
         What runs for each product, and what runs once per point.
-    product : GraphProduct
-        The products.
-    passes_lists : bool
+    passes_lists
         Whether lists of tensors pass through loops or branches of a product, which XLA cannot
         compile.
-
-    Raises
-    ------
-    UnsplittableError
-        If something that must run once depends on the vector.
     """
 
     def __init__(
@@ -161,7 +135,7 @@ class GraphProgram:
         self._compile()
 
     def _compile(self, packs: bool = True) -> None:
-        """Trace and compile the two functions, the residuals packed where that saves time."""
+        """Trace and compile the two functions, with residuals packed where that saves time."""
         jit_compile, report = self._settings
         self.passes_lists = _passes_lists(self.product_part)
         if jit_compile and self.passes_lists:
@@ -204,17 +178,14 @@ class GraphProgram:
 
     @property
     def tells_changes(self) -> bool:
-        """Whether residuals hold the values of variables too: where they are few and small."""
+        """Whether residuals also hold the values of variables, because these are few and small."""
         return self._packing is not None
 
     @functools.cached_property
     def transposed(self) -> GraphProduct:
         """Products with the transpose: the derivative of the product with respect to the vector.
 
-        Raises
-        ------
-        SecondDerivativeError
-            If TensorFlow lacks the derivative of an operation on the way.
+        This raises SecondDerivativeError if TensorFlow lacks the derivative of an operation.
         """
         suspects = self._traced.transposed_suspects()
         refuse_missing_derivatives(suspects.missing + suspects.wrong_at_values)
@@ -245,8 +216,8 @@ class GraphProgram:
     def zero_vector_count(self) -> int:
         """Number of vectors of zeros that the transposed product takes before the residuals.
 
-        They have the shapes of the vector's parts. Where all shapes are static, the number is zero,
-        and the product contains the zeros itself.
+        They are shaped like the vector's parts. If all shapes are static, there are none, and the
+        product contains the zeros itself.
         """
         return 0 if self.product.domain is not None else len(self._traced.vector_specs)
 
@@ -257,7 +228,7 @@ class GraphProgram:
         return sum(sizes)
 
     def evaluate(self, place: ExecutionTarget = LOCAL) -> tuple[Results, list[tf.Tensor]]:
-        """Run the first function at the values the variables have now; return the residuals too."""
+        """Run the first function at the variables' current values; return the residuals too."""
         finite, *tensors = self._once(place=place)
         if not self._complete and tf.executing_eagerly():
             if self._packing is not None and not self._packing.fits(
@@ -283,13 +254,13 @@ class GraphProgram:
         return evaluated, list(rest[len(self._reads) :])
 
     def unpack(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Take residuals apart, if they are packed."""
+        """Unpack residuals, if they are packed."""
         if self._packing is None or len(tensors) == len(self.residuals):
             return list(tensors)
         return self._packing.unpack(tensors)[len(self._reads) :]
 
     def changed(self, *residuals: tf.Tensor) -> tf.Tensor:
-        """Tell whether variables differ from the values they had, which are packed."""
+        """Return whether variables differ from the values that are packed with the residuals."""
         assert self._packing is not None
         now = self._packing.pack([resource.read() for resource in self._reads])
         changed = [differ(new, old[: new.shape[0]]) for new, old in zip(now, residuals)]
@@ -315,7 +286,7 @@ class GraphProgram:
         return [tf.reduce_all(finite), *results, *watched, *packed]
 
     def _pack(self, tensors: list[tf.Tensor], watched: int) -> list[tf.Tensor]:
-        """Pack residuals, with the values of the variables to compare with, if they are small."""
+        """Pack residuals together with the values of watched variables, if they are small."""
         specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
         packing = Packing(specs)
         wanted = self._packs and self._products and packing.pays
@@ -354,18 +325,18 @@ class GraphProgram:
 
 
 def _dtype_of(tensor: str, nodes: Mapping[str, Any]) -> tf.DType:
-    name, index = Output.of(tensor)
+    name, index = TensorName.of(tensor)
     return output_dtypes(nodes[name])[index]
 
 
 def _joined_if_small(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-    """Concatenate tensors where that is faster than to look at each of them."""
+    """Concatenate tensors where that is faster than looking at each of them."""
     packing = Packing([tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors])
     return packing.pack(tensors) if packing.pays else tensors
 
 
 def _passes_lists(part: Graph) -> bool:
-    """Whether lists of tensors enter a part of a graph, or pass through a branch of it."""
+    """Return whether lists of tensors enter a part of a graph, or pass through a branch of it."""
     branches = (node for node in part.all_nodes if node.op in BRANCHES)
     types = {dtype for node in branches for dtype in (*input_dtypes(node), *output_dtypes(node))}
     entering = {
@@ -382,10 +353,10 @@ def _has_functions(node: Any) -> bool:
 
 
 def _is_not_vectorized(node: Any) -> bool:
-    """Whether `tf.vectorized_map` fails, or should not be used.
+    """Return whether `tf.vectorized_map` fails, or should not be used.
 
-    It fails on imported loops, and where it forgets an attribute. What is recomputed is computed
-    again because there is no room for it, still less for that of many columns.
+    It fails on imported loops, and where it forgets an attribute. Values are recomputed where there
+    is no room for them, still less for those of many columns.
     """
     recomputes = node.op in CALLS and KEPT_WHOLE in node.attr["f"].func.name
     padded = "explicit_paddings" in node.attr and node.attr["explicit_paddings"].list.i

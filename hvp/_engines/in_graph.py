@@ -1,8 +1,8 @@
-"""Products inside somebody's graph, without Python.
+"""Products inside a user's graph, without Python.
 
-A graph that used the residuals as they are would hold those of today as constants, and answer for
-an old point after a refresh. So the residuals of the moment are put in variables, which share
-their buffers, and the graph reads those.
+A graph that captured the residuals themselves would hold them as constants, and answer for an old
+point after a refresh. The current residuals are therefore put in variables, which share their
+buffers, and the graph reads those.
 """
 
 from __future__ import annotations
@@ -25,21 +25,13 @@ from hvp._vectors.tensor_cell import TensorCell
 
 
 class InGraph:
-    """What products inside graphs read: the residuals of a map, as they are now.
+    """The current residuals of a map, for products inside graphs.
 
-    Parameters
-    ----------
-    held : GraphMap
-        The map of now.
-    current : bound method
-        Makes sure, in Python, that there is a map and that it is current: raises, or evaluates
-        again. Called when the graph finds that something is is_invalid.
-    resources : sequence of Resource
-        The variables that the map depends on; none if it does not matter whether they change.
-    values : sequence of tf.Tensor
-        Their values at its point.
-    copies : int
-        How many of these, at the end, are further copies of variables, on other devices.
+    The bound method `current` makes sure, in Python, that there is a map and that it is current: it
+    raises, or evaluates again. It is called when the graph finds that the residuals are invalid.
+    `resources` are the variables that the map depends on, none if changes do not matter, and
+    `values` are their values at its point. The last `copies` of them are further copies of
+    variables, on other devices.
     """
 
     def __init__(
@@ -86,11 +78,11 @@ class InGraph:
 
     @property
     def products(self) -> int:
-        """How many there were so far."""
+        """The number of products so far."""
         return int(self._count)
 
     def map(self) -> GraphMap:
-        """Return the map that reads these in the graph being traced."""
+        """Return a map that reads the current residuals in the graph being traced."""
         with tf.init_scope():  # those of now, for what has to be tried out while tracing
             residuals = _read(self._residuals)
         return _InGraphMap(self._program, residuals, *self._spaces, self)
@@ -107,22 +99,15 @@ class InGraph:
         self._there.assign(True)
 
     def empty(self) -> None:
-        """Let go of the residuals; products raise until there are others."""
+        """Release the residuals; products raise until `fill` is called."""
         self._there.assign(False)
         for slot in [*self._residuals, *self._watched, *self._parts]:
             slot.empty()
 
     def run(self, count: Any, function: Compiled, *tensors: tf.Tensor) -> Any:
-        """Add a product to the graph being traced.
+        """Add a product with `count` vectors to the graph being traced.
 
-        Parameters
-        ----------
-        count : int or tf.Tensor
-            How many vectors are multiplied.
-        function : Compiled
-            Takes the tensors, and then the residuals.
-        *tensors : tf.Tensor
-            Vectors.
+        `function` takes `tensors`, the vectors, and then the residuals.
         """
         xla = is_for_xla()
         if xla and self._program.passes_lists:
@@ -158,9 +143,9 @@ class InGraph:
         )
 
     def _changed(self, *, copies: bool = True) -> tf.Tensor:
-        """Whether variables that are watched have changed since the evaluation.
+        """Return whether watched variables have changed since the evaluation.
 
-        What XLA compiles cannot read copies on other devices.
+        What XLA compiles cannot read `copies` on other devices.
         """
         pairs = list(zip(self._resources[self._own], self._watched))
         pairs = pairs if copies else pairs[: len(pairs) - self._copies]
@@ -185,12 +170,12 @@ class InGraph:
         return tf.py_function(ask, [], tf.bool)
 
     def _unpacked(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Return values that are not packed with the residuals anyway."""
+        """Return the values that are not packed with the residuals."""
         return list(values[self._own])
 
 
 class _InGraphMap(GraphMap):
-    """A linear map in the graph being traced, which reads the residuals of the moment."""
+    """A linear map in the graph being traced, which reads the current residuals."""
 
     def __init__(
         self,
@@ -205,7 +190,7 @@ class _InGraphMap(GraphMap):
         self._in_graph = in_graph
 
     def run(self, function: Compiled, *tensors: tf.Tensor, in_rows: bool = False) -> Any:
-        """Add a product to the graph, with the residuals of when it runs."""
+        """Add a product to the graph, with the residuals of the moment it runs."""
         return self._in_graph.run(tf.shape(tensors[0])[0] if in_rows else 1, function, *tensors)
 
 

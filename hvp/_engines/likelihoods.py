@@ -29,44 +29,28 @@ class Likelihood(abc.ABC):
     def scores(self, predictions: tf.Tensor, shape: Any, seed: tf.Tensor) -> tf.Tensor:
         """Draw targets, and return the gradients of their log-likelihoods.
 
-        Parameters
-        ----------
-        predictions : tf.Tensor
-            The predictions.
-        shape : tf.Tensor
-            The shape of the predictions, preceded by the number of draws.
-        seed : tf.Tensor
-            Two integers.
+        `shape` is that of the predictions, preceded by the number of draws; `seed` is two integers.
         """
 
     @abc.abstractmethod
     def root(self, prepared: Any) -> tf.Tensor:
         """Return vectors whose outer products add up to the Fisher matrix of each prediction.
 
-        A prediction is a position of all axes but the last.
-
-        Parameters
-        ----------
-        prepared : object
-            What `prepare` returned.
-
-        Returns
-        -------
-        tf.Tensor
-            The vectors, of the shape of the predictions, preceded by their number.
+        A prediction is a position along all axes but the last. The result is shaped like the
+        predictions, preceded by the number of vectors.
         """
 
     def outer(self, scores: tf.Tensor, tangents: tf.Tensor) -> tf.Tensor:
         """Multiply by the mean, over draws, of the outer products of scores.
 
-        The entries of a prediction are independent of each other unless the distribution says
-        otherwise: products of different entries are zero on average, and are left out.
+        The entries of a prediction are independent unless the distribution says otherwise: products
+        of different entries are zero on average, and are left out.
         """
         return tf.reduce_mean(scores**2, axis=0) * tangents
 
 
 class Categorical(Likelihood):
-    """Classes; the last axis of the predictions are their logits."""
+    """Classes, whose logits are the last axis of the predictions."""
 
     def prepare(self, predictions: tf.Tensor) -> tf.Tensor:
         return tf.nn.softmax(predictions)
@@ -100,12 +84,7 @@ class Categorical(Likelihood):
 class Elementwise(Likelihood):
     """A distribution of independent entries.
 
-    Attributes
-    ----------
-    variance : callable
-        Takes the predictions; returns the variances of the targets.
-    draw : callable
-        Takes predictions, a shape and a seed; returns what `scores` does.
+    `variance` takes the predictions and returns the variances of the targets; `draw` is `scores`.
     """
 
     variance: Callable[[tf.Tensor], tf.Tensor]

@@ -25,17 +25,11 @@ Terms = Sequence[tuple[float, "LinearMap"]]
 
 
 class TensorFunction(NamedTuple):
-    """A linear map of rows as a function of tensors, for the graphs of others.
+    """A linear map of rows as a function of tensors, for use in other graphs.
 
-    Attributes
-    ----------
-    key : hashable
-        Identifies the function and the shapes of the tensors: what is compiled serves others with
-        the same key.
-    tensors : list of tf.Tensor
-        What it uses, as arguments of the graph.
-    apply : callable
-        Takes rows and the tensors; returns the products with the rows.
+    `apply` takes rows and `tensors`, which are arguments of the graph, and returns the products
+    with the rows. `key` identifies the function and the shapes of the tensors, so that what is
+    compiled for one serves all others with the same key.
     """
 
     key: Hashable
@@ -48,15 +42,15 @@ class LinearMap(abc.ABC):
 
     Attributes
     ----------
-    domain, codomain : Space
+    domain, codomain
         The spaces of its arguments and of its results.
-    nbytes : int or None
-        Upper bound on the memory that is held for products; None if it is not known.
-    streams : bool
+    nbytes
+        Upper bound on the memory held for products; None if unknown.
+    streams
         Whether products evaluate something again, at the values that variables then have.
-    batches_held : int
+    batches_held
         How many batches the map holds terms of, if it is a sum over batches.
-    calls_python : bool
+    calls_python
         Whether Python runs for each product, even inside a graph.
     """
 
@@ -69,23 +63,18 @@ class LinearMap(abc.ABC):
 
     @abc.abstractmethod
     def apply(self, vector: Any, *, adjoint: bool = False) -> Any:
-        """Multiply by a vector, now or in the graph being traced.
+        """Multiply by a vector in any layout, now or in the graph being traced.
 
-        Parameters
-        ----------
-        vector : sequence of tf.Tensor, or tf.Tensor
-            In any layout.
-        adjoint : bool, optional
-            Whether to multiply by the transpose.
+        With `adjoint`, multiply by the transpose.
         """
 
     @property
     def T(self) -> LinearMap:  # noqa: N802 - as NumPy and scipy call it
-        """The transpose, over the same residuals."""
+        """The transpose, which shares the residuals."""
         return Adjoint(self)
 
     def as_function(self) -> TensorFunction | None:
-        """Return the map as a function of what it holds; None if it cannot be one."""
+        """Return the map as a function of the tensors it holds; None if it cannot be one."""
         return None
 
     def close(self) -> None:  # noqa: B027 - most combinations hold nothing themselves
@@ -93,24 +82,24 @@ class LinearMap(abc.ABC):
 
 
 class Adjoint(LinearMap):
-    """The transpose of a linear map, which runs it."""
+    """The transpose of a linear map, which multiplies with that map."""
 
     def __init__(self, plain: LinearMap) -> None:
         self._plain = plain
 
     @property
     def domain(self) -> Space:  # type: ignore[override]
-        """The space of the products of the map."""
+        """The space of the map's products."""
         return self._plain.codomain
 
     @property
     def codomain(self) -> Space:  # type: ignore[override]
-        """The space of the vectors of the map."""
+        """The space of the map's vectors."""
         return self._plain.domain
 
     @property
     def nbytes(self) -> int | None:  # type: ignore[override]
-        """What the map holds."""
+        """The memory that the map holds."""
         return self._plain.nbytes
 
     @property
@@ -134,14 +123,9 @@ class Adjoint(LinearMap):
 
 
 class Sum(LinearMap):
-    """The sum of linear maps times numbers, such as a map and its damping.
+    """A weighted sum of linear maps between the same spaces, such as a map and its damping.
 
-    Parameters
-    ----------
-    terms : sequence of (float, LinearMap)
-        The terms. Closing the sum closes them.
-    domain, codomain : Space
-        Those of all terms.
+    Closing the sum closes its terms.
     """
 
     def __init__(self, terms: Terms, domain: Space, codomain: Space) -> None:
@@ -159,7 +143,7 @@ class Sum(LinearMap):
 
     @property
     def nbytes(self) -> int | None:  # type: ignore[override]
-        """Upper bound on the memory of what is held."""
+        """Upper bound on the memory held by the terms; None if unknown."""
         sizes = [term.nbytes for _, term in self._terms]
         return None if None in sizes else sum(size or 0 for size in sizes)
 
@@ -183,7 +167,7 @@ class Sum(LinearMap):
     def _apply_to_parts(
         self, parts: Sequence[tf.Tensor], space: Space, adjoint: bool
     ) -> list[tf.Tensor]:
-        """Add up in the wider type: float16 would lose small terms."""
+        """Add up in the wider type, because float16 would lose small terms."""
         sums: list[Any] = [None] * len(space.shapes)
         for weight, term in self._terms:
             products = [
@@ -196,7 +180,7 @@ class Sum(LinearMap):
 
 
 class Identity(LinearMap):
-    """The identity of a space: what damping adds a multiple of."""
+    """The identity of a space, of which damping adds a multiple."""
 
     def __init__(self, space: Space) -> None:
         self.domain = self.codomain = space
@@ -221,17 +205,7 @@ def by_parts(
     domain: Space,
     codomain: Space,
 ) -> Any:
-    """Multiply by a vector in any layout, with a function that takes parts.
-
-    Parameters
-    ----------
-    multiply : callable
-        Takes and returns parts.
-    vector : sequence of tf.Tensor, or tf.Tensor
-        In any layout.
-    domain, codomain : Space
-        The spaces of vectors and products.
-    """
+    """Multiply by a vector in any layout, with a function that takes and returns parts."""
     if isinstance(vector, (list, tuple)):
         return multiply(vector)
     if len(vector.shape) == 1:

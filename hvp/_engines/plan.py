@@ -25,16 +25,10 @@ WideGradient = Callable[[Sequence[tf.Tensor]], list[Any]]
 class DerivativeReport(NamedTuple):
     """What the graph of a function tells about its derivatives, before it runs.
 
-    Attributes
-    ----------
-    custom : list of SuspectOperation
-        Operations with a `tf.custom_gradient`.
-    wrong_at_values : list of SuspectOperation
-        Operations whose derivative is wrong at some values, where they are refused.
-    random, repeated : list of SuspectOperation
-        Random draws, and those that are the same each time.
-    python : bool
-        Whether Python code runs with the graph.
+    `custom` are operations with a `tf.custom_gradient`, and `wrong_at_values` those whose
+    derivative is wrong at some values, where they are refused. `random` are random draws, and
+    `repeated` those that are the same each time. `python` tells whether Python code runs with the
+    graph.
     """
 
     custom: list[SuspectOperation]
@@ -45,7 +39,7 @@ class DerivativeReport(NamedTuple):
 
     @classmethod
     def union(cls, every: Iterable[DerivativeReport]) -> DerivativeReport:
-        """Return the remarks about several functions."""
+        """Return the report on several functions."""
         every = list(every)
 
         def distinct(lists: Iterable[list[SuspectOperation]]) -> list[SuspectOperation]:
@@ -66,37 +60,36 @@ class TraceSummary:
 
     Attributes
     ----------
-    engine : {"graph", "tape"}
-        What multiplies.
-    reads : tuple of Resource
-        What the results depend on: when one of these changes, a linear map is out of date.
-    writes : tuple of Resource
+    engine
+        What multiplies: "graph" or "tape".
+    reads
+        What the results depend on: a linear map is out of date when one of these changes.
+    writes
         What running the function changes; it is put back afterwards.
-    captured : tuple of Resource
+    captured
         All variables that running the function needs.
-    seeds : tuple of Resource
-        Those of `writes` that are whole numbers: seeds of random draws, counters.
-    draws : bool
+    seeds
+        The integers among `writes`: seeds of random draws, counters.
+    draws
         Whether results depend on random draws whose state is not a variable.
-    remarks : DerivativeReport or None
+    remarks
         What the graph tells about derivatives; None if the function could not be traced.
-    foreign : str
-        What else the function refers to that only this process has, such as a lookup table or
-        Python code; empty if there is nothing.
-    differentiates : bool
+    foreign
+        What else the function uses that only this process has, such as a lookup table or Python
+        code.
+    differentiates
         Whether the values of the function contain derivatives.
-    recomputes : bool or None
-        Whether the function computes some of its values again; None if it could not be traced.
-    traces : int
+    recomputes
+        Whether the function recomputes some of its values; None if it could not be traced.
+    traces
         How often the function was traced.
-    uses_xla : bool or None
+    uses_xla
         Whether XLA computes products; None before the first.
-    expected_nbytes : int
+    expected_nbytes
         Bytes that a linear map will hold, as far as shapes tell before it is evaluated.
-    precision : str
-        The type of low precision in which products are computed; empty if they are in full
-        precision.
-    note : str
+    precision
+        The low precision in which products are computed; empty for full precision.
+    note
         Why something is not as good as it could be; empty if nothing is.
     """
 
@@ -118,7 +111,7 @@ class TraceSummary:
 
     @classmethod
     def union(cls, every: Sequence[TraceSummary]) -> TraceSummary:
-        """Return the facts about several plans that serve together."""
+        """Return the summary of several plans that serve together."""
         remarks = [facts.remarks for facts in every if facts.remarks is not None]
         recomputes = [facts.recomputes for facts in every]
         return cls(
@@ -148,20 +141,9 @@ def _distinct(resources: Iterable[Iterable[Resource]]) -> tuple[Resource, ...]:
 class Plan(abc.ABC):
     """A rule that is ready to be evaluated, over one batch or many.
 
-    Attributes
-    ----------
-    nest : VariableNest
-        The variables.
-    space : Space
-        The vectors that are shaped like them.
-    divides : bool
-        Whether the data are divided into batches.
-    batches : int or None
-        How many batches there are; None if the data are not divided, or it is not known yet.
-    evaluations : int
-        How often a batch was evaluated.
-    devices : tuple of DeviceStatistics
-        Counts for each device, if devices were named.
+    `divides` tells whether the data are divided into batches. `batches` is their number, None if
+    the data are not divided or if it is not known yet, and `evaluations` is how often a batch was
+    evaluated. `devices` holds counts for each device, if devices were named.
     """
 
     nest: VariableNest
@@ -177,18 +159,15 @@ class Plan(abc.ABC):
         """What is known about the rule by now."""
 
     def averages(self, examples: int | None) -> bool:
-        """Whether the graph of the loss shows that it is a mean over the examples of a batch.
+        """Return whether the graph shows that the loss is a mean over the examples of a batch.
 
-        Parameters
-        ----------
-        examples : int or None
-            The number of examples, if there is only one batch.
+        `examples` is their number, if there is only one batch.
         """
         return False
 
     @abc.abstractmethod
     def at_point(self) -> tuple[Results, LinearMap]:
-        """Evaluate at the values the variables have now."""
+        """Evaluate at the current values of the variables."""
 
     @abc.abstractmethod
     def fingerprint(self) -> dict[str, str]:
@@ -196,4 +175,4 @@ class Plan(abc.ABC):
 
     @abc.abstractmethod
     def in_float64(self) -> WideGradient | None:
-        """Return the gradient as a function of the variables in float64, if it can be had."""
+        """Return the gradient as a function of the variables in float64; None if there is none."""

@@ -24,18 +24,9 @@ _APART_IN_HALF_PRECISION = 0.1
 
 @dataclass(frozen=True)
 class Output:
-    """A loss of predictions, and its gradient in them.
+    """A loss of predictions, and its gradient in them on a tape.
 
-    Attributes
-    ----------
-    taped : TapedGradient
-        The loss and its gradient, whose Jacobian can be multiplied.
-    predictions : sequence of tf.Tensor
-        The predictions.
-    batch : Arguments
-        Their batch.
-    loss : callable
-        Takes predictions and their batch, and returns the loss.
+    `loss` takes predictions and their batch.
     """
 
     taped: TapedGradient
@@ -48,15 +39,10 @@ class Output:
 class PredictionRule(Rule):
     """`J^T B J`: `J` the Jacobian of a model, `B` a matrix in the space of its predictions.
 
-    Attributes
-    ----------
-    model : callable
-        Takes the first element of a batch, as several arguments if it is a tuple; returns a nest
-        of floating-point tensors, the predictions.
-    output_loss : callable
-        Takes the predictions and the other elements; returns a real scalar.
-    weight : callable or None
-        Takes the elements of a batch; returns what the loss divides by, if not by their number.
+    `model` takes the first element of a batch, as several arguments if it is a tuple, and returns a
+    nest of floating-point tensors, the predictions. `output_loss` takes these and the other
+    elements, and returns a real scalar. `weight` takes the elements of a batch, and returns what
+    the loss divides by; None stands for the number of examples.
     """
 
     model: Callable[..., Any]
@@ -111,10 +97,10 @@ class PredictionRule(Rule):
         return self.model(*(inputs[0] if tupled else inputs))
 
     def count(self, output: Output) -> tf.Tensor:
-        """Return what the loss divides by, having made sure that it does.
+        """Return what the loss divides by, after checking that it does.
 
-        The gradient in the first prediction must be that of the first example alone, divided by
-        the number of examples.
+        The gradient in the first prediction must be that of the first example alone, divided by the
+        number of examples.
         """
         within, alone = self._gradients_of_first(output)
         count, one = self._weights(output)
@@ -131,7 +117,7 @@ class PredictionRule(Rule):
         return count
 
     def refuse_sum(self, output: Output) -> None:
-        """Refuse a loss that is a sum over examples, as far as its first example tells."""
+        """Refuse a loss that is a sum over examples, as far as the first example tells."""
         try:
             within, alone = self._gradients_of_first(output)
         except (TypeError, ValueError, tf.errors.InvalidArgumentError):
@@ -150,7 +136,7 @@ class PredictionRule(Rule):
         )
 
     def _gradients_of_first(self, output: Output) -> tuple[Parts, Parts]:
-        """Return the gradient in the first prediction: that of the mean, and its own."""
+        """Return the gradient in the first prediction: of the mean, and of its own loss."""
         _rows_of(output.predictions)
         first, batch = [part[:1] for part in output.predictions], output.batch.first()
         _, alone = value_and_gradient(lambda: output.loss(first, batch), first)
@@ -194,14 +180,9 @@ class _Chosen:
 
 
 def is_close(one: Sequence[tf.Tensor], other: Sequence[tf.Tensor], slack: Any = 0) -> tf.Tensor:
-    """Whether vectors are the same up to rounding; if the first is not finite, others refuse it.
+    """Return whether two vectors, given by their parts, agree up to rounding and `slack`.
 
-    Parameters
-    ----------
-    one, other : sequence of tf.Tensor
-        The parts of two vectors.
-    slack : tf.Tensor, optional
-        A further distance that is allowed between them.
+    The answer is True if the first is not finite, which is refused elsewhere.
     """
     if not one:
         return tf.constant(True)

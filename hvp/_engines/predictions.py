@@ -1,7 +1,7 @@
 """Predictions of a model, and how a loss takes them.
 
-Keras attaches to the result of a last softmax or sigmoid what that was applied to, the logits, and
-its cross-entropies are functions of these. A loss is therefore asked which of the two it reads.
+Keras attaches the logits to the result of a last softmax or sigmoid, and its cross-entropies are
+functions of these. A loss is therefore asked which of the two it reads.
 """
 
 from __future__ import annotations
@@ -23,16 +23,9 @@ OutputLoss = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Prediction:
-    """One tensor of what a model returned.
+    """One tensor that a model returned.
 
-    Attributes
-    ----------
-    value : tf.Tensor
-        The tensor.
-    logits : tf.Tensor or None
-        What the last softmax or sigmoid was applied to, if the loss may read that instead.
-    mask : tf.Tensor or None
-        Its mask.
+    `logits` is what the last softmax or sigmoid was applied to, if the loss may read that instead.
     """
 
     value: tf.Tensor
@@ -66,18 +59,7 @@ class Prediction:
 
 
 class Predictions:
-    """What a model returned, as the tensors that a loss is a function of.
-
-    Parameters
-    ----------
-    outputs : nest of tf.Tensor
-        What the model returned.
-
-    Attributes
-    ----------
-    tensors : list of tf.Tensor
-        All tensors that a loss may be a function of.
-    """
+    """What a model returned; `tensors` are all tensors that a loss may be a function of."""
 
     def __init__(self, outputs: Any) -> None:
         self._outputs = outputs
@@ -87,17 +69,10 @@ class Predictions:
         self.tensors = [each.value for each in self._each] + logits
 
     def choose(self, output_loss: OutputLoss, batch: Arguments) -> list[int]:
-        """Find out what the loss reads: of each prediction the result, or the logits.
+        """Find out what the loss reads of each prediction, the result or the logits.
 
-        Returns
-        -------
-        list of int
-            The places of the chosen tensors, in `tensors`.
-
-        Raises
-        ------
-        InvalidLossError
-            If it reads both.
+        Return the places of the chosen tensors in `tensors`. A loss that reads both raises
+        InvalidLossError.
         """
         given = [i for i, each in enumerate(self._each) if each.logits is not None]
         self._reads_logits = [False] * len(self._each)
@@ -127,7 +102,7 @@ class Predictions:
         return [places[i] if reads else i for i, reads in enumerate(self._reads_logits)]
 
     def loss(self, output_loss: OutputLoss, parts: Sequence[tf.Tensor], batch: Arguments) -> Any:
-        """Evaluate the loss at values of the chosen tensors, of the first examples of the data."""
+        """Evaluate the loss at values of the chosen tensors, for the first examples of the data."""
         leaves = [
             each.with_logits(part) if reads else each.with_value(part)
             for each, part, reads in zip(self._each, parts, self._reads_logits)

@@ -12,22 +12,11 @@ from hvp._vectors.space import Space
 
 
 class Selection:
-    """Some of the parts of the vectors of a space.
+    """Some of the parts of the vectors of a space, by their `places` in increasing order.
 
-    Parameters
-    ----------
-    whole : Space
-        The space.
-    places : sequence of int
-        Which parts, in increasing order.
-
-    Attributes
-    ----------
-    space : Space
-        The space of the vectors of these parts alone.
-    runs : list of (int, int)
-        Where their entries are in a flat vector of the whole space: from the first of each pair up
-        to the second, exclusive, with gaps between.
+    `space` is the space of the vectors of these parts alone. `runs` are the ranges of their entries
+    in a flat vector of the whole space, from the first number of each pair up to the second,
+    exclusive; neighbouring ranges are joined.
     """
 
     def __init__(self, whole: Space, places: Sequence[int]) -> None:
@@ -36,7 +25,7 @@ class Selection:
         self.runs = self._find_runs()
 
     def widened(self, vector: Any) -> Any:
-        """Return a vector of the whole space, in any layout, which is zero elsewhere."""
+        """Return a vector of the whole space, in any layout, that is zero elsewhere."""
         if isinstance(vector, (list, tuple)):
             given = dict(zip(self.places, vector))
             return self._whole.with_zeros([given.get(i) for i in range(len(self._whole.shapes))])
@@ -75,12 +64,7 @@ class Selection:
 class Restricted(LinearMap):
     """Some rows and columns of a linear map, whose products are products with the whole.
 
-    Parameters
-    ----------
-    whole : LinearMap
-        The map.
-    rows, columns : Selection
-        The parts of its results and of its arguments.
+    `rows` select parts of its results, and `columns` parts of its arguments.
     """
 
     def __init__(self, whole: LinearMap, rows: Selection, columns: Selection) -> None:
@@ -89,7 +73,7 @@ class Restricted(LinearMap):
 
     @property
     def nbytes(self) -> int | None:  # type: ignore[override]
-        """What the whole map holds."""
+        """Bytes that the whole map holds."""
         return self._whole.nbytes
 
     @property

@@ -1,9 +1,11 @@
-"""What tells one curvature matrix from another: a rule of a few lines."""
+"""Rules: the few lines that tell one curvature matrix from another."""
 
 from __future__ import annotations
 
 import abc
+import contextlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +18,9 @@ Parts = Sequence[Any]
 
 
 class Arguments(abc.ABC):
-    """What the functions of a rule are called with: a batch of data, usually.
+    """What the functions of a rule are called with: usually a batch of data.
 
-    Attributes
-    ----------
-    has_examples : bool
-        Whether there is anything that they are called with.
+    `has_examples` is False if they are called without arguments.
     """
 
     has_examples = True
@@ -55,14 +54,14 @@ class Evaluated:
 
     Attributes
     ----------
-    value : nest of tf.Tensor
+    value
         The loss, a scalar; or the values of a function.
-    gradient : sequence of (tf.Tensor or None), or None
-        The gradient of the loss, None for variables that it does not depend on. None altogether
-        for matrices that do not belong to a scalar.
-    state : object
+    gradient
+        The gradient of the loss, with None for variables that it does not depend on. It is None
+        altogether for matrices that do not belong to a scalar.
+    state
         What `Rule.multiply` needs besides the vector: usually functions on tapes.
-    domain : sequence of tf.Tensor or None
+    domain
         Tensors that the parts of the vector are shaped like; the variables if None. A product is
         always shaped like the variables.
     """
@@ -76,21 +75,21 @@ class Evaluated:
 class Rule(abc.ABC):
     """A matrix, as a program: what to evaluate once, and how to multiply by a vector.
 
-    A rule is written as if it ran anew for each product. Tracing it finds out which operations do
-    not depend on the vector; these run once for each point, also if they are part of `multiply`.
+    A rule is written as if it ran anew for each product. Tracing it shows which operations do not
+    depend on the vector; these run once for each point, even if they are part of `multiply`.
 
     Attributes
     ----------
-    stacks : bool
+    stacks
         Whether the values of batches are stacked, one after the other, instead of averaged.
-    evaluates : str
+    evaluates
         What is evaluated once, for messages.
-    is_hessian : bool
+    is_hessian
         Whether the matrix is the derivative of the gradient.
-    is_positive_semidefinite : bool
+    is_positive_semidefinite
         Whether it is known that no eigenvalue is negative.
-    needs_graph : bool
-        Whether it can only be evaluated by tracing it.
+    needs_graph
+        Whether the rule can only be evaluated by tracing it.
     """
 
     stacks = False
@@ -105,14 +104,14 @@ class Rule(abc.ABC):
 
     @abc.abstractmethod
     def multiply(self, state: Any, vector: Parts) -> Parts:
-        """Multiply by a vector. Must be linear in it."""
+        """Multiply by a vector, linearly."""
 
     def value(self, batch: Arguments) -> Any:
         """Return the loss of a batch alone, without derivatives; None if there is no loss."""
         del batch
 
     def weights(self, variables: Sequence[tf.Variable]) -> Sequence[tf.Variable]:
-        """Return the variables that values are computed from on the way to the results."""
+        """Return the variables from which the results are computed."""
         return variables
 
 
@@ -120,10 +119,7 @@ class Rule(abc.ABC):
 class HessianRule(Rule):
     """The Hessian of a loss: `H v` is the derivative of `gradient . v`.
 
-    Attributes
-    ----------
-    loss : callable
-        Takes the elements of a batch; returns a real scalar.
+    `loss` takes the elements of a batch and returns a real scalar.
     """
 
     loss: Callable[..., Any]
@@ -144,10 +140,7 @@ class HessianRule(Rule):
 class PullbackRule(Rule):
     """The transposed Jacobian of a function, `J^T u`; its transpose is `J v`.
 
-    Attributes
-    ----------
-    function : callable
-        Takes the elements of a batch; returns a nest of floating-point tensors.
+    `function` takes the elements of a batch and returns a nest of floating-point tensors.
     """
 
     function: Callable[..., Any]
@@ -169,15 +162,43 @@ class PullbackRule(Rule):
         return state.vjp(vector)
 
 
+_FACTS = ("stacks", "needs_graph", "evaluates", "is_hessian", "is_positive_semidefinite")
+
+
+@dataclass(frozen=True)
+class Within(Rule):
+    """A rule that is evaluated, and that multiplies, within contexts."""
+
+    rule: Rule
+    evaluating: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+    multiplying: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+
+    def __post_init__(self) -> None:
+        for name in _FACTS:
+            object.__setattr__(self, name, getattr(self.rule, name))
+
+    def evaluate(self, variables: Sequence[tf.Variable], batch: Arguments) -> Evaluated:
+        with self.evaluating():
+            return self.rule.evaluate(variables, batch)
+
+    def multiply(self, state: Any, vector: Parts) -> Parts:
+        with self.multiplying():
+            return self.rule.multiply(state, vector)
+
+    def value(self, batch: Arguments) -> Any:
+        with self.evaluating():
+            return self.rule.value(batch)
+
+    def weights(self, variables: Sequence[tf.Variable]) -> Sequence[tf.Variable]:
+        return self.rule.weights(variables)
+
+
 @dataclass(frozen=True)
 class WeightedSum(Rule):
-    """The sum of matrices times numbers, each of a function of its own.
+    """A weighted sum of matrices, each of a function of its own.
 
-    Attributes
-    ----------
-    terms : sequence of (float, Rule, Arguments or None)
-        The numbers, the matrices, and the data that each is evaluated on: those of the whole sum
-        if None.
+    Each term has its weight, its rule, and the data it is evaluated on; None stands for the data of
+    the whole sum.
     """
 
     terms: Sequence[tuple[float, Rule, Arguments | None]]
@@ -202,7 +223,7 @@ class WeightedSum(Rule):
 
 
 def _add(total: Any, term: Any, weight: float) -> Any:
-    """Add a term times a number, None standing for zero, in the type of the sum."""
+    """Add a term times a number, in the type of the sum; None stands for zero."""
     if term is None:
         return total
     if weight != 1:

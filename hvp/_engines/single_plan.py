@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -20,7 +20,7 @@ from hvp._engines.graph_program import GraphProgram, Results
 from hvp._engines.linear_map import LinearMap
 from hvp._engines.options import Options
 from hvp._engines.plan import DerivativeReport, Plan, TraceSummary, WideGradient
-from hvp._engines.rule import Arguments, Evaluated, NoArguments, Parts, Rule
+from hvp._engines.rule import Arguments, Evaluated, NoArguments, Rule, Within
 from hvp._engines.tape_map import TapeMap
 from hvp._engines.taped import doubtful_nones
 from hvp._engines.trace import Trace, trace
@@ -51,29 +51,14 @@ _log = logging.getLogger("hvp")
 class SinglePlan(Plan):
     """A rule on one batch, analysed before it runs.
 
-    The rule is traced once, here, without running it. From its graph come the variables it reads
-    and writes, and the operations whose derivative TensorFlow lacks. A function that cannot be
+    The rule is traced once, here, without running it. Its graph tells which variables it reads and
+    writes, and for which operations TensorFlow lacks the derivative. A function that cannot be
     traced is run all the same, with less known about it.
 
-    Parameters
-    ----------
-    rule : Rule
-        What to evaluate and multiply by.
-    nest : VariableNest
-        What to differentiate with respect to.
-    options : Options
-        Which engine, and how to compile.
-    batch : callable, optional
-        Returns the batch, in the graph being traced; without one the functions take no data.
-    inputs : sequence of tf.Variable, optional
-        Variables that hold the batch: a linear map is not out of date when they change.
-
-    Raises
-    ------
-    GraphModeError
-        If called while TensorFlow traces a graph.
-    SecondDerivativeError
-        If an operation between variables and results has no derivative in TensorFlow.
+    `batch` returns the batch, in the graph being traced; without it the functions take no data.
+    `inputs` are variables that hold the batch: a linear map is not out of date when they change.
+    The constructor raises GraphModeError while TensorFlow traces a graph, and SecondDerivativeError
+    if an operation between variables and results has no derivative.
     """
 
     def __init__(
@@ -130,12 +115,12 @@ class SinglePlan(Plan):
 
     @property
     def facts(self) -> TraceSummary:
-        """What is known about the rule by now."""
+        """What is known about the rule so far."""
         uses_xla = False if self._program is None else self._program.product.uses_xla
         return dataclasses.replace(self._facts, uses_xla=uses_xla, note=self._note)
 
     def averages(self, examples: int | None) -> bool:
-        """Whether the graph of the loss shows that it is a mean over the examples of a batch."""
+        """Return whether the graph of the loss shows that it is a mean over examples."""
         lengths = () if self._trace is None else self._trace.lengths_averaged
         if not (lengths and examples):
             return False
@@ -143,13 +128,10 @@ class SinglePlan(Plan):
 
     @outside_strategies
     def at_point(self, place: ExecutionTarget = LOCAL) -> tuple[Results, LinearMap]:
-        """Run the rule's evaluation at the values the variables have now.
+        """Run the rule's evaluation at the current values of the variables.
 
-        Parameters
-        ----------
-        place : ExecutionTarget, optional
-            Where to run it, with the variables that stand there. The tape engine runs Python, which
-            reads and writes the variables themselves.
+        It runs at `place`, with the variables that stand there. The tape engine, however, runs
+        Python, which reads and writes the variables themselves.
         """
         own = LOCAL if self._program is None else place
         writes = [own.resource(resource) for resource in self._facts.writes]
@@ -185,9 +167,9 @@ class SinglePlan(Plan):
     def fingerprint(self) -> dict[str, str]:
         """Return digests of this function, and of what it reads now.
 
-        Of the variables' values, of the tensors it uses from outside, and of its operations with
-        the constants in its graph; the same in every process with this TensorFlow. Of a function
-        that could not be traced only the variables are known.
+        They cover the values of variables, the tensors used from outside, and the operations with
+        the constants in the graph; they are the same in every process with this TensorFlow. If the
+        function could not be traced, they cover only the variables.
         """
         digests = {"weights": " ".join(digest(resource.read()) for resource in self._facts.reads)}
         if self._trace is not None:
@@ -200,10 +182,7 @@ class SinglePlan(Plan):
         return digests
 
     def in_float64(self, inputs: Sequence[tf.Variable] = ()) -> WideGradient | None:
-        """Return the gradient as a function of the variables in float64, and of further inputs.
-
-        None where it cannot be evaluated so.
-        """
+        """Return the gradient as a function of the variables and `inputs` in float64, or None."""
         if self._trace is None or set(self.nest.dtypes) != {tf.float32}:
             return None
         return gradient_in_float64(self._trace.graph, [*self.nest.variables, *inputs])
@@ -212,7 +191,7 @@ class SinglePlan(Plan):
         return self._rule.evaluate(self.nest.variables, self._batch())
 
     def _static_facts(self, inputs: Sequence[tf.Variable]) -> TraceSummary:
-        """Put together what the trace tells, or what holds for a function without one."""
+        """Collect what the trace tells, or what holds for a function without one."""
         traced = self._trace
         if traced is None:
             everything = tuple(Resource.of(v) for v in all_variables(self.nest.source))
@@ -241,7 +220,7 @@ class SinglePlan(Plan):
         )
 
     def _try_to_split(self) -> GraphProgram | None:
-        """Return the functions of the graph engine, or note why there are none."""
+        """Return the graph engine's functions, or note why there are none."""
         if self._trace is None:
             return None
         graph = self._trace.graph
@@ -265,7 +244,7 @@ class SinglePlan(Plan):
             return None
 
     def _fast_precision(self) -> tf.DType | None:
-        """Return the type of low precision that was asked for, if it is fast here."""
+        """Return the requested low precision, if it is fast here."""
         options = self._options
         if options.precision is None or not options.products or options.engine != "graph":
             return None
@@ -273,7 +252,7 @@ class SinglePlan(Plan):
         return precision if is_fast(precision) else None
 
     def _refuse_risky_pools(self) -> None:
-        """Refuse the tape engine for pools that TensorFlow itself may differentiate wrong."""
+        """Refuse the tape engine for pools that TensorFlow itself may differentiate wrongly."""
         if not (self._options.products and self._trace and self._trace.risky_pools):
             return
         raise SecondDerivativeError(
@@ -315,7 +294,7 @@ class SinglePlan(Plan):
         _log.warning("the operator %s", remark)
 
     def _refuse_wrong_values(self, place: ExecutionTarget = LOCAL) -> None:
-        """Refuse a point where a derivative TensorFlow gives would be wrong."""
+        """Refuse a point where TensorFlow would give a wrong derivative."""
         if self._trace is None or self._trace.at_wrong_values is None:
             return
         at_wrong_values = self._trace.at_wrong_values(place=place).numpy()
@@ -325,7 +304,7 @@ class SinglePlan(Plan):
     def _traced(self) -> Trace:
         rule = self._rule
         if self._precision is not None:
-            rule = _LowProducts(rule, self._precision)
+            rule = Within(rule, multiplying=functools.partial(recomputed_in, self._precision))
         arguments = rule, self.nest, self._options.products
         try:
             return trace(self._evaluate, *arguments)
@@ -367,7 +346,7 @@ class SinglePlan(Plan):
         return traced
 
     def _frozen(self, traced: Trace) -> list[str]:
-        """Return the names of variables whose values a loss holds as constants."""
+        """Return the names of variables whose values the loss holds as constants."""
         graph = traced.graph
         constants = [
             tensor.numpy()
@@ -392,25 +371,7 @@ class SinglePlan(Plan):
 
 
 def _foreign(traced: Trace) -> str:
-    """Return what of this process a function needs besides variables and tensors, if anything."""
+    """Return what a function needs of this process besides variables and tensors, or nothing."""
     if traced.python:
         return "Python code, by tf.py_function or tf.numpy_function"
     return "a lookup table, or another object that is not a variable" if traced.tables else ""
-
-
-@dataclasses.dataclass(frozen=True)
-class _LowProducts(Rule):
-    """A rule whose products compute recomputed functions in low precision.
-
-    The rest of its products is computed in low precision by `GraphProgram`.
-    """
-
-    rule: Rule
-    precision: tf.DType
-
-    def evaluate(self, variables: Sequence[tf.Variable], batch: Arguments) -> Evaluated:
-        return self.rule.evaluate(variables, batch)
-
-    def multiply(self, state: Any, vector: Parts) -> Parts:
-        with recomputed_in(self.precision):
-            return self.rule.multiply(state, vector)

@@ -24,20 +24,9 @@ from hvp._vectors.space import Space
 class TapeMap(LinearMap):
     """A rule's linear map at one point, held on the tapes of the rule's state.
 
-    Parameters
-    ----------
-    rule : Rule
-        How to multiply.
-    state : object
-        What the rule evaluated.
-    domain, codomain : Space
-        The spaces of vectors and of products.
-    certain : bool
-        Whether it was established beforehand that no operation on the way lacks a derivative.
-    nbytes : int or None
-        Upper bound on the memory of what the tapes hold.
-    place : ExecutionTarget
-        Where operations run.
+    `certain` tells whether it was established beforehand that no operation on the way lacks a
+    derivative. `nbytes` is an upper bound on the memory of what the tapes hold, and `place` is
+    where operations run.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Functions recorded on a tape, and products with their Jacobians.
 
-Everything here works alike where TensorFlow runs eagerly, for the tape engine, and where it traces
-a graph, which the graph engine takes apart afterwards.
+Everything here works both where TensorFlow runs eagerly, for the tape engine, and where it traces a
+graph, which the graph engine takes apart afterwards.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _none_is_doubtful = contextvars.ContextVar("hvp_none_is_doubtful", default=False
 def doubtful_nones() -> Iterator[None]:
     """Let functions taped in this context refuse a derivative for which TensorFlow returns None.
 
-    It may be a zero, or a derivative that nobody wrote; only a trace of the function tells.
+    It may be a zero, or a derivative that does not exist; only a trace of the function tells.
     """
     token = _none_is_doubtful.set(True)
     try:
@@ -49,22 +49,11 @@ def doubtful_nones() -> Iterator[None]:
 class TapedFunction:
     """A function evaluated on a persistent tape, so that its Jacobian `J` can be multiplied.
 
-    Parameters
-    ----------
-    function : callable
-        Takes nothing; returns a list of tensors, None where a result is identically zero. It is
-        called once, here.
-    inputs : sequence of tf.Variable or tf.Tensor
-        What to differentiate with respect to. The function reads these very objects.
-    once : bool, optional
-        Whether a rule multiplies by the Jacobian or its transpose a single time. Where a graph is
-        traced the tape then need not be persistent, under which TensorFlow would trace functions
-        of the loss for derivatives of every order, and fail at those it does not have.
-
-    Attributes
-    ----------
-    outputs : list of (tf.Tensor or None)
-        The function's results.
+    `function` takes nothing and is called once, here; it reads the very objects in `inputs`. It
+    returns a list of tensors, `outputs`, with None where a result is identically zero. `once` says
+    that a rule multiplies by the Jacobian or its transpose a single time. The tape then need not be
+    persistent where a graph is traced; under a persistent tape, TensorFlow would trace functions of
+    the loss for derivatives of every order, and fail at those it does not have.
     """
 
     def __init__(
@@ -86,17 +75,10 @@ class TapedFunction:
         _note_differentiated(self._inputs, self.outputs)
 
     def vjp(self, cotangents: Sequence[Any]) -> list[tf.Tensor | None]:
-        """Return `J^T u`.
+        """Return `J^T u`, shaped and typed like the inputs, with None for zeros.
 
-        Parameters
-        ----------
-        cotangents : sequence of (tf.Tensor or None)
-            Shaped and typed like `outputs`, None for zeros; those of a None output are ignored.
-
-        Returns
-        -------
-        list of (tf.Tensor or None)
-            Shaped and typed like the inputs, None for zeros.
+        Cotangents are shaped and typed like `outputs`, or None for zeros; those of a None output
+        are ignored.
         """
         gradient = _differentiate(self._tape, self.outputs, self._inputs, cotangents)
         return self._dense(gradient, self._inputs)
@@ -105,17 +87,8 @@ class TapedFunction:
         """Return `J v`, by differentiating `J^T u` with respect to `u`.
 
         `J^T u` is linear in `u`, so that its derivative is the same at every `u`: the first call
-        records it at zero on a second tape, which later calls share.
-
-        Parameters
-        ----------
-        tangents : sequence of (tf.Tensor or None)
-            Shaped and typed like the inputs, None for zeros.
-
-        Returns
-        -------
-        list of (tf.Tensor or None)
-            Shaped and typed like `outputs`, None for zeros.
+        records it at zero on a second tape, which later calls share. Among tangents and results,
+        None stands for zeros.
         """
         if self._transposed is None:
             with Uninterrupted():
@@ -159,21 +132,8 @@ class TapedFunction:
 class TapedGradient(TapedFunction):
     """The gradient of a scalar on a tape: its Jacobian is the Hessian.
 
-    Parameters
-    ----------
-    loss : callable
-        Takes nothing; returns a real scalar tensor.
-    inputs : sequence of tf.Variable or tf.Tensor
-        What to differentiate with respect to.
-    once : bool, optional
-        As for `TapedFunction`.
-
-    Attributes
-    ----------
-    value : tf.Tensor
-        The scalar.
-    outputs : list of (tf.Tensor or None)
-        Its gradient.
+    `loss` takes nothing and returns a real scalar, which becomes `value`; `outputs` is its
+    gradient.
     """
 
     def __init__(
@@ -192,23 +152,11 @@ class TapedGradient(TapedFunction):
 
 
 def refuse_missing_in(linear: Callable[..., Sequence[Any]], vectors: Sequence[tf.Tensor]) -> None:
-    """Refuse a linear function whose transpose TensorFlow would have wrong.
+    """Raise SecondDerivativeError if TensorFlow would get the transpose of a linear function wrong.
 
     The operations between the vectors and the result differ from those of the function whose
     derivative it is: the gradient of an image resize is the operation TensorFlow cannot
     differentiate, not the resize.
-
-    Parameters
-    ----------
-    linear : callable
-        Takes vectors; returns tensors, None for zeros.
-    vectors : sequence of tf.Tensor
-        What it is applied to.
-
-    Raises
-    ------
-    SecondDerivativeError
-        If TensorFlow lacks the derivative of an operation on the way.
     """
     specs = [tf.TensorSpec(vector.shape, vector.dtype) for vector in vectors]
     concrete = tf.function(linear, autograph=False).get_concrete_function(*specs)
@@ -220,7 +168,7 @@ def refuse_missing_in(linear: Callable[..., Sequence[Any]], vectors: Sequence[tf
 
 
 def _note_differentiated(inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-    """Note in the graph being traced, if there is one, what is differentiated by what."""
+    """Note in the graph being traced, if any, what is differentiated with respect to what."""
     if not tf.executing_eagerly():
         pair = tuple(
             [end if isinstance(end, tf.Variable) else end.name for end in ends if end is not None]
@@ -232,7 +180,7 @@ def _note_differentiated(inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
 def _differentiate(
     tape: tf.GradientTape, targets: Sequence[Any], sources: Sequence[Any], weights: Sequence[Any]
 ) -> list[Any]:
-    """`tape.gradient`, with None among targets and weights taken as zero."""
+    """Call `tape.gradient`, with None among targets and weights taken as zero."""
     pairs = [(t, w) for t, w in zip(targets, weights) if t is not None and w is not None]
     if not pairs:
         return [None] * len(sources)

@@ -19,7 +19,7 @@ from hvp._derivatives.suspects import (
     stopped_gradients,
     suspect_of,
 )
-from hvp._engines.rule import Evaluated, HessianRule, Rule
+from hvp._engines.rule import Evaluated, Rule
 from hvp._engines.taped import DIFFERENTIATED
 from hvp._errors import SecondDerivativeError
 from hvp._graphs.compiled import Compiled
@@ -50,25 +50,21 @@ class TracedGraph:
 
     Attributes
     ----------
-    graph_def : GraphDef
-        The graph.
-    captures : dict
-        What is captured from outside: the tensor there, by its name inside.
-    value : nest of str
+    captures
+        The tensors captured from outside, by their names inside.
+    value
         The loss, or the values of a function.
-    gradient : list of (str or None), or None
+    gradient
         The gradient of the loss, if the rule has one.
-    vectors : list of str
+    vectors
         Placeholders for the parts of the vector.
-    vector_specs : list of tf.TensorSpec
-        Their shapes and types.
-    products : list of (str or None)
+    products
         The parts of the product; None where it is zero or was not traced.
-    error : Exception or None
+    error
         Why there is no product, if there is none.
-    transposed_suspects : callable
+    transposed_suspects
         Finds the operations between `vectors` and `products` whose derivative is in doubt.
-    recomputed : list
+    recomputed
         The objects that hold the derivatives of recomputed functions in the graph. They must live
         as long as the graph.
     """
@@ -97,40 +93,38 @@ class Trace:
 
     Attributes
     ----------
-    graph : TracedGraph
-        The graph, transposed derivative included.
-    reads : tuple of Resource
-        Variables, trainable or not, whose values reach the function's results, except integers
-        that the function itself updates (seeds of random draws, counters).
-    writes : tuple of Resource
+    reads
+        Variables, trainable or not, whose values reach the function's results, except integers that
+        the function itself updates (seeds of random draws, counters).
+    writes
         Variables the function updates when it runs.
-    captured : tuple of Resource
+    captured
         All variables that the graph refers to.
-    tables : int
+    tables
         How many other objects of this process it refers to, such as lookup tables.
-    suspects : Suspects
+    suspects
         Operations between the differentiated variables and the results whose derivative TensorFlow
-        lacks, or has wrong at some values.
-    at_wrong_values : Compiled or None
-        Tells, by running the part of the graph that is needed, which of `suspects.wrong_at_values`
-        are at such values now; None if there are none of them.
-    nbytes : int
-        Bytes of the values on the way from the variables to the results, an upper bound of
-        what a tape must keep; the body of a loop counts once, a partly unknown shape not at all.
-    random : list of SuspectOperation
+        lacks, or gets wrong at some values.
+    at_wrong_values
+        Runs the necessary part of the graph, and tells which of `suspects.wrong_at_values` are at
+        such values now; None if there are no such operations.
+    nbytes
+        Bytes of the values on the way from the variables to the results, an upper bound of what a
+        tape must keep; the body of a loop counts once, a partly unknown shape not at all.
+    random
         Random draws that the results depend on and whose state is not a variable.
-    repeated : list of SuspectOperation
+    repeated
         Random draws that are the same each time, from seeds that are put back.
-    python : bool
+    python
         Whether the results depend on Python code that runs with the graph.
-    risky_pools : bool
-        Whether functions, loops or branches have max pools in them that TensorFlow itself may
-        differentiate wrong.
-    differentiates : bool
+    risky_pools
+        Whether max pools in functions, loops or branches may be differentiated wrongly by
+        TensorFlow.
+    differentiates
         Whether the value itself contains derivatives.
-    lengths_averaged : tuple of (int or None)
-        Over how many rows the means are taken that the loss consists of, None where that is not
-        known; empty if it is computed from anything but means.
+    lengths_averaged
+        The number of rows of each mean that the loss consists of, None where it is unknown; empty
+        if the loss is computed from anything but means.
     """
 
     graph: TracedGraph
@@ -154,29 +148,10 @@ def trace(
 ) -> Trace:
     """Trace a rule's evaluation and product together, without running them.
 
-    The product is traced for placeholders in the place of the vector, in the same graph as the
-    evaluation that it continues. Only one graph shows what depends on the vector and what does
-    not. The latter is then run once per point, even if the product's code computes it.
-
-    Parameters
-    ----------
-    evaluate : callable
-        Takes nothing; evaluates the rule.
-    rule : Rule
-        How to multiply.
-    nest : VariableNest
-        What to differentiate with respect to.
-    products : bool
-        Whether to trace the product too.
-
-    Returns
-    -------
-    Trace
-
-    Raises
-    ------
-    Exception
-        Whatever the rule raises when it is evaluated.
+    The product is traced with placeholders for the vector, in the same graph as the evaluation that
+    it continues. Only one graph shows what depends on the vector and what does not; the latter is
+    then run once per point, even if the product's code computes it. `products` tells whether to
+    trace the product too. Exceptions of the rule's evaluation are passed on.
     """
     whole = _TraceRecorder(evaluate, rule, nest.variables, products)
     concrete = concrete_function(whole)
@@ -200,11 +175,11 @@ def trace(
     suspects = Suspects([], [], [])
     if products:
         suspects = _all_suspects(concrete.graph, flow, places)
-        if isinstance(rule, HessianRule):
+        if rule.is_hessian:
             ends = whole.values(), whole.gradients()
             value, gradient = ([flow.vertex(name) for name in names] for names in ends)
             suspects.missing.extend(stopped_gradients(flow, sources, value, gradient))
-    elif isinstance(rule, HessianRule):
+    elif rule.is_hessian:
         suspects = find_suspects(flow, sources, [flow.vertex(name) for name in whole.values()])
         suspects = suspects.without(RIGHT_ONCE)
     return Trace(
@@ -233,7 +208,7 @@ def trace(
 
 
 class _TraceRecorder:
-    """A rule to be traced, which notes the tensors of its evaluation and product."""
+    """A rule to be traced, which records the tensors of its evaluation and product."""
 
     def __init__(
         self,
@@ -263,15 +238,15 @@ class _TraceRecorder:
         return self._value, self._gradient
 
     def values(self) -> list[str]:
-        """Return the names of the value's tensors in the graph that was traced last."""
+        """Return the names of the value's tensors in the last traced graph."""
         return [tensor.name for tensor in tf.nest.flatten(self._value)]
 
     def gradients(self) -> list[str]:
-        """Return the names of the gradient's tensors in the graph that was traced last."""
+        """Return the names of the gradient's tensors in the last traced graph."""
         return [tensor.name for tensor in self._gradient or () if tensor is not None]
 
     def graph(self, concrete: Any, graph_def: Any, flow: Dataflow) -> TracedGraph:
-        """Return the graph that was traced last."""
+        """Return the last traced graph."""
         vectors = [tensor.name for tensor in self._vectors]
         products = [_name(tensor) for tensor in self._products]
 
@@ -306,7 +281,7 @@ def _count_handles(concrete: Any) -> int:
 
 
 def _all_suspects(graph: tf.Graph, flow: Dataflow, places: Mapping[int, Vertex]) -> Suspects:
-    """Find the doubtful operations between all that the rule differentiates and by what."""
+    """Find the suspect operations between all that the rule differentiates, and by what."""
 
     def vertices(ends: Sequence[Any]) -> list[Vertex]:
         known = [
@@ -328,8 +303,8 @@ def _all_suspects(graph: tf.Graph, flow: Dataflow, places: Mapping[int, Vertex])
 def _missing_gradient(flow: Dataflow) -> Exception | None:
     """Return the error for a function whose gradient TensorFlow only left a name for.
 
-    It does so where a function was traced with a gradient of its own that has none, and the graph
-    fails when it runs: of `tf.nn.ctc_loss` with dense labels, for one.
+    TensorFlow does so if a function was traced with a gradient of its own that has none, and the
+    graph fails when it runs: `tf.nn.ctc_loss` with dense labels, for example.
     """
     places = [vertex for vertex, kind in flow.types.items() if kind == "SymbolicGradient"]
     if not places:
@@ -370,7 +345,7 @@ def _at_wrong_values(
 
 
 def _are_equal(values: tf.Tensor, kind: str) -> tf.Tensor:
-    """Whether two eigenvalues or singular values are too near each other to divide by that.
+    """Return whether two eigen- or singular values are too close to divide by their difference.
 
     TensorFlow takes `x / (x**2 + 1e-20)` for the reciprocal of a difference `x`, of squares in a
     singular value decomposition.

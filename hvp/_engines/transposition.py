@@ -1,8 +1,8 @@
 """The transpose of a linear map whose product is a graph.
 
-A product is linear in the vector, so that its transpose is its derivative. TensorFlow writes that
-derivative, and repeats itself as it does in any second derivative. The graph is therefore treated
-as the graph of a traced rule is, before it is compiled.
+A product is linear in the vector, so that its transpose is its derivative. TensorFlow's graph of
+that derivative repeats itself, as in any second derivative. It is therefore simplified like the
+graph of a traced rule before it is compiled.
 """
 
 from __future__ import annotations
@@ -33,16 +33,14 @@ class TransposedProduct:
 
     Attributes
     ----------
-    part : Graph
+    part
         The graph, in an order that needs little memory if it is large.
-    for_many : Graph
+    for_many
         The same, written for many vectors at once.
-    captures : dict of str to tf.Tensor
+    captures
         What it uses besides its inputs, such as the variables themselves.
-    inputs : list of str
+    inputs
         Names of its inputs: the parts of the vector, then the residuals.
-    results : list of str
-        Names of the parts of the product.
     """
 
     part: Graph
@@ -61,17 +59,9 @@ class TransposedProduct:
     ) -> TransposedProduct:
         """Derive the graph from that of the product.
 
-        Parameters
-        ----------
-        multiply : callable
-            The product.
-        specs : sequence of tf.TensorSpec
-            Of the parts of the vector that the product takes.
-        residuals : sequence of tf.TensorSpec
-            Of the residuals.
-        zeros : int
-            How many vectors of zeros the transposed product takes before the residuals: one for
-            each of `specs`, or none.
+        `specs` describe the parts of the vector that the product takes. `zeros` is the number of
+        vectors of zeros that the transposed product takes before the residuals: one for each of
+        `specs`, or none.
         """
         weights: list[tf.Tensor] = []
 
@@ -104,14 +94,9 @@ class TransposedProduct:
     ) -> list[tf.Tensor]:
         """Add the product to the graph being traced.
 
-        Parameters
-        ----------
-        vector : sequence of tf.Tensor
-            The parts of the vector that are not multiplied by zeros.
-        residuals : sequence of tf.Tensor
-            The zeros, if the product takes them, and the residuals.
-        many : bool, optional
-            Whether TensorFlow will apply it to many vectors at once.
+        `vector` holds the parts that are not multiplied by zeros, and `residuals` begins with the
+        vectors of zeros, if the product takes them. `many` tells whether TensorFlow will apply the
+        product to many vectors at once.
         """
         known = {**self.captures, **dict(zip(self.inputs, [*vector, *residuals]))}
         return (self.for_many if many else self.part).imported(known, self.results)

@@ -1,9 +1,9 @@
 """Entrywise operations on repeated values, rewritten to take the values before they are repeated.
 
 The derivative of a sum repeats a cotangent along the axes of the sum, and so do those of means and
-biases. TensorFlow writes the repeated tensor to memory (``Tile``, ``BroadcastTo``, ``Fill``), and
-reads it again in the product or sum that uses it. These operations broadcast their arguments
-anyway. Here they get the small tensor itself. Results are the same to the last bit.
+biases. TensorFlow writes the repeated tensor to memory (`Tile`, `BroadcastTo`, `Fill`), and reads
+it again in the product or sum that uses it. These operations broadcast their arguments anyway, and
+here they take the small tensor itself. Results are the same to the last bit.
 
 Likewise, a sum with the negative of a tensor becomes a difference.
 """
@@ -17,7 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvp._graphs.dataflow import output_dtypes
-from hvp._graphs.graph import Output, data_inputs, in_topological_order, node_of, with_index
+from hvp._graphs.graph import TensorName, data_inputs, in_topological_order, node_of, with_index
 from hvp._graphs.sizes import ENTRYWISE, is_small, nbytes, note_shapes, shape_of, shapes_of
 
 # Operations that broadcast their arguments, besides sums of two.
@@ -37,19 +37,14 @@ def broadcast_instead_of_repeating(
 ) -> None:
     """Rewrite a graph, in place, so that entrywise operations repeat values on their own.
 
-    Parameters
-    ----------
-    graph_def : GraphDef
-        A graph without calls, in which the shapes of results are noted. Operations that nothing
-        uses any more stay in it.
-    inputs : mapping of str to tf.TensorSpec, optional
-        The tensors that the graph uses, and that none of its operations computes.
+    The graph has no calls, and notes the shapes of results. `inputs` are tensors that it uses and
+    that none of its operations computes. Operations that are no longer used stay in it.
     """
     _BroadcastRewriting(graph_def, inputs or {}).run()
 
 
 class _BroadcastRewriting:
-    """Rewrites the nodes of a graph, those first that others depend on."""
+    """Rewrites the nodes of a graph in topological order."""
 
     def __init__(self, graph_def: Any, inputs: Mapping[str, tf.TensorSpec]) -> None:
         self._graph_def = graph_def
@@ -71,7 +66,7 @@ class _BroadcastRewriting:
                 self._rewrite(node)
 
     def _note(self, node: Any) -> None:
-        """Note what a tensor repeats, if its shape is known, and if it only repeats."""
+        """Note what a tensor repeats, if its shape is known and it does nothing else."""
         source = data_inputs(node)[1 if node.op == "Fill" else 0]
         before, after = self._shape(source), self._shape(node.name)
         if before is None or after is None or self._is_small(node):
@@ -80,7 +75,7 @@ class _BroadcastRewriting:
             self._repeated[node.name] = self._repeated.get(_key(source), source)
 
     def _subtract(self, node: Any) -> None:
-        """Write a sum of a tensor and the negative of another as a difference."""
+        """Turn the sum of a tensor and the negative of another into a difference."""
         terms = data_inputs(node)
         if len(terms) != 2:
             return
@@ -114,7 +109,7 @@ class _BroadcastRewriting:
     def _repeat_result(
         self, node: Any, kind: str, small: Sequence[str], result: Shape, waits: Sequence[str]
     ) -> None:
-        """Compute a small tensor, and repeat it in the place of an operation's result."""
+        """Compute a small tensor, and repeat it in place of an operation's result."""
         dtype, noted = output_dtypes(node)[0], shapes_of(node)
         before = self._graph_def.node.add()
         before.CopyFrom(node)
@@ -138,7 +133,7 @@ class _BroadcastRewriting:
         self._repeated[node.name] = before.name
 
     def _shape(self, tensor: str) -> Shape | None:
-        """Return the shape of a tensor, None if it is not fully known."""
+        """Return the shape of a tensor; None if it is not fully known."""
         known = self._inputs.get(with_index(tensor))
         shape = shape_of(tensor, self._nodes) if known is None else known
         return tuple(shape) if shape.is_fully_defined() else None
@@ -151,7 +146,7 @@ class _BroadcastRewriting:
 
 def _key(tensor: str) -> str:
     """Return the name under which a first result is noted, with or without its index."""
-    name, place = Output.of(tensor)
+    name, place = TensorName.of(tensor)
     return tensor if place else name
 
 
@@ -160,7 +155,7 @@ def _is_pair(node: Any) -> bool:
 
 
 def _replace(node: Any, kind: str, inputs: Sequence[str]) -> None:
-    """Change the kind of an operation and its inputs."""
+    """Change the type of an operation and its inputs."""
     if node.op == "AddN" and kind != "AddN":
         node.attr.pop("N", None)
     node.op = kind
@@ -170,7 +165,7 @@ def _replace(node: Any, kind: str, inputs: Sequence[str]) -> None:
 
 
 def _broadcast(shapes: Sequence[Any]) -> Shape:
-    """Return the shape that an operation on tensors of these shapes has."""
+    """Return the shape of the result of an operation on tensors of these shapes."""
     rank = max(map(len, shapes))
     padded = [(1,) * (rank - len(shape)) + shape for shape in shapes]
     return tuple(next((size for size in sizes if size != 1), 1) for sizes in zip(*padded))

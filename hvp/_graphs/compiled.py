@@ -35,31 +35,13 @@ _log = logging.getLogger("hvp")
 class Compiled:
     """A function of tensors, traced once for fixed shapes, and compiled by XLA if that is faster.
 
-    Parameters
-    ----------
-    function : callable
-        Takes and returns tensors.
-    specs : sequence of tf.TensorSpec
-        Types and shapes of its arguments.
-    jit_compile : bool or "auto"
-        Whether XLA compiles the function. With ``"auto"``, the first call times both and chooses
-        the faster one for good.
-    report : callable, optional
-        Called with a message if XLA cannot compile the function, so that TensorFlow runs it without
-        XLA. The message is logged in any case.
-    forgets : bool, optional
-        Whether to release the Python function, and everything it refers to, once it is traced. It
-        can then not be traced for XLA.
-    eager : bool, optional
-        Whether to run the function without a graph, because graphs cannot call it.
-    light_optimization : bool, optional
-        Whether TensorFlow spends less time on optimizing the graph: where it has no functions, and
-        was made by this package.
-
-    Attributes
-    ----------
-    uses_xla : bool or None
-        Whether XLA was chosen; None before the choice.
+    With `jit_compile="auto"`, the first call times both versions and chooses the faster one for
+    good; `uses_xla` is None until then. If XLA cannot compile the function, TensorFlow runs it
+    without XLA, a message is logged, and `report` is called with it. `forgets` releases the Python
+    function, and everything it refers to, once it is traced; it can then not be traced for XLA.
+    `eager` runs the function without a graph, because graphs cannot call it. `light_optimization`
+    makes TensorFlow spend less time on optimizing the graph, which must have no functions and be
+    made by this package.
     """
 
     def __init__(
@@ -90,15 +72,7 @@ class Compiled:
             self.uses_xla = False
 
     def __call__(self, *tensors: tf.Tensor, place: ExecutionTarget = LOCAL) -> Any:
-        """Run on eager tensors of the right types and shapes, or inside a graph.
-
-        Parameters
-        ----------
-        *tensors : tf.Tensor
-            Its arguments.
-        place : ExecutionTarget, optional
-            Where to run.
-        """
+        """Run on eager tensors of the right types and shapes, or inside a graph."""
         if self._eager:
             return self._function(*tensors)
         eager = tf.executing_eagerly()
@@ -148,11 +122,11 @@ class Compiled:
 
     @property
     def graph(self) -> Any:
-        """The graph. Names of its operations may differ between processes."""
+        """The graph, whose operations may have other names in another process."""
         return self._chosen.graph
 
     def choose(self, *tensors: tf.Tensor, place: ExecutionTarget = LOCAL) -> None:
-        """Choose, with these arguments, whether XLA compiles the function, if not chosen yet."""
+        """Choose, with these arguments, whether XLA compiles the function, if not done yet."""
         if self.uses_xla is not None:
             return
         with Uninterrupted():
@@ -179,7 +153,7 @@ class Compiled:
         self._chosen = xla if self.uses_xla else first
 
     def _within(self, concrete: Any) -> Any:
-        """Return a function that calls another one, if that is compiled by XLA."""
+        """Return a function that calls another one, if XLA compiles that."""
         attributes = concrete.function_def.attr
         # Asking for an attribute that is not there would add it, and TensorFlow refuse to call it.
         if MUST_COMPILE not in attributes or not attributes[MUST_COMPILE].b:
@@ -208,12 +182,12 @@ class Compiled:
 
 @functools.cache
 def has_cpus_only() -> bool:
-    """Whether TensorFlow runs on CPUs only in this process."""
+    """Return whether TensorFlow runs on CPUs only in this process."""
     return {device.device_type for device in tf.config.list_logical_devices()} == {"CPU"}
 
 
 def is_faster(one: Any, other: Any, tensors: Sequence[tf.Tensor]) -> bool:
-    """Whether the first is faster. They run in turns, and the least times are compared."""
+    """Return whether the first function is faster: they take turns, and their best times count."""
     best = [math.inf, math.inf]
     for turn in range(_MAX_ROUNDS):
         for index, function in enumerate((one, other)):

@@ -19,7 +19,7 @@ def concrete_function(function: Callable[..., Any], *specs: Any) -> Any:
     """Trace a function as plain Python, and with AutoGraph only if it branches on tensors.
 
     AutoGraph warns about every function whose source it cannot find, such as a lambda or a function
-    that was typed at a prompt.
+    typed at a prompt.
     """
     try:
         return tf.function(function, autograph=False).get_concrete_function(*specs)
@@ -50,20 +50,17 @@ def captured_resources(
 
 
 def is_written(flow: Dataflow, vertex: Vertex) -> bool:
-    """Whether the graph updates a variable."""
+    """Return whether the graph updates a variable."""
     return any(_WRITES.fullmatch(flow.types[user]) for user in flow.users(vertex))
 
 
 def is_read(flow: Dataflow, vertex: Vertex, reaching: set[Vertex]) -> bool:
-    """Whether one of the operations `reaching` reads a variable."""
+    """Return whether one of the operations `reaching` reads a variable."""
     return any(_READS.fullmatch(flow.types[user]) for user in flow.users(vertex) & reaching)
 
 
 def _unnamed_resource(handle: tf.Tensor, flow: Dataflow, vertex: Vertex) -> Resource | None:
-    """Describe a variable that is known only by its handle.
-
-    Returns None if the handle is not that of a variable, but of a table, for example.
-    """
+    """Describe a variable that is known only by its handle; None for a table, for example."""
     for user in flow.users(vertex):
         kind = flow.types[user]
         if kind.startswith("Rng"):

@@ -38,19 +38,11 @@ _WITH_BODIES = CONTROL_FLOW | CALLS
 
 @dataclass(frozen=True)
 class Edge:
-    """A tensor that passes from one vertex to an input of another.
+    """A tensor that passes from the vertex that computes it to one that uses it.
 
-    Attributes
-    ----------
-    source, target : Vertex
-        The vertex that computes the tensor, and the one that uses it.
-    input_index : int
-        The place of the tensor among the inputs of the target.
-    dtype : tf.DType or None
-        Type of the tensor; None at the boundary of a function, where it is not known.
-    decides : bool
-        Whether the tensor only decides which branch runs or how often a loop runs. No derivative
-        flows along such an edge.
+    `input_index` is its place among the inputs of the target. `dtype` is None at the boundary of a
+    function, where it is not known. If `decides` is set, the tensor only decides which branch runs
+    or how often a loop runs, and no derivative flows along the edge.
     """
 
     source: Vertex
@@ -67,12 +59,8 @@ class Dataflow:
     function stand in their place, once for each call, and ports stand for its arguments and
     results. Dependencies between single inputs and results of a call are therefore exact.
 
-    Parameters
-    ----------
-    graph_def : GraphDef
-        The graph of a traced function.
-    graph : tf.Graph, optional
-        The same graph as TensorFlow traced it, which knows the lines of code that made it.
+    `graph` is the graph of `graph_def` as TensorFlow traced it, which knows the lines of code that
+    made it.
     """
 
     def __init__(self, graph_def: Any, graph: tf.Graph | None = None) -> None:
@@ -92,7 +80,7 @@ class Dataflow:
         self._add_nodes((), graph_def.node, {})
 
     def source_line(self, vertex: Vertex) -> str:
-        """Return the line of the user's code that made an operation, empty if it is not known."""
+        """Return the line of the user's code that made an operation; empty if unknown."""
         graph = self._graph() if self._graph is not None else None
         if graph is None:
             return ""
@@ -124,14 +112,7 @@ class Dataflow:
     ) -> set[Vertex]:
         """Return the vertices that can be reached from `starts`, including these.
 
-        Parameters
-        ----------
-        starts : iterable of Vertex
-            The vertices to begin with.
-        passes : callable, optional
-            Whether an edge may be followed; by default all may.
-        backward : bool, optional
-            Whether to follow edges from target to source.
+        Only edges for which `passes` is true are followed, `backward` from target to source.
         """
         seen = set(starts)
         queue = deque(seen)
@@ -145,20 +126,16 @@ class Dataflow:
         return seen
 
     def users(self, start: Vertex) -> set[Vertex]:
-        """Return the operations that use a result of `start` as an input.
+        """Return the operations that use a result of `start`, through calls and identities.
 
-        Calls and identities in between do not count. With a variable's handle as `start`, these are
-        the operations that read or write the variable.
+        If `start` is a variable's handle, these are the operations that read or write the variable.
         """
         transparent = self.reachable([start], passes=lambda edge: self._is_transparent(edge.target))
         targets = {edge.target for vertex in transparent for edge in self.outgoing[vertex]}
         return targets - transparent
 
     def producers(self, target: Vertex) -> set[Vertex]:
-        """Return the operations that compute the inputs of `target`.
-
-        Calls and identities in between do not count.
-        """
+        """Return the operations that compute inputs of `target`, through calls and identities."""
         transparent = self.reachable(
             [target], passes=lambda edge: self._is_transparent(edge.source), backward=True
         )
@@ -169,7 +146,7 @@ class Dataflow:
         return self.types.get(vertex, "Identity") == "Identity"
 
     def differentiable(self, edge: Edge) -> bool:
-        """Whether a derivative may flow along an edge.
+        """Return whether a derivative may flow along an edge.
 
         No derivative flows along integers, booleans and strings, nor along tensors that only
         decide. A `tf.custom_gradient`, like a recomputed function, ends in an `IdentityN` over its
@@ -188,10 +165,7 @@ class Dataflow:
     ) -> Callable[[str], tuple[Vertex, tf.DType | None]]:
         """Add the nodes of a graph or function.
 
-        Returns
-        -------
-        callable
-            From the name of a tensor to the vertex that computes it and its type.
+        Return a function from the name of a tensor to the vertex that computes it and its type.
         """
         by_name = {node.name: node for node in nodes}
 
@@ -244,7 +218,6 @@ class Dataflow:
             result i -> argument i of both         (the next iteration)
             input i -> result i                    (if no iteration runs)
             condition -> every result              (decides how many iterations run)
-
         """
         loop = node.op in LOOPS
         results = [(scope, node.name, "ret", index) for index in range(self._result_count(called))]
@@ -300,15 +273,11 @@ def _carries_derivatives(dtype: tf.DType) -> bool:
 
 
 def is_stateful(node: Any, functions: Mapping[str, Any]) -> bool:
-    """Whether running a node has a side effect, or depends on more than its inputs.
+    """Return whether running a node has a side effect, or depends on more than its inputs.
 
-    Parameters
-    ----------
-    node : NodeDef
-        The node.
-    functions : mapping of str to FunctionDef
-        Bodies of calls, loops and branches, by name. A call is stateful if an operation in its body
-        is. If its body is not known, TensorFlow's definition of the operation decides.
+    `functions` are the bodies of calls, loops and branches, by name. A call is stateful if an
+    operation in its body is; TensorFlow's definition of the operation decides if the body is
+    unknown.
     """
     bodies = [functions[f.name] for f in functions_of(node) if f.name in functions]
     if bodies and node.op in _WITH_BODIES:
@@ -327,13 +296,13 @@ def functions_of(node: Any) -> Iterator[Any]:
 
 @functools.cache
 def _may_take_functions(kind: str) -> bool:
-    """Whether an operation has functions among its attributes, or is not known."""
+    """Return whether an operation has functions among its attributes, or is unknown."""
     definition = op_def_registry.get(kind)
     return definition is None or any("func" in attr.type for attr in definition.attr)
 
 
 def kept_whole(graph_def: Any) -> set[str]:
-    """Return the names of the functions in a graph that stay as they are, and keep their names.
+    """Return the names of the functions in a graph that keep their bodies and names.
 
     They are the recomputed ones, and those that they call.
     """
@@ -354,7 +323,7 @@ def input_dtypes(node: Any) -> list[tf.DType]:
 
 
 def _outputs(node: Any) -> list[tuple[str, tf.DType]]:
-    """Return the name of the output argument, and the type, of each output of a node."""
+    """Return, for each output of a node, the name of its output argument and its type."""
     return _typed(node, _arguments(node.op)[1])
 
 
@@ -374,8 +343,8 @@ def _typed(node: Any, arguments: Sequence[_Argument]) -> list[tuple[str, tf.DTyp
 def _arguments(kind: str) -> tuple[list[_Argument], list[_Argument]]:
     """Return what determines the inputs, and the outputs, of an operation.
 
-    For each argument: its name, and the names of the attributes with its types or their number, or
-    its type itself, or the name of the attribute with its type.
+    For each argument this is its name, the names of the attributes with its list of types and with
+    its number, its type itself, and the name of the attribute with its type.
     """
     definition = op_def_registry.get(kind)
     both = ((), ()) if definition is None else (definition.input_arg, definition.output_arg)
@@ -403,8 +372,6 @@ def output_dtypes(node: Any) -> list[tf.DType]:
 def layer_of(operation_name: str) -> str:
     """Return an operation's name without the prefixes that TensorFlow gives to gradients.
 
-    Examples
-    --------
     >>> layer_of("gradient_tape/model/up/resize/ResizeBilinearGrad")
     'model/up/resize/ResizeBilinearGrad'
     >>> layer_of("while_grad/gradients/while/Softsign_grad/SoftsignGrad")

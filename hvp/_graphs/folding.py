@@ -18,12 +18,9 @@ from hvp._graphs.sizes import note_shapes, shape_of, shapes_of
 
 
 def fold_shapes(graph_def: Any) -> None:
-    """Replace, in place, shapes that are noted, and what is computed from them and constants.
+    """Replace noted shapes, and what is computed from them and constants, in place.
 
-    Parameters
-    ----------
-    graph_def : GraphDef
-        A graph without calls, in which the shapes of results are noted.
+    The graph has no calls, and notes the shapes of results.
     """
     nodes = {node.name: node for node in graph_def.node}
     for node in in_topological_order(nodes):

@@ -16,15 +16,15 @@ from hvp._graphs.dataflow import functions_of
 Sizes = dict[str, list[int]]
 
 
-class Output(NamedTuple):
-    """An output of an operation, which is a tensor: its operation and its place."""
+class TensorName(NamedTuple):
+    """A tensor as an output of an operation: its operation and its place."""
 
     node: str
     place: int
 
     @classmethod
-    def of(cls, tensor: str) -> Output:
-        """Read the name of a tensor, `node:index`, in which the index may be missing."""
+    def of(cls, tensor: str) -> TensorName:
+        """Parse the name of a tensor, `node:index`, whose index may be missing."""
         node, _, index = tensor.lstrip("^").partition(":")
         return cls(node, int(index or 0))
 
@@ -33,7 +33,7 @@ class Output(NamedTuple):
 
 
 def node_of(tensor: str) -> str:
-    """Return the name of the node that computes a tensor, or of a control input's node."""
+    """Return the name of the node that computes a tensor, or that a control input names."""
     return tensor.lstrip("^").partition(":")[0]
 
 
@@ -53,16 +53,10 @@ def control_inputs(node: Any) -> list[str]:
 
 
 class Graph:
-    """The operations of a program. What changes a graph returns another one.
+    """The operations of a program, and the functions that they call.
 
-    A tensor is given by its name, `node:index`.
-
-    Parameters
-    ----------
-    graph_def : GraphDef
-        The operations, and the functions that they call.
-    sizes : Sizes, optional
-        The bytes of their results, and of the inputs of the program.
+    Methods that change a graph return another one. Tensors are given by their names, `node:index`.
+    `sizes` are the bytes of the operations' results, and of the inputs of the program.
     """
 
     def __init__(self, graph_def: Any, sizes: Sizes | None = None) -> None:
@@ -131,7 +125,7 @@ class Graph:
     def part(self, names: Container[str], *, keep_controls: bool = False) -> Graph:
         """Return the graph of some operations, with the functions that they call.
 
-        Control edges between them are kept on request.
+        `keep_controls` keeps control edges between them.
         """
         part = tf.compat.v1.GraphDef(versions=self.graph_def.versions)
         for node in self.graph_def.node:
@@ -156,7 +150,7 @@ class Graph:
         return Graph(part, dict(self.sizes))
 
     def computing(self, results: Iterable[str], known: Iterable[str] = ()) -> Graph:
-        """Return the graph of what some tensors depend on, beginning with those that are known."""
+        """Return the graph of what some tensors depend on, starting from those that are known."""
         starts = {*map(node_of, known)}
         return self.part(self.ancestors(results, lambda name: name not in starts))
 
@@ -174,7 +168,7 @@ class Graph:
     ) -> list[tf.Tensor]:
         """Add the operations to the graph being traced, and return some tensors.
 
-        `known` are the inputs by name, which can be among the results. The names of the operations
+        `known` are the inputs by name, which may be among the results. The names of the operations
         begin with `scope`.
         """
         used = {with_index(tensor) for node in self.graph_def.node for tensor in node.input}
@@ -191,12 +185,12 @@ class Graph:
         return [values[name] for name in results]
 
     def key(self, inputs: Sequence[str], results: Sequence[str]) -> tuple[Any, ...]:
-        """Return what is equal for graphs that differ in the names of their tensors only."""
+        """Return a key that is equal for graphs that differ only in the names of their tensors."""
         names = {node_of(tensor): f"input_{i}" for i, tensor in enumerate(inputs)}
         names.update({node.name: f"node_{i}" for i, node in enumerate(self.graph_def.node)})
 
         def renamed(tensor: str) -> str:
-            node, index = Output.of(tensor)
+            node, index = TensorName.of(tensor)
             wait = "^" if tensor.startswith("^") else ""
             return f"{wait}{names.get(node, tensor)}:{index}"
 
@@ -237,7 +231,7 @@ def in_topological_order(nodes: dict[str, Any]) -> list[Any]:
 def digest_of_graph(graph_def: Any) -> str:
     """Return a hash of the operations and constants of a graph.
 
-    Names do not enter, because they depend on what the process has traced before.
+    Names are left out, because they depend on what the process has traced before.
     """
     digests = []
     for node in Graph(graph_def).all_nodes:

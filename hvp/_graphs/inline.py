@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvp._graphs.dataflow import CALLS, KEPT_WHOLE, functions_of, kept_whole, output_offset
-from hvp._graphs.graph import Output, in_topological_order, node_of
+from hvp._graphs.graph import TensorName, in_topological_order, node_of
 from hvp._graphs.private import COLOCATED_WITH
 from hvp._graphs.sizes import note_shapes, shapes_of
 
@@ -19,19 +19,10 @@ _serials = itertools.count()
 def inline_calls(graph_def: Any) -> tuple[Any, Callable[[str], str]]:
     """Replace calls by the bodies of the called functions.
 
-    Parameters
-    ----------
-    graph_def : GraphDef
-        The graph of a traced function. Loops, branches and calls of recomputed functions remain.
-
-    Returns
-    -------
-    flat : GraphDef
-        The graph without calls. The nodes of a body are named `call/node`. The control inputs of a
-        call are passed on to all of them, and a control edge from the call becomes one from each of
-        its results.
-    rename : callable
-        From the name of a tensor in `graph_def` to its name in `flat`.
+    Return the flat graph, and a function from the name of a tensor to its name in that graph.
+    Loops, branches and calls of recomputed functions remain. The nodes of a body are named
+    `call/node`. The control inputs of a call are passed on to all of them, and a control edge from
+    the call becomes one from each of its results.
     """
     functions = {f.signature.name: f for f in graph_def.library.function}
     flat = tf.compat.v1.GraphDef(versions=graph_def.versions)
@@ -48,7 +39,7 @@ def inline_calls(graph_def: Any) -> tuple[Any, Callable[[str], str]]:
 def _rename_functions(flat: Any, functions: dict[str, Any], kept: set[str]) -> None:
     """Add the functions of the remaining loops and branches, under new names.
 
-    TensorFlow knows functions of the old names already, and may have changed them since. It does
+    TensorFlow already knows functions of the old names, and may have changed them since. It does
     not change recomputed functions and those that they call, which therefore keep their names.
     """
     serial = next(_serials)
@@ -72,10 +63,10 @@ def _rename_functions(flat: Any, functions: dict[str, Any], kept: set[str]) -> N
 
 
 def _without_calls(function: Any, functions: dict[str, Any]) -> Any:
-    """Return a function with the bodies of those that it calls in place of the calls.
+    """Return a function with the bodies of called functions in place of the calls.
 
-    TensorFlow cannot differentiate an imported loop whose body calls functions: it would leave
-    that to its runtime, which has derivatives of few operations.
+    TensorFlow cannot differentiate an imported loop whose body calls functions: it would leave that
+    to its runtime, which has derivatives of few operations.
     """
     body = type(function)()
     body.CopyFrom(function)
@@ -100,17 +91,11 @@ def register_functions(graph_def: Any) -> None:
 
 
 def _add_in_pairs(nodes: Any, output: str) -> None:
-    """Replace each sum of three or more terms by sums of two.
+    """Replace each sum of three or more terms by sums of two, in place.
 
     `AddN` starts with a term whose memory it can reuse. Which one that is depends on the order in
-    which operations ran, and rounding depends on it, too. Sums of two are reproducible.
-
-    Parameters
-    ----------
-    nodes : repeated NodeDef
-        The nodes of a graph or function, which are changed in place.
-    output : str
-        The suffix that turns the name of a sum into the name of its result.
+    which operations ran, and so does rounding. Sums of two are reproducible. `output` is the suffix
+    that turns the name of a sum into the name of its result.
     """
     for node in list(nodes):
         terms = [name for name in node.input if not name.startswith("^")]
@@ -139,14 +124,8 @@ def _refer(nodes: Any, names: dict[str, str]) -> None:
 class _Inliner:
     """Copies nodes, and the bodies of functions in place of their calls.
 
-    Parameters
-    ----------
-    functions : dict
-        All functions by their names.
-    nodes : repeated NodeDef
-        Where to add nodes: those of a graph, or of a function, where tensors have other names.
-    in_function : bool, optional
-        Which of these.
+    Copies are added to `nodes`, which belong to a function if `in_function` is set: tensors have
+    other names there.
     """
 
     def __init__(self, functions: dict[str, Any], nodes: Any, *, in_function: bool = False) -> None:
@@ -198,12 +177,12 @@ class _Inliner:
             done.input.extend(dict.fromkeys(scope.effects[node.name]))
 
     def _pass_on_shapes(self, call: Any, results: list[str]) -> None:
-        """Note the shapes of a call's results, which a function may know less well."""
+        """Note the shapes of a call's results, which the function may know less well."""
         for tensor, shape in zip(results, shapes_of(call)):
             node = self._added.get(node_of(tensor))
             shapes = [] if node is None else shapes_of(node)
             if shapes:
-                shapes[Output.of(tensor).place] = shape
+                shapes[TensorName.of(tensor).place] = shape
                 note_shapes(node, shapes)
 
 

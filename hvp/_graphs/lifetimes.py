@@ -1,4 +1,4 @@
-"""From when to when the values of a graph are in memory."""
+"""When the values of a graph are in memory."""
 
 from __future__ import annotations
 
@@ -14,30 +14,22 @@ class Lifetimes:
     """Which operation of a graph allocates how much memory, and which ones use it.
 
     A *buffer* is the memory of a tensor and of all views of it, named after the tensor. Inputs of
-    the graph are in memory in any case, and have no buffer here.
-
-    Parameters
-    ----------
-    nodes : iterable of NodeDef
-        The operations.
-    sizes : Sizes
-        The sizes of their results.
-    results : iterable of str
-        Names of the tensors that stay in memory once they are computed.
+    the graph are in memory in any case, and have no buffer here. The `results` stay in memory once
+    they are computed.
 
     Attributes
     ----------
-    names : list of str
-        The operations, as they were given.
-    producers, consumers : dict of str to set of str
-        For each operation, the operations that run before it, and those that run after it.
-    buffers : dict of str to set of str
+    names
+        The operations, in the given order.
+    producers, consumers
+        For each operation, those that run before it, and those that run after it.
+    buffers
         For each operation, the buffers that it reads.
-    users : dict of str to set of str
+    users
         For each buffer, the operations that read it.
-    allocated : dict of str to int
+    allocated
         For each operation, the bytes of its results, zero for views.
-    kept : set of str
+    kept
         The buffers of results.
     """
 
@@ -68,7 +60,7 @@ class Lifetimes:
         return size_of(buffer, self._sizes)
 
     def peak(self, order: Sequence[str]) -> int:
-        """Return the most bytes in memory at once if operations run in an order."""
+        """Return the peak of memory in use, in bytes, if operations run in an order."""
         uses = Counter({buffer: len(users) for buffer, users in self.users.items()})
         now = peak = 0
         for name in order:
@@ -89,7 +81,7 @@ def buffers_of(node: Any, by_name: dict[str, Any]) -> set[str]:
 
 
 def root_of(tensor: str, by_name: dict[str, Any]) -> str:
-    """Return the tensor that a view shares its memory with."""
+    """Return the tensor whose memory a view shares."""
     while (node := by_name.get(node_of(tensor))) is not None and node.op in VIEWS:
         tensor = data_inputs(node)[0]
     return with_index(tensor)

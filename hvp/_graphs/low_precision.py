@@ -1,4 +1,4 @@
-"""Matrix products and convolutions in low precision, inside a graph that is otherwise as it was.
+"""Matrix products and convolutions in low precision, in a graph that otherwise stays the same.
 
 Each large matrix product takes its factors rounded to a type of 16 bits, and returns its result in
 the type of the graph::
@@ -66,8 +66,8 @@ def in_low_precision(
 ) -> Lowered:
     """Compute the large matrix products and convolutions of a graph in low precision.
 
-    Functions that the graph calls stay as they are, and results keep their types. Of `inputs`,
-    given by their names and types, those that are large and of a wider type are rounded.
+    Functions that the graph calls stay as they are, and results keep their types. `inputs` that are
+    large and of a wider type are rounded.
     """
     sizes, part = dict(graph.sizes), graph.graph_def
     rounded = {
@@ -83,9 +83,9 @@ def in_low_precision(
 
 @contextlib.contextmanager
 def recomputed_in(dtype: tf.DType | None) -> Iterator[None]:
-    """Let recomputed functions that are traced in this context multiply in low precision.
+    """Let recomputed functions traced in this context multiply vectors in low precision.
 
-    This is about their products with vectors, not about their results and gradients.
+    Their results and gradients are computed as before.
     """
     token = _recomputed_in.set(dtype)
     try:
@@ -101,9 +101,9 @@ def dtype_of_recomputed() -> tf.DType | None:
 
 @functools.cache
 def is_fast(dtype: tf.DType) -> bool:
-    """Whether the device multiplies matrices faster in low precision than in float32.
+    """Measure whether the device multiplies matrices faster in low precision than in float32.
 
-    This is measured, in about a tenth of a second.
+    This takes about a tenth of a second.
     """
     ones = tf.ones([_ORDER, _ORDER])
     best = {tf.float32: math.inf, dtype: math.inf}
@@ -121,16 +121,10 @@ def is_fast(dtype: tf.DType) -> bool:
 
 
 class _Lowering:
-    """Rewrites the nodes of a graph.
+    """Rewrites the nodes of a graph with products of type `dtype`.
 
-    Parameters
-    ----------
-    dtype : tf.DType
-        The type of low precision.
-    sizes : Sizes
-        The sizes of all results. Those of new operations are added.
-    rounded : mapping of str to tf.DType
-        Inputs that are given in low precision, and the types that operations expect.
+    The sizes of new operations are added to `sizes`. `rounded` are the inputs given in low
+    precision, with the types that operations expect.
     """
 
     def __init__(self, dtype: tf.DType, sizes: Sizes, rounded: Mapping[str, tf.DType]) -> None:
@@ -168,7 +162,7 @@ class _Lowering:
         self._nodes.append(_cast_node(name, node.name, self._dtype, wide))
 
     def _rounded_factor(self, tensor: str, wide: tf.DType, waits: Sequence[str]) -> str:
-        """Return the name of a tensor in low precision, to be computed from what is in it."""
+        """Return the name of a tensor in low precision, adding what computes it."""
         name, key = node_of(tensor), with_index(tensor)
         if key in self._rounded:
             return tensor
@@ -238,7 +232,7 @@ def _factors(node: Any) -> Sequence[int]:
 
 
 def _is_worthwhile(node: Any, sizes: Sizes) -> bool:
-    """Whether a product has many multiplications for each entry that it reads or writes.
+    """Return whether a product has many multiplications for each entry that it reads or writes.
 
     An `m x k` times a `k x n` matrix takes `m k n` multiplications: the square root of the product
     of the numbers of entries of the three matrices.

@@ -1,13 +1,13 @@
 """Products of matrices, written so that TensorFlow applies them well to many vectors at once.
 
-In a product with a vector, one operand of each ``MatMul`` depends on the vector and the other does
+In a product with a vector, one operand of each `MatMul` depends on the vector and the other does
 not. For `k` vectors, `tf.vectorized_map` writes it as a product of two large matrices, for which it
-transposes arrays of `k` matrices and adds up to thirty small operations that find out shapes. There
-are two better ways, of one operation each:
+transposes arrays of `k` matrices and adds up to thirty small operations to find shapes. There are
+two better ways, of one operation each:
 
 - If the common index is the last one of the operand that depends on the vector, the `k` matrices of
-  that operand are one large matrix as they stand. ``Einsum`` sees that: ``zab,bc->zac``.
-- Otherwise ``BatchMatMulV2`` multiplies `k` times, and nothing is transposed.
+  that operand are one large matrix as they stand. `Einsum` sees that: `zab,bc->zac`.
+- Otherwise `BatchMatMulV2` multiplies `k` times, and nothing is transposed.
 """
 
 from __future__ import annotations

@@ -13,22 +13,11 @@ _GIVEN = frozenset(["Const", "Placeholder", "ReadVariableOp"])
 
 
 def lengths_averaged(flow: Dataflow, graph: tf.Graph, value: Vertex) -> tuple[int | None, ...]:
-    """Return over how many rows the means are taken that a scalar is computed from.
+    """Return the numbers of rows of the means that a scalar is computed from.
 
-    Parameters
-    ----------
-    flow : Dataflow
-        The graph.
-    graph : tf.Graph
-        The same graph, which knows the shapes.
-    value : Vertex
-        The operation that computes the scalar.
-
-    Returns
-    -------
-    tuple of (int or None)
-        The length of the first axis of the input of each mean, None if it is not known. The tuple
-        is empty if the scalar is computed from anything else, such as a sum.
+    They are the lengths of the first axes of the means' inputs, None where unknown. The tuple is
+    empty if the scalar is computed from anything else, such as a sum. `value` is the operation that
+    computes the scalar in `flow`, and `graph` is the same graph, which knows the shapes.
     """
     lengths: list[int | None] = []
     seen, pending = {value}, [value]

@@ -2,7 +2,7 @@
 
 Derivatives of derivatives repeat much of what was there already: a third of all operations, most of
 them constants and shapes. TensorFlow merges them too, but only when the function that they end up
-in is called for the first time. What is merged here need not be analysed, imported and optimized.
+in is first called. What is merged here need not be analysed, imported and optimized.
 """
 
 from __future__ import annotations
@@ -21,14 +21,9 @@ _LARGE = 2**16
 
 
 def merge_equal_operations(graph_def: Any, kept: Collection[str]) -> None:
-    """Merge operations of the same kind, with the same attributes and inputs, in place.
+    """Merge operations of the same type, with the same attributes and inputs, in place.
 
-    Parameters
-    ----------
-    graph_def : GraphDef
-        A graph without calls. Its inputs may be missing in it.
-    kept : collection of str
-        Names of operations that must remain.
+    The graph has no calls, and its inputs may be missing in it. Operations named in `kept` remain.
     """
     nodes = {node.name: node for node in graph_def.node}
     functions = {f.signature.name: f for f in graph_def.library.function}
@@ -55,7 +50,7 @@ def merge_equal_operations(graph_def: Any, kept: Collection[str]) -> None:
 
 
 def _key(node: Any) -> Any:
-    """Return what is equal for operations that compute the same."""
+    """Return a key that is equal for operations that compute the same."""
     attributes = sorted(
         (name, value.SerializeToString(deterministic=True))
         for name, value in node.attr.items()

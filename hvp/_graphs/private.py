@@ -62,30 +62,20 @@ __all__ = [
 
 
 def is_for_xla() -> bool:
-    """Whether the graph being traced will be compiled by XLA."""
+    """Return whether XLA will compile the graph being traced."""
     return bool(GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()))
 
 
 def is_of_tape(name: str) -> bool:
-    """Whether a tape made an operation for a derivative, as its name tells; nothing public does."""
+    """Return whether a tape made an operation for a derivative, as only its name tells."""
     return TAPE_PREFIX in name
 
 
 def copies_of(handle: tf.Tensor) -> list[tf.Variable]:
-    """Return all copies of the variable with a handle that a strategy keeps, one for each replica.
+    """Return all copies of a variable that a strategy keeps, in the order of the replicas.
 
-    What a graph captures is the handle of one copy; only a private attribute of it leads to the
-    variable as a whole.
-
-    Parameters
-    ----------
-    handle : tf.Tensor
-        The handle of one copy.
-
-    Returns
-    -------
-    list of tf.Variable
-        The copies, in the order of the replicas; empty if no strategy made the variable.
+    What a graph captures is the `handle` of one copy; only a private attribute of it leads to the
+    variable as a whole. The list is empty if no strategy made the variable.
     """
     container = getattr(handle, "_distributed_container", None)
     whole = None if container is None else container()
@@ -104,20 +94,10 @@ def call_flat(
     """Call a concrete function on eager tensors of the right types and shapes.
 
     The public `__call__` binds arguments by name and checks each of them, which takes about as long
-    as a small product. There is no public way either to run a function on another device with
-    the variables of that device in place of those that it was traced with.
-
-    Parameters
-    ----------
-    concrete : ConcreteFunction
-        The function.
-    tensors : sequence of tf.Tensor
-        Its arguments.
-    captured : sequence of tf.Tensor
-        What it reads in the place of the tensors that it captured; or these themselves.
-    light_optimization : bool
-        Whether to leave out, before the first call, the optimizations of the graph that take long
-        and gain nothing for a graph without functions on a CPU.
+    as a small product. Nor is there a public way to run a function on another device with the
+    variables of that device, passed as `captured` in place of the tensors that it captured.
+    `light_optimization` leaves out, before the first call, the optimizations of the graph that take
+    long and gain nothing for a graph without functions on a CPU.
     """
     if not light_optimization:
         return concrete._call_flat(list(tensors), list(captured))
@@ -132,7 +112,7 @@ def call_flat(
 
 @functools.lru_cache
 def _brief(config: bytes, executor: Any) -> Any:
-    """Return options for a call, with brief optimization, and otherwise as in a configuration."""
+    """Return options for a call, as in a configuration but with light optimization."""
     proto = tf.compat.v1.ConfigProto.FromString(config)
     options = proto.graph_options.rewrite_options
     # All graphs are optimized twice otherwise.
@@ -149,14 +129,11 @@ def send_operations_one_by_one() -> Callable[[], None]:
 
     TensorFlow sends operations in a stream by default. After the worker has died, it opens another
     stream and waits for the worker to come back, without end and without an error; and whatever
-    waits for all operations waits with it, such as `model.fit` of Keras. Calls end with an error.
-    They take the same time.
+    waits for all operations waits with it, such as Keras's `model.fit`. Single calls take the same
+    time, but end with an error.
 
-    Returns
-    -------
-    callable
-        Takes nothing, and makes TensorFlow forget errors of this thread, which it would raise again
-        in later operations. The thread has to keep it.
+    Return a function that makes TensorFlow forget errors of this thread, which it would raise again
+    in later operations. The thread has to keep it.
     """
     calls = executor.new_executor(enable_async=False, enable_streaming_enqueue=False)
     # What `context.executor_scope` puts back at its end would wait for all other threads.
@@ -206,15 +183,10 @@ def addresses_of_workers() -> dict[tuple[str, int], str]:
 # The public `tf.config.experimental_connect_to_cluster` does this too if it gets the very cluster
 # that it got before, which only the caller has. With any other TensorFlow forgets all tensors.
 def change_cluster(addresses: Mapping[tuple[str, int], str | None]) -> None:
-    """Connect to workers, or leave them. Tensors on all others stay what they are.
+    """Connect to workers, or leave those whose address is None; tensors on all others stay valid.
 
-    This waits, and keeps all of Python waiting, for every worker that is to stay or to leave. One
-    whose process has ended is no such worker, if it leaves.
-
-    Parameters
-    ----------
-    addresses : dict of (str, int) to (str or None)
-        Network addresses by the job and number of the task; None for a worker to leave.
+    This waits, and keeps all of Python waiting, for every worker that is to stay or to leave,
+    except for a leaving worker whose process has ended.
     """
     now = context.context()
     server_def = type(now.get_server_def())()

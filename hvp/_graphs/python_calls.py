@@ -17,19 +17,8 @@ def call_python(
 ) -> list[tf.Tensor]:
     """Call a Python function of eager tensors when the graph being traced runs.
 
-    Parameters
-    ----------
-    function : callable
-        Takes and returns eager tensors. It may call compiled functions.
-    tensors : sequence of tf.Tensor
-        Its arguments.
-    specs : sequence of tf.TensorSpec
-        Types and shapes of its results.
-
-    Raises
-    ------
-    HvpError
-        If TensorFlow would hang, see `can_wait_for_python`.
+    `function` may call compiled functions. `specs` are the types and shapes of its results.
+    HvpError is raised where TensorFlow would hang, see `can_wait_for_python`.
     """
     check_can_wait_for_python("the product")
 
@@ -52,7 +41,7 @@ _raised: list[HvpError] = []
 
 
 def error_of_python(error: tf.errors.OpError) -> HvpError | None:
-    """Return the error of this package that TensorFlow tells of as one of its own, if it does."""
+    """Return the error of this package that a TensorFlow error reports, if there is one."""
     return _raised.pop() if _raised and str(_raised[0]) in error.message else None
 
 
@@ -69,7 +58,7 @@ def check_can_wait_for_python(doing: str) -> None:
 
 
 def can_wait_for_python() -> bool:
-    """Whether a graph may call Python that calls a compiled function.
+    """Return whether a graph may call Python that calls a compiled function.
 
     A thread that runs operations of graphs waits until Python returns. Meanwhile another thread of
     the same pool has to run the function that Python called. By default, the pool has as many

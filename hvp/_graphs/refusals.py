@@ -1,4 +1,4 @@
-"""Conditions on values: an error of this package that a graph raises when it runs."""
+"""Conditions on values: errors of this package that a graph raises when it runs."""
 
 from __future__ import annotations
 
@@ -13,12 +13,7 @@ _errors: dict[str, HvpError] = {}
 def refuse_unless(condition: tf.Tensor, error: HvpError) -> None:
     """Raise an error unless a condition holds, now or whenever the graph being traced runs.
 
-    Parameters
-    ----------
-    condition : tf.Tensor
-        A boolean scalar.
-    error : HvpError
-        The error, whose text must not depend on values.
+    The text of the error must not depend on values.
     """
     if tf.executing_eagerly():
         if not condition:
@@ -29,7 +24,7 @@ def refuse_unless(condition: tf.Tensor, error: HvpError) -> None:
 
 
 def refusal_of(error: tf.errors.OpError) -> HvpError | None:
-    """Return the error that `refuse_unless` was given, if TensorFlow tells of one."""
+    """Return the error passed to `refuse_unless` that a TensorFlow error reports, if any."""
     message = error.message.replace("\\'", "'").replace('\\"', '"')  # TensorFlow escapes quotes
     for text, refusal in _errors.items():
         if text in message:

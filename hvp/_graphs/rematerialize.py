@@ -20,16 +20,9 @@ _WORTH_IT = 4
 class _Wait:
     """A value that waits in memory although it could be computed when it is used.
 
-    Attributes
-    ----------
-    name : str
-        The operation that computes it.
-    since, until : int
-        Places in the order: where it is computed or was last used, and where it is used next.
-    consumers : list of str
-        The operations that use it, from `until` on.
-    missing : frozenset of str
-        Its inputs that are no longer in memory at `until`.
+    `name` is the operation that computes it. It waits from the place `since` in the order, where it
+    is computed or was last used, to the place `until`, where it is used next. `consumers` are the
+    operations that use it from there on, and `missing` are its inputs that are no longer in memory.
     """
 
     name: str
@@ -42,18 +35,9 @@ class _Wait:
 class Rematerialization:
     """Computes values late, or a second time, instead of keeping them in memory.
 
-    Parameters
-    ----------
-    part : GraphDef
-        The graph, which is changed in place.
-    order : list of str
-        The order of its operations.
-    sizes : Sizes
-        The sizes of their results. Those of copies are added.
-    results : set of str
-        Names of the graph's results.
-    twice : frozenset of str
-        Types of the entrywise operations that may be computed a second time.
+    The graph `part` is changed in place, and the sizes of copies are added to `sizes`. `order` is
+    the order of the operations, and `results` are names of tensors. `twice` are the types of
+    entrywise operations that may be computed a second time.
     """
 
     def __init__(
@@ -110,7 +94,7 @@ class Rematerialization:
         return self._with_late_views(list(steps))
 
     def _with_late_views(self, order: list[str]) -> list[str]:
-        """ExecutionTarget views right before their first use, after what has moved.
+        """Put views right before their first use, after moved operations have been placed.
 
         What waits for a view uses it, too.
         """
@@ -148,7 +132,7 @@ class Rematerialization:
             since = until
 
     def _compute_late(self, wait: _Wait) -> None:
-        """Move an operation to the end of a wait, or add a copy of it there if it was used."""
+        """Move an operation to the end of a wait, or add a copy there if its value was used."""
         node, buffer = self._by_name[wait.name], f"{wait.name}:0"
         needs = buffers_of(node, self._by_name)
         if wait.since == self._place[wait.name]:
@@ -169,7 +153,7 @@ class Rematerialization:
             self._uses[need].add(wait.until)
 
     def _add_copy(self, node: Any, suffix: str) -> str:
-        """Add a copy of an operation, and of the views that are its own; return its name."""
+        """Add a copy of an operation, and of the views that only it uses; return its name."""
         copy = self._part.node.add()
         copy.CopyFrom(node)
         copy.name = f"{node.name}/{suffix}"
@@ -181,7 +165,7 @@ class Rematerialization:
         return str(copy.name)
 
     def _replace_inputs(self, node: Any, earlier: set[str], later: str) -> None:
-        """Let an operation, and the views that are its own, read another copy of a value."""
+        """Let an operation, and the views that only it uses, read another copy of a value."""
         for i, tensor in enumerate(data_inputs(node)):
             if with_index(tensor) in earlier:
                 node.input[i] = later
@@ -198,14 +182,8 @@ class Rematerialization:
 def add_own_views(part: Any, sizes: Sizes) -> None:
     """Copy views of cheap values, in place, so that each view has one user.
 
-    An operation can then read another copy of the value without regard to others.
-
-    Parameters
-    ----------
-    part : GraphDef
-        The graph.
-    sizes : Sizes
-        The sizes of its results. Those of copies are added.
+    An operation can then read another copy of the value without regard to others. The sizes of
+    copies are added to `sizes`.
     """
     by_name = {node.name: node for node in part.node}
     users = Counter(with_index(tensor) for node in part.node for tensor in set(data_inputs(node)))

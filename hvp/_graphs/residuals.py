@@ -1,12 +1,12 @@
 """Which values to keep of what runs once, and which to compute again for each product.
 
-A product needs values that do not depend on the vector. It gets them from others, the *residuals*,
-which are kept in memory, by operations that run again. What to keep is a minimum cut through the
-graph: between the operations that must not run again, such as matrix products, and those that
-depend on the vector, it is the set of values that has the fewest bytes.
+A product needs values that do not depend on the vector. It computes them again from others, the
+*residuals*, which are kept in memory. What to keep is a minimum cut through the graph: between the
+operations that must not run again, such as matrix products, and those that depend on the vector, it
+is the set of values that has the fewest bytes.
 
 Chen, Xu, Zhang, Guestrin: Training Deep Nets with Sublinear Memory Cost (2016), arXiv:1604.06174,
-remake cheap values in this way; that the best choice is a minimum cut is the idea of the
+recompute cheap values in this way; that the best choice is a minimum cut is the idea of the
 partitioner of PyTorch's AOTAutograd.
 """
 
@@ -42,21 +42,8 @@ def choose_residuals(
 ) -> tuple[set[str], list[str]]:
     """Choose what to keep so that some tensors can be computed.
 
-    Parameters
-    ----------
-    nodes : mapping of str to NodeDef
-        The operations that do not depend on the vector, by name.
-    wanted : iterable of str
-        The tensors that operations which depend on the vector use.
-    sizes : Sizes
-        The sizes of the results of all operations.
-
-    Returns
-    -------
-    again : set of str
-        Operations to run again.
-    residuals : list of str
-        The tensors to keep.
+    `nodes` are the operations that do not depend on the vector, and `wanted` the tensors that the
+    others use. Return the operations to run again, and the tensors to keep.
     """
     wanted = {with_index(tensor) for tensor in wanted}
     again, residuals = _remade(nodes, wanted, lambda t: nodes[node_of(t)].op not in _FREE)
@@ -70,7 +57,7 @@ def choose_residuals(
 def _remade(
     nodes: Mapping[str, Any], wanted: Iterable[str], is_kept: Callable[[str], bool]
 ) -> tuple[set[str], list[str]]:
-    """Return what computes the wanted tensors from those that are kept, and which these are."""
+    """Return the operations that compute `wanted` from kept tensors, and these tensors."""
     again: set[str] = set()
     residuals: set[str] = set()
     queue = list(wanted)
@@ -88,19 +75,10 @@ def _remade(
 class _Network:
     """A flow network, in which a cut is a choice of tensors to keep.
 
-    A tensor is an edge, of the capacity of its bytes: to keep the tensor is to cut the edge. Each
-    tensor leads to the tensors that are computed from it, and the wanted ones to the sink. The
+    A tensor is an edge, whose capacity is its size in bytes: to keep the tensor is to cut the edge.
+    Each tensor leads to the tensors that are computed from it, and the wanted ones to the sink. The
     source leads to what must not run again. It also leads to what may, by an edge of the cost of
     running it.
-
-    Parameters
-    ----------
-    nodes : mapping of str to NodeDef
-        The operations.
-    wanted : set of str
-        The tensors to be computed.
-    sizes : Sizes
-        The sizes of all results.
     """
 
     _SOURCE, _SINK = 0, 1
@@ -111,7 +89,7 @@ class _Network:
         self._tensors: dict[str, int] = {}
 
     def cut(self) -> set[str]:
-        """Return the tensors of a minimum cut, as near to the wanted ones as there is one."""
+        """Return the tensors of the minimum cut that is nearest to the wanted tensors."""
         tails, heads, capacities = self._edges()
         tensors = self._tensors
         count = 2 + 2 * len(tensors)
@@ -130,7 +108,7 @@ class _Network:
         }
 
     def _edges(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the edges' ends and capacities, and number the tensors."""
+        """Return the tails, heads and capacities of the edges, and number the tensors."""
         queue: list[str] = []
         edges: list[tuple[int, int, float]] = []
 

@@ -2,9 +2,9 @@
 
 TensorFlow runs every operation as soon as its inputs are available. In a derivative, many values
 are then computed long before they are used: a term of a sum, for example, or a cotangent. They wait
-in memory and multiply its use by two or three. `in_order` therefore lets operations wait for each
-other. It also computes cheap values late, or a second time, so that they need not wait in memory
-between their uses.
+in memory, and double or triple its use. `in_order` therefore lets operations wait for each other.
+It also computes cheap values late, or a second time, so that they need not wait in memory between
+their uses.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ROUNDS = 4
 
 
 def in_order_if_large(graph: Graph, results: Sequence[str]) -> Graph:
-    """Apply `in_order` to a graph that can take much memory; return any other as it is."""
+    """Apply `in_order` to a graph that can take much memory; return any other unchanged."""
     nodes = graph.graph_def.node
     total = sum(sum(graph.sizes[node.name]) for node in nodes if node.op not in VIEWS)
     return graph if are_few(total) else in_order(graph, results, strict=False)
@@ -36,28 +36,15 @@ def in_order_if_large(graph: Graph, results: Sequence[str]) -> Graph:
 def in_order(graph: Graph, results: Sequence[str], *, strict: bool = True) -> Graph:
     """Compute large values one after another, in an order that needs little memory.
 
-    Parameters
-    ----------
-    graph : Graph
-        A graph with the sizes of its results. Its inputs stay in memory.
-    results : sequence of str
-        Its results, which stay in memory too.
-    strict : bool, optional
-        Whether memory is worth any time. Otherwise a few operations can run at the same time, and
-        what takes long is not computed twice.
+    Return the same operations with control edges between them; some occur more than once. Inputs
+    and results stay in memory. With `strict`, memory is worth any time; otherwise a few operations
+    can run at the same time, and what takes long is not computed twice.
 
-    Returns
-    -------
-    Graph
-        The same operations with control edges between them; some operations occur more than once.
-
-    Notes
-    -----
     The order is first greedy: among the operations that are ready, the next is the one that
     increases the memory in use the least. An operation increases it by the size of its results,
     minus the size of the inputs that it is the last to use. An operation whose inputs are there
-    from the beginning is ready long before its result is of use. Operations are therefore moved to
-    right before their first use where that shortens the time that values wait, in all.
+    from the beginning is ready long before its result is used. Operations are therefore moved to
+    right before their first use where that shortens the total time that values wait.
     """
     ordered = graph.copy().graph_def
     sizes = {node.name: graph.sizes[node.name] for node in ordered.node}
@@ -81,7 +68,7 @@ def in_order(graph: Graph, results: Sequence[str], *, strict: bool = True) -> Gr
 
 
 def _let_wait(part: Any, order: Sequence[str], strict: bool) -> None:
-    """Let operations run one after another, or nearly so."""
+    """Let operations run one after another, or nearly so if not `strict`."""
     by_name = {node.name: node for node in part.node}
     if strict:
         for before, name in zip(order, order[1:]):
@@ -132,10 +119,10 @@ def _greedy(lives: Lifetimes) -> list[str]:
 
 
 def _late(lives: Lifetimes, order: list[str]) -> list[str]:
-    """Move operations to right before their first use where values wait less then, in all.
+    """Move operations to right before their first use where values then wait less in total.
 
-    What is saved are the bytes of an operation's results, times the places by which it moves. What
-    is lost are those of the inputs that have to wait for it instead.
+    A move saves the bytes of the operation's results, times the number of places moved. It costs
+    those of the inputs that have to wait for it instead.
     """
     place = {name: i for i, name in enumerate(order)}
     moved: dict[int, list[str]] = defaultdict(list)

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvp._graphs.dataflow import kept_whole, output_dtypes
-from hvp._graphs.graph import Output, Sizes, data_inputs
+from hvp._graphs.graph import Sizes, TensorName, data_inputs
 from hvp._graphs.private import SHAPES
 
 # Values of fewer bytes are small: they take little memory, and many of them can be computed at the
@@ -46,7 +46,7 @@ _UNKNOWN_SIZE = 32
 
 
 def nbytes(tensor: Any) -> int:
-    """Return the bytes of a tensor. Axes of unknown size count as small."""
+    """Return the bytes of a tensor; axes of unknown size count as small."""
     shape, dtype = tf.TensorShape(tensor.shape), tf.as_dtype(tensor.dtype)
     if shape.rank is None or not dtype.size:
         return 0
@@ -57,10 +57,10 @@ def nbytes(tensor: Any) -> int:
 
 
 def graph_def_with_shapes(graph: tf.Graph) -> Any:
-    """Return the GraphDef of a graph, in which the shapes of results are noted.
+    """Return the GraphDef of a graph, with the shapes of results.
 
-    Not in functions that keep their names: TensorFlow knows them already, and refuses another
-    definition.
+    Functions that keep their names get no shapes: TensorFlow already knows these functions, and
+    refuses another definition.
     """
     graph_def = graph.as_graph_def(add_shapes=True)
     kept = kept_whole(graph_def)
@@ -73,23 +73,14 @@ def graph_def_with_shapes(graph: tf.Graph) -> Any:
 
 
 def take_sizes(graph_def: Any, inputs: Mapping[str, tf.TensorSpec] | None = None) -> Sizes:
-    """Return the sizes of all results, and remove the shapes that TensorFlow noted in the graph.
+    """Return the sizes of all results, and remove from the graph the shapes that TensorFlow noted.
 
-    Parameters
-    ----------
-    graph_def : GraphDef
-        What `graph_def_with_shapes` returned, changed as you like. It is changed in place.
-    inputs : mapping of str to tf.TensorSpec, optional
-        The tensors that the graph uses, and that none of its operations computes.
-
-    Returns
-    -------
-    Sizes
-        A result without a known shape counts as large as the largest input of its operation.
+    `inputs` are tensors that the graph uses and that none of its operations computes. A result
+    without a known shape counts as large as the largest input of its operation.
     """
     sizes: Sizes = {}
     for name, spec in (inputs or {}).items():
-        node, index = Output.of(name)
+        node, index = TensorName.of(name)
         known = sizes.setdefault(node, [])
         known += [0] * (index + 1 - len(known))
         known[index] = nbytes(spec)
@@ -109,30 +100,30 @@ def take_sizes(graph_def: Any, inputs: Mapping[str, tf.TensorSpec] | None = None
 
 
 def is_small(nbytes: int) -> bool:
-    """Whether a value of this many bytes is not worth any effort."""
+    """Return whether a value of this many bytes is not worth any effort."""
     return nbytes < _SMALL
 
 
 def are_few(nbytes: int) -> bool:
-    """Whether values that take this many bytes together are not worth any time."""
+    """Return whether values that take this many bytes together are not worth any time."""
     return nbytes < _FEW
 
 
 def size_of(tensor: str, sizes: Sizes) -> int:
-    """Return the bytes of a tensor; zero if it is not known."""
-    node, index = Output.of(tensor)
+    """Return the bytes of a tensor; zero if unknown."""
+    node, index = TensorName.of(tensor)
     known = sizes.get(node, ())
     return known[index] if index < len(known) else 0
 
 
 def shapes_of(node: Any) -> list[Any]:
-    """Return the shapes that TensorFlow noted for the results of a node; none if it did not."""
+    """Return the shapes that TensorFlow noted for the results of a node, if it did."""
     return list(node.attr[SHAPES].list.shape) if SHAPES in node.attr else []
 
 
 def shape_of(tensor: str, nodes: Mapping[str, Any]) -> tf.TensorShape:
     """Return the shape that TensorFlow noted for a tensor, which may be unknown."""
-    name, place = Output.of(tensor)
+    name, place = TensorName.of(tensor)
     shapes = shapes_of(nodes[name]) if name in nodes else []
     return tf.TensorShape(shapes[place] if place < len(shapes) else None)
 
@@ -145,7 +136,7 @@ def note_shapes(node: Any, shapes: Sequence[Any]) -> None:
 
 
 def _is_known(shapes: Any) -> bool:
-    """Whether shapes are known but for one axis each, such as that of the examples."""
+    """Return whether shapes are known but for one axis each, such as that of the examples."""
     return bool(shapes) and not any(
         shape.unknown_rank or sum(dim.size < 0 for dim in shape.dim) > 1 for shape in shapes
     )

@@ -14,23 +14,11 @@ from hvp._graphs.private import TAPE_PREFIX
 
 
 def source_line(graph: tf.Graph, operation_name: str) -> str:
-    """Return the file and line of the code that made an operation.
+    """Return the file and line of the code that made an operation, such as "model.py, line 12".
 
-    For a gradient, this is the line of the operation that it is the gradient of.
-
-    Parameters
-    ----------
-    graph : tf.Graph
-        The traced graph.
-    operation_name : str
-        Name of an operation of the outermost graph. For an operation inside a function, pass the
-        operation that calls the function.
-
-    Returns
-    -------
-    str
-        The file and line, such as ``"model.py, line 12"``. Empty if the operation was not made by
-        code outside of TensorFlow, Keras and this package.
+    For a gradient, this is the line of the operation that it is the gradient of. The operation is
+    one of the outermost graph: for an operation inside a function, pass the operation that calls
+    the function. The result is empty if TensorFlow, Keras or this package made the operation.
     """
     try:
         operation = graph.get_operation_by_name(operation_name)
@@ -51,7 +39,7 @@ def source_line(graph: tf.Graph, operation_name: str) -> str:
 
 
 def _differentiated(graph: tf.Graph, gradient: tf.Operation) -> tf.Operation | None:
-    """Find the operation that another operation is the gradient of.
+    """Find the operation that a gradient is the gradient of.
 
     The name of a gradient contains the scope of this operation, but not its name. The type of a
     gradient begins with the type of this operation, and the two mostly have an input in common.

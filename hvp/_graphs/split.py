@@ -17,16 +17,10 @@ from hvp._graphs.residuals import choose_residuals
 
 @dataclass(frozen=True)
 class Split:
-    """The two parts of a graph, and the tensors that pass between them.
+    """The part of a graph that runs once, and the part that runs for each product.
 
-    Attributes
-    ----------
-    once, product : Graph
-        The part that runs once, and the part that runs for each product.
-    residuals : list of str
-        Names of the tensors that pass from the first to the second.
-    dependent : set of str
-        Names of the nodes that depend on the vector.
+    `residuals` are the tensors that pass from the first to the second, and `dependent` are the
+    nodes that depend on the vector.
     """
 
     once: Graph
@@ -42,27 +36,11 @@ class UnsplittableError(Exception):
 def split(
     graph: Graph, vectors: Sequence[str], results: Sequence[str], once_results: Sequence[str]
 ) -> Split:
-    """Split a graph without calls.
+    """Split a graph without calls, with the sizes of all results.
 
-    Parameters
-    ----------
-    graph : Graph
-        What `inline_calls` returned, with the sizes of all results.
-    vectors : sequence of str
-        Names of the placeholders for the parts of the vector.
-    results : sequence of str
-        Names of the tensors that make up the product.
-    once_results : sequence of str
-        Names of the tensors that the first part returns besides residuals.
-
-    Returns
-    -------
-    Split
-
-    Raises
-    ------
-    UnsplittableError
-        If a stateful operation depends on the vector.
+    `vectors` are the placeholders for the parts of the vector, and `results` the tensors that make
+    up the product. The first part returns `once_results` besides the residuals. A stateful
+    operation that depends on the vector raises UnsplittableError.
     """
     nodes, functions, vector_nodes = graph.nodes, graph.functions, {*map(node_of, vectors)}
     dependent = graph.descendants(vector_nodes)
@@ -94,7 +72,7 @@ def split(
 
 
 def has_effects(node: Any, functions: Mapping[str, Any]) -> bool:
-    """Whether a node is stateful, and not merely a read of a variable."""
+    """Return whether a node is stateful, and does not merely read a variable."""
     return is_stateful(node, functions) and not node.op.startswith(
         ("ReadVariable", "ResourceGather")
     )

@@ -1,4 +1,4 @@
-"""Where compiled functions run, and what stands there for the tensors that they captured."""
+"""Where compiled functions run, and what they read there instead of captured tensors."""
 
 from __future__ import annotations
 
@@ -16,17 +16,10 @@ from hvp._vectors.tensor_cell import TensorCell
 class ExecutionTarget:
     """Where a function runs; this one leaves it to TensorFlow.
 
-    Attributes
-    ----------
-    name : str
-        What to call it.
-    runs_xla : bool
-        Whether TensorFlow can call functions there that XLA compiles. Where it cannot, they can
-        still be called from within other functions.
-    is_remote : bool
-        Whether it belongs to another process, so that an operation takes as long as a hundred here.
-    is_there : bool
-        Whether it still has what was moved there.
+    Where `runs_xla` is False, TensorFlow cannot call functions that XLA compiles, except from
+    within other functions. A place that `is_remote` belongs to another process, so that an
+    operation takes as long as a hundred here. `is_there` tells whether the place still has what was
+    moved there.
     """
 
     name = "this process"
@@ -47,19 +40,19 @@ class ExecutionTarget:
         return resource
 
     def put(self, slot: TensorCell, tensor: tf.Tensor) -> None:
-        """Let functions read a tensor there from a slot."""
+        """Put a tensor in a slot from which functions read it there."""
         slot.assign(tensor)
 
     def sync(self, values: Sequence[tuple[Resource, tf.Tensor]]) -> None:
-        """Give what stands there for variables these values."""
+        """Assign values to what stands there for variables."""
 
     def take(self, tensor: tf.Tensor, *, uses: int = 2) -> tf.Tensor:
-        """Move a tensor there, where so many operations use it."""
+        """Move a tensor there, where `uses` operations use it."""
         del uses
         return tensor
 
     def give(self, tensor: tf.Tensor, home: str) -> tf.Tensor:
-        """Move a tensor from there to the device with a name."""
+        """Move a tensor from there to the device named `home`."""
         del home
         return tensor
 

@@ -1,6 +1,6 @@
 """The size of variants: lists of tensors and optional values, which loops and branches pass on.
 
-A variant does not reveal the type of its content. Types are tried until one fits.
+A variant does not reveal the type of its content, so types are tried until one fits.
 """
 
 from __future__ import annotations
@@ -18,15 +18,7 @@ _DTYPES = (
 def variant_nbytes(variant: tf.Tensor) -> int | None:
     """Return the bytes of a list, assuming elements of equal size, or of an optional value.
 
-    Parameters
-    ----------
-    variant : tf.Tensor
-        A scalar of dtype variant.
-
-    Returns
-    -------
-    int or None
-        None if the variant is, or contains, anything else.
+    Return None if the variant is, or contains, anything else.
     """
 
     def element(dtype: tf.DType) -> tf.Tensor:

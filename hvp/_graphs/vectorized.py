@@ -37,31 +37,14 @@ class NotVectorizedError(Exception):
 def vectorized(function: Callable[[Any], Any], elements: Any) -> Any:
     """Apply a function along the first axis, like `tf.vectorized_map`, but only if it is safe.
 
-    Parameters
-    ----------
-    function : callable
-        Takes one element, returns a nest of tensors.
-    elements : nest of tf.Tensor
-        Tensors of the graph being traced, with the elements along the first axis.
+    NotVectorizedError is raised if TensorFlow cannot vectorize the function safely. You can then
+    use `tf.map_fn`, which applies the function to one element after the other and raises the
+    function's own errors.
 
-    Returns
-    -------
-    nest of tf.Tensor
-        The results, stacked along the first axis.
-
-    Raises
-    ------
-    NotVectorizedError
-        If TensorFlow cannot vectorize the function, or not safely. You can then use `tf.map_fn`,
-        which applies the function to one element after the other and raises the function's own
-        errors.
-
-    Notes
-    -----
     An operation that TensorFlow cannot apply to all elements at once runs in a loop in the graph.
-    TensorFlow logs messages about this, and about what fails, for its own developers. They are
-    suppressed here, and what fails is raised. Loops and lists of tensors are refused: TensorFlow
-    accepts them, and fails when the graph runs.
+    TensorFlow's messages to its own developers about this, and about failures, are suppressed;
+    failures are raised. Loops and lists of tensors are refused: TensorFlow accepts them, and fails
+    when the graph runs.
     """
     results, dangerous = _vectorized(function, elements)
     if dangerous:
@@ -95,7 +78,7 @@ def _vectorized(function: Callable[[Any], Any], elements: Any) -> tuple[Any, boo
 
 
 def _refuse_loops(graph: tf.Graph, operations: Sequence[tf.Operation]) -> None:
-    """Refuse loops and lists of tensors among operations, and in the functions that they call."""
+    """Refuse loops and lists of tensors, also in the functions that operations call."""
     kinds = {operation.type for operation in operations}
     if kinds & (CONTROL_FLOW | CALLS):
         functions = graph.as_graph_def().library.function
@@ -125,7 +108,7 @@ def _is_any_dangerous(graph: tf.Graph, operations: Sequence[tf.Operation]) -> bo
 
 
 def _may_be_dangerous(left: tf.TensorShape, right: tf.TensorShape) -> bool:
-    """Whether two operands may have the shapes `(k, 1, m, p)` and `([1, 1,] p, q)`."""
+    """Return whether two operands may have the shapes `(k, 1, m, p)` and `([1, 1,] p, q)`."""
     if left.rank is not None and (left.rank != 4 or left[1] not in (1, None)):
         return False
     return right.rank is None or all(size in (1, None) for size in right[:-2])
@@ -137,7 +120,7 @@ def _shape_of_result(node: Any) -> tf.TensorShape:
 
 
 def _folded(function: Callable[[Any], Any], elements: Any) -> Callable[[Any], Any]:
-    """Return the same function, with products of many matrices by one as products of two."""
+    """Return a function with products of many matrices by one as products of two."""
     specs = [tf.TensorSpec(x.shape[1:], x.dtype) for x in tf.nest.flatten(elements)]
 
     def flat(*parts: tf.Tensor) -> Any:
@@ -172,7 +155,7 @@ def _folded(function: Callable[[Any], Any], elements: Any) -> Callable[[Any], An
 
 
 def _fold(graph_def: Any, graph: tf.Graph) -> None:
-    """Write products of many matrices by one as products of two matrices if shapes are known."""
+    """Write products of many matrices by one as products of two, if shapes are known."""
     for node in list(graph_def.node):
         if node.op != _PRODUCT or node.attr["adj_x"].b:
             continue

@@ -1,6 +1,6 @@
 """Where the weights of a model enter its graph: which operations combine them with the data.
 
-A weight may pass through operations that do not depend on the data before it meets them: it is
+Before a weight meets the data, it may pass through operations that do not depend on them: it is
 cast, reshaped, transposed, sliced, or multiplied by other weights, entry by entry. What arrives is
 a *view* of the weight, whose entries are entries of the weight in another order.
 """
@@ -26,23 +26,19 @@ _SLICED = frozenset(["Slice", "StridedSlice", "Split", "SplitV", "Unpack", "Gath
 
 @dataclass(frozen=True)
 class Use:
-    """An operation that combines a weight with the data.
+    """An operation that combines a weight, given by its number, with the data.
 
     Attributes
     ----------
-    weight : int
-        The number of the weight.
-    node : NodeDef
-        The operation.
-    place : int
+    place
         The place of the weight among the inputs of the operation.
-    value : str
+    value
         The tensor that holds the values of the whole weight; empty if the operation reads the
         variable itself.
-    view : ndarray of int, or None
-        For each entry of the tensor that enters the operation, the number of the entry of the
-        weight that it is; None if it is not one entry each.
-    is_scaled : bool
+    view
+        For each entry of the tensor that enters the operation, the number of the weight's entry
+        that it is; None if entries do not correspond one to one.
+    is_scaled
         Whether the entries of the view are functions of the entries of the weight, rather than
         these themselves.
     """
@@ -63,19 +59,8 @@ class Use:
 class WeightedGraph:
     """A graph of a model, and what in it depends on the data.
 
-    Parameters
-    ----------
-    graph : Graph
-        The graph without calls, in which the shapes of results are noted.
-    data : iterable of str
-        The tensors that hold the data.
-    results : sequence of str
-        The predictions.
-
-    Attributes
-    ----------
-    nodes : dict of str to NodeDef
-        The operations by name.
+    The graph has no calls, and notes the shapes of results. `data` are the tensors that hold the
+    data, and `results` the predictions.
     """
 
     def __init__(self, graph: Graph, data: Iterable[str], results: Sequence[str]) -> None:
@@ -88,16 +73,9 @@ class WeightedGraph:
         self._of_weights = self._graph.descendants(reads)
 
     def uses(self, weight: int, handle: str, shape: Sequence[int]) -> list[Use]:
-        """Return the uses of a weight.
+        """Return the uses of a weight, given by its number.
 
-        Parameters
-        ----------
-        weight : int
-            The number of the weight.
-        handle : str
-            The tensor that stands for the variable.
-        shape : sequence of int
-            The shape of the weight.
+        `handle` is the tensor that stands for the variable, and `shape` is that of the weight.
         """
         entries = np.arange(int(np.prod(shape, dtype=np.int64))).reshape(shape)
         found = []
@@ -118,14 +96,20 @@ class WeightedGraph:
         return self._graph.consumers[with_index(tensor)]
 
     def producer(self, tensor: str, passed: frozenset[str]) -> Any:
-        """Return the operation that a tensor comes from, through others; None for an input."""
+        """Return the operation that a tensor comes from; None for an input.
+
+        Operations of the types `passed` are skipped.
+        """
         node = self.nodes.get(node_of(tensor))
         while node is not None and node.op in passed:
             node = self.nodes.get(node_of(data_inputs(node)[0]))
         return node
 
     def consumer(self, tensor: str, passed: frozenset[str]) -> Any:
-        """Return the one operation that takes a tensor, through others; None if there are more."""
+        """Return the only operation that takes a tensor; None if there are several, or none.
+
+        Operations of the types `passed` are skipped.
+        """
         while True:
             consumers = self.consumers(tensor)
             if len(consumers) != 1:
@@ -165,7 +149,7 @@ class WeightedGraph:
         return found
 
     def _multiplies_constant(self, node: Any, place: int) -> bool:
-        """Whether a node multiplies by what stands for data, as the first state of a recurrence."""
+        """Return whether a node multiplies by a stand-in for data, such as an initial state."""
         others = [t for i, t in enumerate(data_inputs(node)) if i != place]
         return node.op in _PRODUCTS and not any(node_of(t) in self._of_weights for t in others)
 
@@ -214,7 +198,7 @@ class WeightedGraph:
         return sliced.numpy()
 
     def constant(self, tensor: str) -> np.ndarray | None:
-        """Return the value of a tensor that depends on no input; None if it depends on one."""
+        """Return the value of a tensor that depends on no input; None for any other tensor."""
         part = self._graph.computing([tensor])
         inputs = ("Placeholder", "ReadVariableOp", "VarHandleOp", "Random")
         if any(node.op.startswith(inputs) for node in part.graph_def.node):

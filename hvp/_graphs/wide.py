@@ -25,7 +25,7 @@ from hvp._graphs.dataflow import (
     is_stateful,
     output_dtypes,
 )
-from hvp._graphs.graph import Output, in_topological_order, node_of, with_index
+from hvp._graphs.graph import TensorName, in_topological_order, node_of, with_index
 from hvp._graphs.private import op_def_registry
 from hvp._graphs.sizes import note_shapes, shapes_of
 
@@ -46,23 +46,13 @@ _NARROW = (
 def in_float64(graph_def: Any, inputs: Iterable[str]) -> tuple[Any, Callable[[str], str]]:
     """Compute a graph in float64 between its inputs and its results.
 
-    Parameters
-    ----------
-    graph_def : GraphDef
-        The graph. Functions that it calls, loops and branches stay in float32, as do operations
-        that do not exist in float64.
-    inputs : iterable of str
-        Names of tensors that are replaced when the graph is imported, and keep their types. Small
-        ones among those that a function captures are constants in its graph.
+    Return the new graph, and a function from the name of a tensor to the name of a tensor of the
+    same type in it. Functions that the graph calls, loops and branches stay in float32, as do
+    operations that do not exist in float64. Those that exist, but have no kernel for the device,
+    raise an error when they run.
 
-    Returns
-    -------
-    wide : GraphDef
-        The same graph in float64. Operations that exist in float64, but have no kernel for the
-        device, raise an error when they run.
-    rename : callable
-        From the name of a tensor in `graph_def` to the name of a tensor in `wide` with the same
-        type.
+    `inputs` are tensors that are replaced when the graph is imported, and keep their types. Small
+    ones among those that a function captures are constants in its graph.
     """
     functions = {function.signature.name: function for function in graph_def.library.function}
     outside = {node_of(name) for name in inputs}
@@ -74,7 +64,7 @@ def in_float64(graph_def: Any, inputs: Iterable[str]) -> tuple[Any, Callable[[st
 
 
 class _Widening:
-    """Copies nodes to a graph, some of them in float64, with the casts that lie between."""
+    """Copies nodes to a graph, some of them in float64, with the necessary casts."""
 
     def __init__(self, wide: Any) -> None:
         self.wide = wide
@@ -84,7 +74,7 @@ class _Widening:
         self._casts: dict[tuple[str, tf.DType], str] = {}
 
     def add(self, node: Any, *, is_wide: bool) -> None:
-        """Add a node."""
+        """Add a node, in float64 if `is_wide` is set."""
         copy = self.wide.node.add()
         copy.CopyFrom(node)
         if is_wide:
@@ -96,12 +86,12 @@ class _Widening:
 
     def narrow(self, tensor: str) -> str:
         """Return the name of a tensor in the type that it had before."""
-        name, index = Output.of(tensor)
+        name, index = TensorName.of(tensor)
         return self._cast(tensor, self._was[name][index])
 
     def _cast(self, tensor: str, expected: tf.DType) -> str:
-        """Return the name of a tensor in a type, which is float32 or float64 if it must be cast."""
-        name, index = Output.of(tensor)
+        """Return the name of a tensor in a type; it is cast only between float32 and float64."""
+        name, index = TensorName.of(tensor)
         dtypes = self._dtypes.get(name, [])
         # The definitions of some operations do not tell the types of all outputs or inputs.
         if index >= len(dtypes) or {dtypes[index], expected} != {tf.float32, tf.float64}:
@@ -120,7 +110,7 @@ class _Widening:
 
 
 def _can_be_wide(node: Any, functions: Any) -> bool:
-    """Whether a node computes something in float32 that it can compute in float64."""
+    """Return whether a node computes something in float32 that it can compute in float64."""
     if node.op.startswith(_NARROW) or node.op in CALLS or node.op in CONTROL_FLOW:
         return False
     if any(True for _ in functions_of(node)) or is_stateful(node, functions):
@@ -135,7 +125,7 @@ def _names_float(attribute: Any) -> bool:
 
 @functools.cache
 def _wide_attributes(kind: str) -> set[str]:
-    """Return the names of the attributes of an operation that may be float64."""
+    """Return the names of an operation's attributes that may be float64."""
     definition = op_def_registry.get(kind)
     return {
         attribute.name

@@ -99,7 +99,13 @@ class ScipyFunctions:
             points. If `x` is no longer one of the two cached points, the next product evaluates the
             gradient again.
         """
-        return _HessianAt(self, np.array(x, np.float64))
+        x = np.array(x, np.float64)
+
+        def multiply(v: np.ndarray) -> np.ndarray:
+            return self.hessp(x, v.reshape(-1))
+
+        shape, dtype = (x.size, x.size), np.float64
+        return LinearOperator(shape, matvec=multiply, rmatvec=multiply, dtype=dtype)
 
     def hess_dense(self, x: Any) -> np.ndarray:
         """Return the Hessian at `x` as a matrix, for ``trust-exact`` and ``dogleg``.
@@ -133,17 +139,3 @@ class ScipyFunctions:
         if x.dtype.kind == "f" and not np.isfinite(x).all():
             return None
         return self._points.at(self._position.checked(x))
-
-
-class _HessianAt(LinearOperator):
-    """The Hessian at one point, which is looked up or evaluated again for each product."""
-
-    def __init__(self, functions: ScipyFunctions, x: np.ndarray) -> None:
-        super().__init__(np.dtype(np.float64), (x.size, x.size))
-        self._functions, self._x = functions, x
-
-    def _matvec(self, v: np.ndarray) -> np.ndarray:
-        return self._functions.hessp(self._x, v.reshape(-1))
-
-    def _adjoint(self) -> LinearOperator:
-        return self

@@ -16,7 +16,7 @@ from typing import Any
 
 from hvp._errors import RecomputeError
 from hvp._graphs.dataflow import CONTROL_FLOW, functions_of
-from hvp._graphs.graph import Graph, Output, data_inputs, node_of
+from hvp._graphs.graph import Graph, TensorName, data_inputs, node_of
 from hvp._recompute.replay import Replay
 
 
@@ -87,7 +87,7 @@ def names_of_state(
     later_name_of = {first_name: later_name for later_name, first_name in pairs.items()}
     names = []
     for i, tensor in enumerate(first_names):
-        first_name, place = Output.of(tensor)
+        first_name, place = TensorName.of(tensor)
         name = later_name_of.get(first_name)
         names.append(f"{name}:{place}" if name else f"unused_state_{i}:0")
     for tensor in pure.stateful_results:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +23,7 @@ from hvp._data.varied import varied_examples
 from hvp._engines.options import Options
 from hvp._engines.plan import Plan
 from hvp._engines.prediction_rule import PredictionRule
-from hvp._engines.rule import Arguments, Evaluated, HessianRule, Parts, Rule, WeightedSum
+from hvp._engines.rule import HessianRule, Rule, WeightedSum, Within
 from hvp._engines.single_plan import SinglePlan
 from hvp._errors import (
     InvalidDataError,
@@ -237,23 +236,15 @@ class Problem:
     def _plan(self, options: Options, inputs: Sequence[tf.Variable]) -> Plan:
         nest, rule, added = collect_variables(self.variables), self.rule, self.regularization
         if options.recompute is not False:
-            rule = _InSegments(rule, segments_of(self.variables, options.recompute))
-        source, stacks = self.source, self.rule.stacks
-        if not stacks:
+            rule = Within(rule, segments_of(self.variables, options.recompute))
+        source = self.source
+        if not rule.stacks:
             source, options = self._spread(nest, options)
         for device in options.devices or ():
             device.check_version()
         if isinstance(source, Batches) or options.devices is not None:
             batches = source if isinstance(source, Batches) else OneBatch(source)
-            return Execution(
-                rule,
-                nest,
-                batches,
-                options,
-                stacks=stacks,
-                regularization=added,
-                total=self.total,
-            )
+            return Execution(rule, nest, batches, options, regularization=added, total=self.total)
         factor = float(source.examples) if self.total and source is not NO_DATA else 1.0
         if added is not None:
             rule = WeightedSum([(factor, rule, None), (1.0, added, NO_DATA)])
@@ -291,21 +282,6 @@ def evaluate_loss(
     """
     rule = loss if isinstance(loss, Rule) else HessianRule(checked_loss(loss))
     return Problem.of(rule, variables, data, Options(products=products, **options)).snapshot(inputs)
-
-
-@dataclass(frozen=True)
-class _InSegments(Rule):
-    """A rule whose model is recomputed in segments."""
-
-    rule: Rule
-    segmented: Callable[[], AbstractContextManager[None]]
-
-    def evaluate(self, variables: Sequence[tf.Variable], batch: Arguments) -> Evaluated:
-        with self.segmented():
-            return self.rule.evaluate(variables, batch)
-
-    def multiply(self, state: Any, vector: Parts) -> Parts:
-        return self.rule.multiply(state, vector)
 
 
 def _as_tensor(regularization: Callable[[], Any]) -> Callable[[], Any]:

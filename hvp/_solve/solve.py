@@ -223,37 +223,44 @@ def solve(
     >>> result.x, result.converged
     (array([1., 1., 1.], dtype=float32), True)
     """
-    call = Call(method, damping, rtol, atol, maxiter, M, x0, progress, checkpoint)
-    return solve_with(H, b, call, None)
-
-
-@dataclass(frozen=True)
-class Call:
-    """The arguments of `solve` besides the operator and the right-hand sides."""
-
-    method: Any = "auto"
-    damping: Any = 0.0
-    rtol: Any = 1e-5
-    atol: Any = 0.0
-    maxiter: Any = None
-    M: Any = None
-    x0: Any = None
-    progress: Any = False
-    checkpoint: Any = None
+    return solve_with(
+        H,
+        b,
+        None,
+        method=method,
+        damping=damping,
+        rtol=rtol,
+        atol=atol,
+        maxiter=maxiter,
+        M=M,
+        x0=x0,
+        progress=progress,
+        checkpoint=checkpoint,
+    )
 
 
 def solve_with(
-    H: Any, b: Any, call: Call, recycled: RecycledSpace | None, *, preconditions: bool = True
+    H: Any,
+    b: Any,
+    recycled: RecycledSpace | None,
+    *,
+    preconditions: bool = True,
+    method: Any,
+    damping: Any,
+    rtol: Any,
+    atol: Any,
+    maxiter: Any,
+    x0: Any,
+    progress: Any,
+    M: Any = None,
+    checkpoint: Any = None,
 ) -> SolveResult:
     """Solve as `solve` does, with recycled directions.
 
     Block conjugate gradients add their directions to `recycled`, unless it is None. With
-    `preconditions`, they are also preconditioned by it if `call.M` is None or "auto"; if it is
-    empty, it then begins with a sketch of the operator, of a rank that pays.
+    `preconditions`, they are also preconditioned by it if `M` is None or "auto"; if it is empty, it
+    then begins with a sketch of the operator, of a rank that pays.
     """
-    method, damping, M, progress = call.method, call.damping, call.M, call.progress
-    rtol, atol, maxiter, checkpoint = call.rtol, call.atol, call.maxiter, call.checkpoint
-    x0 = call.x0
     matrix = matrix_of(H)
     matrix.make_sure()
     _check(method, damping, rtol, atol, maxiter, M)

@@ -12,7 +12,7 @@ from hvp._operators.symmetric import matrix_of
 from hvp._runtime.arguments import check_count
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._solve.recycled import RecycledSpace
-from hvp._solve.solve import Call, SolveResult, solve_with
+from hvp._solve.solve import SolveResult, solve_with
 
 # The default capacity, and the bytes that directions and their products may take.
 _CAPACITY, _BYTES = 512, 2**30
@@ -167,15 +167,6 @@ class Solver:
             self.changed()
         if method not in ("auto", "block_cg"):
             raise HvpError(f"the method is {method!r}", "'auto' or 'block_cg'")
-        call = Call(
-            method=method,
-            damping=damping,
-            rtol=rtol,
-            atol=atol,
-            maxiter=maxiter,
-            x0=x0,
-            progress=progress,
-        )
         check_damping(damping)
         # Dampings that adapt from solve to solve are alike where they have the same size.
         size = round(math.log10(damping)) if damping > 0 else None
@@ -183,7 +174,19 @@ class Solver:
         costs = self._costs.setdefault(kind, _Costs())
         pays, is_used = costs.recycling_pays, len(self._space) > 0 and costs.recycling_pays
         try:
-            result = solve_with(self._H, b, call, self._space, preconditions=pays)
+            result = solve_with(
+                self._H,
+                b,
+                self._space,
+                preconditions=pays,
+                method=method,
+                damping=damping,
+                rtol=rtol,
+                atol=atol,
+                maxiter=maxiter,
+                x0=x0,
+                progress=progress,
+            )
         finally:
             self._space.end_solve()
         self.products += result.products

@@ -92,7 +92,8 @@ def test_products_for_little_memory_are_those_of_the_dense_hessian(name, dtype, 
     inside.set_limit(monkeypatch, "bytes of many values", 0)
     inside.set_limit(monkeypatch, "large values computed meanwhile", 0)
     with operator(CASES[name](dtype)) as H:
-        waits = [node for node in inside.program(H).product_part.graph_def.node if node.op == "NoOp"]
+        operations = inside.program(H).product_part.graph_def.node
+        waits = [node for node in operations if node.op == "NoOp"]
         assert bool(waits) is (name != "cond")  # which runs in few operations, and one branch
         V = random(0, H.shape[0], 3, dtype=dtype)
         product = H @ V[:, 0]

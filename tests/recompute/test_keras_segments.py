@@ -383,6 +383,21 @@ class TestOperator:
             )
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_derivative_that_is_stopped_in_a_gradient_is_refused(recompute):
+    @tf.custom_gradient
+    def squares(w):
+        return w**2, lambda upstream: upstream * tf.stop_gradient(2 * w)
+
+    model = sequential(4)
+
+    def loss(x):
+        return tf.reduce_mean(model(x) ** 2) + tf.reduce_sum(squares(model.weights[0].value))
+
+    with pytest.raises(hvp.SecondDerivativeError, match="stop_gradient"):
+        hvp.HessianOperator(loss, model, (X,), recompute=recompute)
+
+
 def test_layers_whose_class_begins_with_an_underscore():
     class _Scale(keras.layers.Layer):  # which Keras calls "__scale"
         def call(self, x):
