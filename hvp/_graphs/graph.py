@@ -47,11 +47,6 @@ def data_inputs(node: Any) -> list[str]:
     return [tensor for tensor in node.input if not tensor.startswith("^")]
 
 
-def control_inputs(node: Any) -> list[str]:
-    """Return a node's control inputs."""
-    return [tensor for tensor in node.input if tensor.startswith("^")]
-
-
 class Graph:
     """The operations of a program, and the functions that they call.
 

@@ -123,7 +123,7 @@ def test_logistic_regression_has_the_closed_form():
 def largest_only(H, rank):
     """The inverse on the eigenvectors of the largest eigenvalues, as in the documentation."""
     eigenvalues, U = hvp.eigsh(H, rank, "LM", tol=1e-12)
-    return LinearOperator(H.shape, lambda b: U @ ((U.T @ b) / eigenvalues), dtype=H.dtype)
+    return LinearOperator(H.shape, lambda b: U @ (U.T @ b.ravel() / eigenvalues), dtype=H.dtype)
 
 
 def test_a_function_may_invert_on_a_subspace_only():
