@@ -49,6 +49,11 @@ FAMILY_COUPLES = {name: name == "batch normalization in training" for name in FA
 RIGHT_WHEN_COUPLED = {name for name in DIVIDING if name.startswith(("fisher", "gauss newton"))}
 
 
+# These take long, and are paired with each other by `make test-all` alone.
+LONG_FAMILIES = ("lstm", "gru", "recurrent", "loop", "scan", "bidirectional")
+LONG_USES = ("factors", "fisher", "gradients by", "influence", "inverse", "jacobian", "newton")
+
+
 def table():
     """Return all pairs; those that run by default have each use and each family at least once."""
     chance = python_random.Random(0)
@@ -56,6 +61,8 @@ def table():
     uses = list(USES)
     chance.shuffle(families)
     chance.shuffle(uses)
+    families.sort(key=lambda name: any(word in name for word in LONG_FAMILIES))
+    uses.sort(key=lambda name: not name.startswith((*LONG_USES, "option: recompute")))
     count = max(len(families), len(uses))
     always = {(uses[i % len(uses)], families[i % len(families)]) for i in range(count)}
     pairs = [(use, family) for family in FAMILIES for use in USES]
