@@ -19,6 +19,7 @@ from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
+import compilers  # noqa: F401 - before TensorFlow
 import numpy as np
 import report
 import tensorflow as tf
@@ -101,10 +102,14 @@ class Reference:
     def error_of(self, variant: Variant, multiply: Multiply) -> float | None:
         """Call a variant once; the relative error of its answer, if it answers at all."""
         if variant.kind == "block":
-            columns = [0, -1]
-            answer = multiply(self._block)[:, columns]
-            expected = np.stack([self._multiply(self._block[:, c].copy()) for c in columns], 1)
-            return relative_error(answer, expected)
+            given, axes = [column.copy() for column in self._block.T], variant.kernel_axes
+            if axes:
+                given = [to_layout(self._workload, column, axes) for column in given]
+            products = multiply(np.stack(given, 1)).T[[0, -1]]
+            if axes:
+                products = [from_layout(self._workload, product, axes) for product in products]
+            expected = [self._multiply(self._block[:, c].copy()) for c in (0, -1)]
+            return relative_error(np.stack(products), np.stack(expected))
         if variant.kernel_axes:
             answer = multiply(to_layout(self._workload, self._vector, variant.kernel_axes))
             answer = from_layout(self._workload, answer, variant.kernel_axes)

@@ -308,6 +308,66 @@ def torch_retained_graph(workload: Workload) -> Multiply:
     return multiply
 
 
+def _torch_gradient(workload: Workload) -> tuple[Callable, tuple]:
+    """Return the gradient as a function of the parameters, and the parameters."""
+    import networks_torch as networks
+    import torch
+
+    network = networks.Network(workload)
+    names = [name for name, _ in network.named_parameters()]
+    parameters = tuple(parameter.detach() for parameter in network.parameters())
+    x, y = networks.batch(workload)
+
+    def loss(parameters: tuple) -> torch.Tensor:
+        logits = torch.func.functional_call(network, dict(zip(names, parameters)), (x,))
+        return torch.nn.functional.cross_entropy(logits, y)
+
+    return torch.func.grad(loss), parameters
+
+
+def torch_linearize(workload: Workload, block: bool = False) -> Multiply:
+    """`torch.func.linearize` of the gradient, once; the linear map under `torch.compile`."""
+    import networks_torch as networks
+    import torch
+
+    gradient, parameters = _torch_gradient(workload)
+    _, linear = torch.func.linearize(gradient, parameters)
+
+    def multiply(v: torch.Tensor) -> torch.Tensor:
+        return networks.join(linear(tuple(networks.split(workload, v))))
+
+    compiled = torch.compile(torch.vmap(multiply, 1, 1) if block else multiply)
+    with torch.no_grad():
+        compiled(torch.ones((workload.size, workload.block) if block else workload.size))
+
+    def run(v: np.ndarray) -> np.ndarray:
+        with torch.no_grad():
+            return compiled(torch.from_numpy(v)).numpy()
+
+    return run
+
+
+def torch_forward_over_reverse(workload: Workload) -> Multiply:
+    """`torch.func.jvp` of `torch.func.grad`, compiled: the gradient again for every vector."""
+    import networks_torch as networks
+    import torch
+
+    gradient, parameters = _torch_gradient(workload)
+
+    def multiply(v: torch.Tensor) -> torch.Tensor:
+        tangents = tuple(networks.split(workload, v))
+        return networks.join(torch.func.jvp(gradient, (parameters,), (tangents,))[1])
+
+    compiled = torch.compile(multiply)
+    compiled(torch.ones(workload.size))
+
+    def run(v: np.ndarray) -> np.ndarray:
+        with torch.no_grad():
+            return compiled(torch.from_numpy(v)).numpy()
+
+    return run
+
+
 def curvlinops_hessian(workload: Workload) -> Multiply:
     """Make the Hessian of curvlinops, as a scipy operator."""
     import networks_torch as networks
@@ -359,9 +419,14 @@ def _peer_variants() -> list[Variant]:
         ]
     if importlib.util.find_spec("torch"):
         stored = (3, 0, 1, 2)
-        variants.append(
-            Variant("PyTorch retained graph", "peer", torch_retained_graph, kernel_axes=stored)
-        )
+        block = functools.partial(torch_linearize, block=True)
+        for name, prepare, kind in (
+            ("PyTorch retained graph", torch_retained_graph, "product"),
+            ("PyTorch linearize, compiled", torch_linearize, "product"),
+            ("PyTorch linearize, compiled, block", block, "block"),
+            ("PyTorch forward-over-reverse, compiled", torch_forward_over_reverse, "product"),
+        ):
+            variants.append(Variant(name, "peer", prepare, kind, kernel_axes=stored))
     if importlib.util.find_spec("curvlinops"):
         in_order = (3, 2, 0, 1)
         variants.append(Variant("curvlinops", "peer", curvlinops_hessian, kernel_axes=in_order))
