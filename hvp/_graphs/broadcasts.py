@@ -17,7 +17,14 @@ from typing import Any
 import tensorflow as tf
 
 from hvp._graphs.dataflow import output_dtypes
-from hvp._graphs.graph import TensorName, data_inputs, in_topological_order, node_of, with_index
+from hvp._graphs.graph import (
+    Graph,
+    TensorName,
+    data_inputs,
+    in_topological_order,
+    node_of,
+    with_index,
+)
 from hvp._graphs.sizes import ENTRYWISE, is_small, nbytes, note_shapes, shape_of, shapes_of
 
 # Operations that broadcast their arguments, besides sums of two.
@@ -49,7 +56,7 @@ class _BroadcastRewriting:
     def __init__(self, graph_def: Any, inputs: Mapping[str, tf.TensorSpec]) -> None:
         self._graph_def = graph_def
         self._inputs = {with_index(name): spec.shape for name, spec in inputs.items()}
-        self._nodes = {node.name: node for node in graph_def.node}
+        self._nodes = Graph(graph_def).nodes
         # For tensors that repeat smaller ones, the names of these.
         self._repeated: dict[str, str] = {}
 

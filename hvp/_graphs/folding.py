@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvp._graphs.graph import data_inputs, in_topological_order, node_of
+from hvp._graphs.graph import Graph, data_inputs, in_topological_order, node_of
 from hvp._graphs.sizes import note_shapes, shape_of, shapes_of
 
 
@@ -22,7 +22,7 @@ def fold_shapes(graph_def: Any) -> None:
 
     The graph has no calls, and notes the shapes of results.
     """
-    nodes = {node.name: node for node in graph_def.node}
+    nodes = Graph(graph_def).nodes
     for node in in_topological_order(nodes):
         value = None
         if node.op == "Shape":

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvp._graphs.dataflow import CALLS, KEPT_WHOLE, functions_of, kept_whole, output_offset
-from hvp._graphs.graph import TensorName, in_topological_order, node_of
+from hvp._graphs.graph import Graph, TensorName, in_topological_order, node_of
 from hvp._graphs.private import COLOCATED_WITH
 from hvp._graphs.sizes import note_shapes, shapes_of
 
@@ -24,7 +24,7 @@ def inline_calls(graph_def: Any) -> tuple[Any, Callable[[str], str]]:
     `call/node`. The control inputs of a call are passed on to all of them, and a control edge from
     the call becomes one from each of its results.
     """
-    functions = {f.signature.name: f for f in graph_def.library.function}
+    functions = Graph(graph_def).functions
     flat = tf.compat.v1.GraphDef(versions=graph_def.versions)
     outermost = _Inliner(functions, flat.node).add("", graph_def.node, {}, [])
     _rename_functions(flat, functions, kept_whole(graph_def))

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from hvp._graphs.dataflow import is_stateful
-from hvp._graphs.graph import in_topological_order, node_of, with_index
+from hvp._graphs.graph import Graph, in_topological_order, node_of, with_index
 from hvp._graphs.private import SHAPES
 
 # Operations that are not merged: places of inputs, and what only orders others.
@@ -25,8 +25,7 @@ def merge_equal_operations(graph_def: Any, kept: Collection[str]) -> None:
 
     The graph has no calls, and its inputs may be missing in it. Operations named in `kept` remain.
     """
-    nodes = {node.name: node for node in graph_def.node}
-    functions = {f.signature.name: f for f in graph_def.library.function}
+    nodes, functions = Graph(graph_def).nodes, Graph(graph_def).functions
     first: dict[Any, str] = {}
     merged: dict[str, str] = {}
     for node in in_topological_order(nodes):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from hvp._graphs.graph import Sizes, data_inputs, node_of, with_index
+from hvp._graphs.graph import Graph, Sizes, data_inputs, node_of, with_index
 from hvp._graphs.lifetimes import buffers_of, root_of
 from hvp._graphs.sizes import ENTRYWISE, VIEWS, is_small, size_of
 
@@ -50,7 +50,7 @@ class Rematerialization:
     ) -> None:
         self._part, self._twice = part, twice
         self._sizes = sizes
-        self._by_name = {node.name: node for node in part.node}
+        self._by_name = Graph(part).nodes
         self._result_buffers = {root_of(tensor, self._by_name) for tensor in results}
         self._order = order
         self._place = {name: i for i, name in enumerate(order)}
@@ -185,7 +185,7 @@ def add_own_views(part: Any, sizes: Sizes) -> None:
     An operation can then read another copy of the value without regard to others. The sizes of
     copies are added to `sizes`.
     """
-    by_name = {node.name: node for node in part.node}
+    by_name = Graph(part).nodes
     users = Counter(with_index(tensor) for node in part.node for tensor in set(data_inputs(node)))
 
     def own(tensor: str, user: str) -> str:

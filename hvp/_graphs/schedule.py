@@ -69,7 +69,7 @@ def in_order(graph: Graph, results: Sequence[str], *, strict: bool = True) -> Gr
 
 def _let_wait(part: Any, order: Sequence[str], strict: bool) -> None:
     """Let operations run one after another, or nearly so if not `strict`."""
-    by_name = {node.name: node for node in part.node}
+    by_name = Graph(part).nodes
     if strict:
         for before, name in zip(order, order[1:]):
             by_name[name].input.append(f"^{before}")

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvp._graphs.dataflow import kept_whole, output_dtypes
-from hvp._graphs.graph import Sizes, TensorName, data_inputs
+from hvp._graphs.graph import Graph, Sizes, TensorName, data_inputs
 from hvp._graphs.private import SHAPES
 
 # Values of fewer bytes are small: they take little memory, and many of them can be computed at the
@@ -65,7 +65,7 @@ def graph_def_with_shapes(graph: tf.Graph) -> Any:
     graph_def = graph.as_graph_def(add_shapes=True)
     kept = kept_whole(graph_def)
     if kept:
-        plain = {f.signature.name: f for f in graph.as_graph_def().library.function}
+        plain = Graph(graph.as_graph_def()).functions
         for function in graph_def.library.function:
             if function.signature.name in kept:
                 function.CopyFrom(plain[function.signature.name])

@@ -25,7 +25,7 @@ from hvp._graphs.dataflow import (
     is_stateful,
     output_dtypes,
 )
-from hvp._graphs.graph import TensorName, in_topological_order, node_of, with_index
+from hvp._graphs.graph import Graph, TensorName, in_topological_order, node_of, with_index
 from hvp._graphs.private import op_def_registry
 from hvp._graphs.sizes import note_shapes, shapes_of
 
@@ -57,7 +57,7 @@ def in_float64(graph_def: Any, inputs: Iterable[str]) -> tuple[Any, Callable[[st
     functions = {function.signature.name: function for function in graph_def.library.function}
     outside = {node_of(name) for name in inputs}
     widening = _Widening(type(graph_def)(versions=graph_def.versions, library=graph_def.library))
-    for node in in_topological_order({node.name: node for node in graph_def.node}):
+    for node in in_topological_order(Graph(graph_def).nodes):
         is_wide = node.name not in outside and _can_be_wide(node, functions)
         widening.add(node, is_wide=is_wide)
     return widening.wide, widening.narrow

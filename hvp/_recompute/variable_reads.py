@@ -14,6 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvp._graphs.dataflow import CALLS, CONTROL_FLOW, functions_of
+from hvp._graphs.graph import Graph
 from hvp._graphs.inline import register_functions
 from hvp._graphs.private import SHAPES
 from hvp._graphs.sizes import note_shapes, shapes_of
@@ -56,7 +57,7 @@ class _Rewriter:
 
     def __init__(self, flat: Any) -> None:
         self._library = flat.library
-        self._functions = {f.signature.name: f for f in flat.library.function}
+        self._functions = Graph(flat).functions
         # From a function and the places of its variables to the name of the rewritten function.
         self._rewritten: dict[tuple[str, tuple[int, ...]], str] = {}
 
