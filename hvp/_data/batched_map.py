@@ -20,6 +20,7 @@ from hvp._data.pool import Pool, Task, warn_of_loss
 from hvp._data.reduction import Reduction
 from hvp._data.traced_batches import TracedBatches
 from hvp._devices.membership import leave_lost
+from hvp._devices.processes import digest_of
 from hvp._devices.replica import DeviceReplica, Values, VariableValues
 from hvp._devices.work import Work
 from hvp._engines.finite import check_finite
@@ -69,8 +70,9 @@ class BatchedMap(LinearMap):
         self, batches: TracedBatches, pool: Pool, reduction: Reduction, moment: VariableValues
     ) -> None:
         self._batches, self._pool, self._reduction, self._moment = batches, pool, reduction, moment
-        self.codomain, self.domain = reduction.codomain, reduction.codomain
+        self.codomain = self.domain = reduction.codomain
         self.held: dict[ExecutionTarget, dict[int, Term]] = {site: {} for site in pool.sites}
+        self._used: dict[ExecutionTarget, int] = dict.fromkeys(pool.sites, 0)
         self.streamed = set[int]()
         self.unit = self.scale = 1.0
         self.regularization: LinearMap | None = None
@@ -88,7 +90,7 @@ class BatchedMap(LinearMap):
     @property
     def nbytes(self) -> int:  # type: ignore[override]
         """Bytes of what is held, including the data of its batches."""
-        return sum(term.nbytes for terms in self.held.values() for term in terms.values())
+        return sum(self._used.values())
 
     def close(self) -> None:
         """Release what is held; what a lost device holds is gone anyway."""
@@ -96,6 +98,7 @@ class BatchedMap(LinearMap):
             for term in terms.values():
                 term.map.close()
             terms.clear()
+        self._used = dict.fromkeys(self._used, 0)
         if self.regularization is not None:
             self.regularization.close()
 
@@ -120,15 +123,13 @@ class BatchedMap(LinearMap):
         if isinstance(vector, (list, tuple)):
             domain, codomain = (codomain, domain) if adjoint else (domain, codomain)
             return codomain.split(self.apply(domain.join(vector), adjoint=adjoint))
-        if self._pool.processes is None:
+        processes = self._pool.processes
+        if processes is None:
             product = self._multiply(vector, adjoint)
         else:
-            [product] = self._pool.sum_over_processes(
-                lambda: [self._multiply(vector, adjoint)],
-                [tf.TensorSpec(vector.shape, vector.dtype)],
-                f"product {len(vector.shape)}",
-                vector,
-            )
+            specs = [tf.TensorSpec(vector.shape, vector.dtype)]
+            digest = digest_of(f"product {len(vector.shape)}", vector)
+            [product] = processes.sum(lambda: [self._multiply(vector, adjoint)], specs, digest)
         if self.regularization is None:
             return product
         return added(product, self.regularization.apply(vector, adjoint=adjoint))
@@ -182,25 +183,12 @@ class BatchedMap(LinearMap):
         sent = self._send(v)
 
         def step(site: ExecutionTarget, task: Task, state: Any) -> Callable[[], Any]:
-            if task.pieces:
-                _, pieces = self._prepared(site, task)
-                self._batches.evaluations += len(pieces)
-            else:
-                terms = {index: self.held[site][index] for index in task.indices}
-                self._pool.prepared |= _functions(v, terms)
-
-            def evaluated() -> Iterator[tuple[float, LinearMap]]:
-                for evaluate_at, weight in pieces:
-                    with contextlib.closing(evaluate_at()[2]) as term:
-                        yield weight / self.unit, term
+            uses = len(task.indices) if state is None and not task.pieces else 2
+            add = (self._with_streamed if task.pieces else self._with_some_held)(site, task, v)
 
             def multiply() -> Any:
-                uses = len(task.indices) if state is None and not task.pieces else 2
                 there = sent[site] if site in sent else site.take(v, uses=uses)
-                if not task.pieces:
-                    return self._with_held(state, terms, there, adjoint)
-                [index] = task.indices
-                return self._reduction.multiply(state, index, evaluated(), there, adjoint=adjoint)
+                return add(state, there, adjoint)
 
             return multiply
 
@@ -221,6 +209,37 @@ class BatchedMap(LinearMap):
 
         with self._at_moment():
             return self._pool.fold(tasks, wanted, step, bring)
+
+    def _with_some_held(
+        self, site: ExecutionTarget, task: Task, v: tf.Tensor
+    ) -> Callable[[Any, tf.Tensor, bool], Any]:
+        """Return a function that adds the products with what a place holds of some batches."""
+        terms = {index: self.held[site][index] for index in task.indices}
+        self._pool.prepared |= _functions(v, terms)
+
+        def add(state: Any, there: tf.Tensor, adjoint: bool) -> Any:
+            return self._with_held(state, terms, there, adjoint)
+
+        return add
+
+    def _with_streamed(
+        self, site: ExecutionTarget, task: Task, v: tf.Tensor
+    ) -> Callable[[Any, tf.Tensor, bool], Any]:
+        """Return a function that evaluates a batch, and adds the product with it."""
+        del v
+        _, pieces = self._evaluators(site, task)
+        [index] = task.indices
+        self._batches.evaluations += len(pieces)
+
+        def maps() -> Iterator[tuple[float, LinearMap]]:
+            for evaluate_at, weight in pieces:
+                with contextlib.closing(evaluate_at()[2]) as term:
+                    yield weight / self.unit, term
+
+        def add(state: Any, there: tf.Tensor, adjoint: bool) -> Any:
+            return self._reduction.multiply(state, index, maps(), there, adjoint=adjoint)
+
+        return add
 
     def _joins(self, site: ExecutionTarget, v: tf.Tensor) -> bool:
         terms = self.held[site]
@@ -247,8 +266,11 @@ class BatchedMap(LinearMap):
         """Evaluate what lost devices held on the others, at the values that variables had."""
         while lost := [site for site in self.held if not site.is_there]:
             indices = {index for site in lost for index in self.held.pop(site)}
+            for site in lost:
+                del self._used[site]
             for site in self._pool.sites:
                 self.held.setdefault(site, {})
+                self._used.setdefault(site, 0)
             if self._batches.facts.draws:
                 raise DeviceError(
                     "the loss draws random numbers, and a device is lost: batches that are "
@@ -268,7 +290,7 @@ class BatchedMap(LinearMap):
         self, site: ExecutionTarget, task: Task, state: _State | None
     ) -> Callable[[], _State]:
         """Return a function that evaluates one batch at a place."""
-        on_graphs, pieces = self._prepared(site, task)
+        on_graphs, pieces = self._evaluators(site, task)
 
         def evaluate() -> _State:
             total = None if state is None else state[0]
@@ -286,7 +308,7 @@ class BatchedMap(LinearMap):
 
         return evaluate
 
-    def _prepared(
+    def _evaluators(
         self, site: ExecutionTarget, task: Task
     ) -> tuple[bool, list[tuple[Callable[[], tuple[Elements, Results, LinearMap]], float]]]:
         """Return whether a batch is evaluated in graphs, and a function and weight for each piece.
@@ -339,6 +361,7 @@ class BatchedMap(LinearMap):
         batches.learn(task.pieces[0][0], nbytes)
         if products and term is not None and self._fits(site, nbytes):
             self.held[site][index] = Term(task.pieces[0][1], term, nbytes)
+            self._used[site] += nbytes
             self.streamed.discard(index)
         else:
             if term is not None:
@@ -354,14 +377,15 @@ class BatchedMap(LinearMap):
     def _fits(self, site: ExecutionTarget, nbytes: int) -> bool:
         """Return whether a place can hold `nbytes` more."""
         budget = self._batches.budget
-        held = sum(term.nbytes for term in self.held[site].values())
         # Without a limit, what memory is left on another machine is not known.
-        return (site.is_remote and not budget.limited) or budget.can_hold(held + nbytes)
+        looks = budget.limited or not site.is_remote
+        return not looks or budget.can_hold(self._used[site] + nbytes)
 
     def _forget(self, site: ExecutionTarget, indices: Iterable[int]) -> None:
         """Forget what a lost device holds of batches that others will get."""
         for index in indices:
-            self.held[site].pop(index, None)
+            term = self.held[site].pop(index, None)
+            self._used[site] -= 0 if term is None else term.nbytes
             self.streamed.discard(index)
 
     @contextlib.contextmanager

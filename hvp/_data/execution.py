@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -22,7 +22,7 @@ from hvp._data.pool import Pool
 from hvp._data.reduction import Mean, PartialSum, Stack
 from hvp._data.traced_batches import TracedBatches
 from hvp._devices.membership import leave_lost
-from hvp._devices.processes import processes_of
+from hvp._devices.processes import digest_of, processes_of
 from hvp._devices.replica import VariableValues
 from hvp._devices.statistics import DeviceStatistics
 from hvp._engines.finite import check_finite
@@ -68,7 +68,7 @@ class Execution(Plan):
         self._total, devices = total, options.devices or ()
         seconds = options.device_timeout
         processes = processes_of(strategy_of(nest.variables), seconds) if devices else None
-        self._pool = Pool(devices, seconds, processes)
+        self.pool = Pool(devices, seconds, processes)
         self._reduction: Stack | Mean = Stack(self.space) if rule.stacks else Mean(self.space)
         with tf.device(None) if devices else contextlib.nullcontext():
             self._regularization: SinglePlan | None = None
@@ -76,22 +76,12 @@ class Execution(Plan):
                 self._regularization = SinglePlan(regularization, nest, options)
             self._batches = TracedBatches(rule, nest, batches, options)
         self._moment = VariableValues()
-        self._last: BatchedMap | None = None
-
-    @property
-    def pool(self) -> Pool:
-        """Where batches are evaluated."""
-        return self._pool
-
-    @property
-    def last(self) -> BatchedMap | None:
-        """The map of the last evaluation."""
-        return self._last
+        self.last: BatchedMap | None = None
 
     @property
     def batches(self) -> int | None:  # type: ignore[override]
         """The number of batches; None until the first pass has ended."""
-        return self._batches.batches.count
+        return self._batches.data.count
 
     @property
     def evaluations(self) -> int:  # type: ignore[override]
@@ -104,7 +94,7 @@ class Execution(Plan):
         facts = of_batches = self._batches.facts
         if self._regularization is not None:
             facts = TraceSummary.union([of_batches, self._regularization.facts])
-        note = _STREAMS if self._last is not None and self._last.streams else ""
+        note = _STREAMS if self.last is not None and self.last.streams else ""
         return dataclasses.replace(
             facts,
             traces=of_batches.traces,
@@ -116,9 +106,9 @@ class Execution(Plan):
     def devices(self) -> tuple[DeviceStatistics, ...]:  # type: ignore[override]
         """Counts for each device."""
         found = []
-        for device in self._pool.devices:
-            site = self._pool.replica(device)
-            terms = self._last.held.get(site, {}) if self._last and site else {}
+        for device in self.pool.devices:
+            site = self.pool.replica(device)
+            terms = self.last.held.get(site, {}) if self.last and site else {}
             found.append(
                 DeviceStatistics(
                     device.name,
@@ -138,15 +128,15 @@ class Execution(Plan):
     @outside_strategies
     def at_point(self) -> tuple[Results, LinearMap]:
         """Evaluate all batches at the current values of the variables; hold the maps that fit."""
-        batches = self._batches.batches
-        batches.forget()
+        data = self._batches.data
+        data.forget()
         self._moment = VariableValues(self._moment)
-        self._pool.open(batches.count)
-        held = BatchedMap(self._batches, self._pool, self._reduction, self._moment)
+        self.pool.open(data.count)
+        held = BatchedMap(self._batches, self.pool, self._reduction, self._moment)
         with contextlib.ExitStack() as on_error:
             on_error.callback(leave_lost)
             on_error.callback(held.close)
-            count = batches.count
+            count = data.count
             state = self._evaluate(held, None if count is None else set(range(count)))
             added = None
             if self._regularization is not None:
@@ -158,10 +148,10 @@ class Execution(Plan):
                         "a function of the variables",
                     )
             results = self._reduction.results(state, held.scale, added)
-            held.domain = self._reduction.domain(results)
+            held.domain = self._reduction.domain
             on_error.pop_all()
         leave_lost()
-        self._last = held
+        self.last = held
         return results, held
 
     def fingerprint(self) -> dict[str, str]:
@@ -213,8 +203,7 @@ class Execution(Plan):
             state = held.evaluate(wanted)
             return state, sum(self._batches.weights.values())
 
-        values = [Resource.of(variable).read() for variable in self.nest.variables]
-        state, weight = self._over_processes(self._reduction, here, "evaluate", *values)
+        state, weight = self._over_processes(self._reduction, here, "evaluate")
         held.scale, held.unit = self._scale(weight), self._batches.weights[0] or 1.0
         return state
 
@@ -227,9 +216,14 @@ class Execution(Plan):
         return 1 / weight
 
     def _over_processes(
-        self, mean: Mean, here: Any, kind: str, *same: tf.Tensor
+        self, mean: Mean, here: Callable[[], tuple[PartialSum, float]], kind: str
     ) -> tuple[PartialSum, float]:
-        """Return the sum over batches, and the sum of their weights, over all processes."""
+        """Return the sum over batches, and the sum of their weights, over all processes.
+
+        The variables must have the same values in all of them.
+        """
+        if self.pool.processes is None:
+            return here()
         found: list[tuple[PartialSum, float]] = []
 
         def tensors() -> list[tf.Tensor]:
@@ -237,9 +231,8 @@ class Execution(Plan):
             state, weight = found[0]
             return [tf.constant(weight, tf.float64), state.value, *state.gradient]
 
-        if self._pool.processes is None:
-            return here()
-        weight, value, *gradient = self._pool.sum_over_processes(
-            tensors, [_SCALAR, *mean.specs], kind, *same
+        same = [Resource.of(variable).read() for variable in self.nest.variables]
+        weight, value, *gradient = self.pool.processes.sum(
+            tensors, [_SCALAR, *mean.specs], digest_of(kind, *same)
         )
         return PartialSum(value, gradient, found[0][0].connected), float(weight)

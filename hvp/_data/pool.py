@@ -10,13 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import tensorflow as tf
-
 from hvp._data.elements import Elements
 from hvp._data.joint import JointProducts
 from hvp._devices.device import Device, LostDeviceError
 from hvp._devices.membership import take_back
-from hvp._devices.processes import Processes, digest_of
+from hvp._devices.processes import Processes
 from hvp._devices.replica import DeviceReplica
 from hvp._devices.work import Work
 from hvp._errors import DeviceError
@@ -163,22 +161,6 @@ class Pool:
         except LostDeviceError as error:
             warn_of_loss(site, str(error))
             return None
-
-    def sum_over_processes(
-        self,
-        compute: Callable[[], Sequence[tf.Tensor]],
-        specs: Sequence[tf.TensorSpec],
-        kind: str,
-        *same: tf.Tensor,
-    ) -> Sequence[tf.Tensor]:
-        """Return the sums over all processes of tensors that each computes; see `Processes.sum`.
-
-        `specs` are their shapes and types, and `kind` is what the sums are for. The tensors `same`
-        must be the same in all processes.
-        """
-        if self.processes is None:
-            return compute()
-        return self.processes.sum(compute, specs, digest_of(kind, *same))
 
     def _deal(
         self,

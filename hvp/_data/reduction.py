@@ -45,9 +45,10 @@ class Reduction(abc.ABC):
     def results(self, state: Any, scale: float, regularization: Results | None = None) -> Results:
         """Return the result of all batches, times `scale`, plus the regularization."""
 
+    @property
     @abc.abstractmethod
-    def domain(self, results: Results) -> Space:
-        """Return the space of the vectors that are multiplied."""
+    def domain(self) -> Space:
+        """The space of the vectors that are multiplied, known once there are results."""
 
     @abc.abstractmethod
     def multiply(
@@ -158,9 +159,9 @@ class Mean(Reduction):
         gradient = [tf.cast(g, d) if i in total.connected else None for i, (g, d) in pairs]
         return Results(total.value, gradient)
 
-    def domain(self, results: Results) -> Space:
-        """Return the space of the variables: the map is symmetric."""
-        del results
+    @property
+    def domain(self) -> Space:
+        """The space of the variables: the map is symmetric."""
         return self.codomain
 
     def multiply(
@@ -195,7 +196,10 @@ class Mean(Reduction):
 
 
 class Stack(Reduction):
-    """The values of batches, one after the other, for a Jacobian of all examples."""
+    """The values of batches, one after the other, for a Jacobian of all examples.
+
+    All of it is computed here, not on devices, where work that failed would be done again.
+    """
 
     of_losses = False
 
@@ -208,10 +212,11 @@ class Stack(Reduction):
     def add(
         self, state: Any, index: int, weight: float, results: Results, site: ExecutionTarget
     ) -> dict[int, list[Any]]:
-        """Return values by the number of the batch, including those of one more piece."""
+        """Add the values of one more piece to those of its batch, in place."""
         del weight, site
-        state = {} if state is None else state
-        return {**state, index: [*state.get(index, ()), results.value]}
+        values: dict[int, list[Any]] = {} if state is None else state
+        values.setdefault(index, []).append(results.value)
+        return values
 
     def merge(self, states: Sequence[Mapping[int, list[Any]]]) -> dict[int, list[Any]]:
         """Combine the values of all places."""
@@ -242,9 +247,9 @@ class Stack(Reduction):
         self._domain = Space.of_tensors(tf.nest.flatten(stacked))
         return Results(stacked, None)
 
-    def domain(self, results: Results) -> Space:
-        """Return the space of the stacked values."""
-        del results
+    @property
+    def domain(self) -> Space:
+        """The space of the stacked values."""
         assert self._domain is not None
         return self._domain
 
@@ -254,9 +259,10 @@ class Stack(Reduction):
         """Give a batch its rows and add the products; or, for the adjoint, collect its rows."""
         if adjoint:
             rows = [one.domain.split(one.apply(vector, adjoint=True)) for _, one in maps]
-            return {**(state or {}), index: rows}
-        assert self._domain is not None
-        parts, axis = self._domain.split(vector), len(vector.shape) - 1
+            state = {} if state is None else state
+            state[index] = rows
+            return state
+        parts, axis = self.domain.split(vector), len(vector.shape) - 1
         starts = list(self._starts[index])
         for _, one in maps:
             own = []
@@ -274,6 +280,5 @@ class Stack(Reduction):
             return states[0] if len(states) == 1 else tf.add_n(states)
         by_index = self.merge(states)
         rows = [parts for index in sorted(by_index) for parts in by_index[index]]
-        assert self._domain is not None
-        axis = len(rows[0][0].shape) - len(self._domain.shapes[0])
-        return self._domain.join([tf.concat(parts, axis) for parts in zip(*rows)])
+        axis = len(rows[0][0].shape) - len(self.domain.shapes[0])
+        return self.domain.join([tf.concat(parts, axis) for parts in zip(*rows)])

@@ -40,7 +40,7 @@ class TracedBatches:
     """
 
     def __init__(self, rule: Rule, nest: VariableNest, batches: Batches, options: Options) -> None:
-        self.rule, self.nest, self.batches, self.options = rule, nest, batches, options
+        self.rule, self.nest, self.data, self.options = rule, nest, batches, options
         self.budget = Budget(options.memory_limit)
         self.weights: dict[int, float] = {}
         self.evaluations = 0
@@ -63,7 +63,7 @@ class TracedBatches:
     def facts(self) -> TraceSummary:
         """The summary of all these plans."""
         every = [shape_plan.plan.facts for shape_plan in self.plans]
-        examples = self.batches.examples or self._examples
+        examples = self.data.examples or self._examples
         expected = int(self._bytes_per_example * examples)
         return dataclasses.replace(TraceSummary.union(every), expected_nbytes=expected)
 
@@ -84,7 +84,7 @@ class TracedBatches:
         done = frozenset().union(*(task.indices for task in there))
         if wanted is not None and wanted <= done:
             return
-        left = self.batches.select(lambda i: i not in done and (wanted is None or i in wanted))
+        left = self.data.select(lambda i: i not in done and (wanted is None or i in wanted))
         for batch in self._with_progress(left):
             with self._scope():
                 traced = len(self._plans)
@@ -130,12 +130,12 @@ class TracedBatches:
     def fingerprint(self) -> dict[str, str]:
         """Return digests of the weights, of all batches and of the loss."""
         digests = self.plans[0].plan.fingerprint()
-        digests["data"] = f"{digests.get('data', '')} {self.batches.fingerprint()}"
+        digests["data"] = f"{digests.get('data', '')} {self.data.fingerprint()}"
         return digests
 
     def pieces_of_all(self) -> Iterator[tuple[Elements, float]]:
         """Iterate over all pieces of all batches, with their weights."""
-        for batch in self.batches:
+        for batch in self.data:
             yield from self._pieces(batch)
 
     def _divide(self, examples: int, at_least: int) -> None:
@@ -147,7 +147,7 @@ class TracedBatches:
         probe = min(_PROBE_EXAMPLES, examples)
         sizes, expected = (max(1, probe // 2), probe), []
         for size in sizes:
-            elements = self.batches.head(size)
+            elements = self.data.head(size)
             expected.append(self.plan_of(elements).plan.facts.expected_nbytes + elements.nbytes)
         self._plans.clear()
         per_example = (expected[1] - expected[0]) / max(1, sizes[1] - sizes[0])
@@ -157,7 +157,7 @@ class TracedBatches:
         # Both quotients are rounded up, so that the batches have nearly equal sizes.
         count = -(-examples // self.budget.batch_size(shared, per_example))
         count = max(count, min(at_least, examples))
-        self.batches.cut(-(-examples // count))
+        self.data.cut(-(-examples // count))
 
     def _pieces(self, batch: Batch) -> Iterator[tuple[Elements, float]]:
         """Divide a batch into pieces that fit into memory, with their weights."""
@@ -178,7 +178,7 @@ class TracedBatches:
         size = -(-examples // count)
         for start in range(0, examples, size):
             piece = batch.elements.part(start, min(start + size, examples))
-            yield piece, self.batches.weight_of(piece, batch.index)
+            yield piece, self.data.weight_of(piece, batch.index)
 
     def _scope(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context in which to trace; with devices, traces serve all of them."""
@@ -189,7 +189,7 @@ class TracedBatches:
         progress = self.options.progress
         if not progress:
             return batches
-        return progress_bar(progress, batches, total=self.batches.count, unit="batch")
+        return progress_bar(progress, batches, total=self.data.count, unit="batch")
 
 
 def _common(shapes: Any, others: Iterable[Any]) -> Any:

@@ -77,7 +77,7 @@ def _devices(name: str, value: Any) -> Any:
 
 
 def _seconds(name: str, value: Any) -> Any:
-    return check_number(value, name, positive=True)
+    return check_number(value, name, positive=True, finite=False)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,8 @@ def merge_equal_operations(graph_def: Any, kept: Collection[str]) -> None:
 
     The graph has no calls, and its inputs may be missing in it. Operations named in `kept` remain.
     """
-    nodes, functions = Graph(graph_def).nodes, Graph(graph_def).functions
+    graph = Graph(graph_def)
+    nodes, functions = graph.nodes, graph.functions
     first: dict[Any, str] = {}
     merged: dict[str, str] = {}
     for node in in_topological_order(nodes):

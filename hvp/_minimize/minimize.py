@@ -19,7 +19,7 @@ from hvp._minimize.position import variables_size
 from hvp._minimize.scipy_methods import METHODS
 from hvp._minimize.scipy_run import ScipyRun
 from hvp._operators.curvature import Curvature
-from hvp._runtime.arguments import check_count
+from hvp._runtime.arguments import check_number
 from hvp._runtime.guard import refuse_forks
 from hvp._runtime.progress import check_progress
 from hvp._runtime.strategies import outside_strategies
@@ -265,7 +265,7 @@ def _merged_options(options: dict[str, Any] | None, more: dict[str, Any]) -> dic
     merged = {**(options or {}), **more}
     maxiter = merged.get("maxiter")
     if maxiter is not None:
-        check_count(maxiter, "maxiter", least=0)
+        check_number(maxiter, "maxiter", finite=False)
     duplicates = sorted(set(options or {}) & set(more))
     if duplicates:
         raise HvpError(

@@ -25,13 +25,9 @@ def check_method(
     """Check the constructor's arguments that define the method."""
     check_number(radius, "radius", positive=True)
     check_number(damping, "damping")
-    if isinstance(forcing, str) and forcing != "eisenstat-walker":
-        raise HvpError(
-            f"the argument forcing is {forcing!r}",
-            "'eisenstat-walker', or a number between 0 and 1",
-        )
-    if not isinstance(forcing, str):
-        check_number(forcing, "forcing", positive=True, below=1)
+    if forcing != "eisenstat-walker":
+        named = "'eisenstat-walker'"
+        check_number(forcing, "forcing", positive=True, below=1, instead=named)
     check_count(max_cg_iterations, "max_cg_iterations")
     check_count(rank, "rank")
     check_seed(seed)

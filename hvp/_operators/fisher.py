@@ -265,7 +265,7 @@ def fisher_rule(
         return EmpiricalFisherRule(*functions, weight)
     draws = check_count(samples, "samples") if kind == "monte-carlo" else 0
     names = _checked_likelihoods(likelihood, argument)
-    return FisherRule(*functions, weight, names, draws, check_seed(seed))
+    return FisherRule(*functions, weight, names, draws, check_seed(seed, below=2**31))
 
 
 def _checked_kind(kind: Any) -> Any:

@@ -21,25 +21,38 @@ def check_count(value: Any, name: str, least: int = 1) -> int:
     return int(value)
 
 
-def check_number(value: Any, name: str, *, positive: bool = False, below: float = math.inf) -> Any:
-    """Return a number; raise `HvpError` unless it is finite, nonnegative and less than `below`.
+def check_number(
+    value: Any,
+    name: str,
+    *,
+    positive: bool = False,
+    below: float = math.inf,
+    finite: bool = True,
+    instead: str = "",
+) -> Any:
+    """Return a number; raise `HvpError` unless it is real, nonnegative and less than `below`.
 
-    With `positive`, zero is refused, too.
+    With `positive`, zero is refused, too; without `finite`, infinity is not. `instead` is what else
+    the caller takes, for the message.
     """
-    is_number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
-    if not is_number or not 0 <= value < below or (positive and value == 0):
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    fits = is_number and (0 <= value < below or (not finite and value == math.inf))
+    if not fits or (positive and value == 0):
+        kind = "a finite number" if finite else "a number"
         least = "positive" if positive else "zero or positive"
         most = "" if below == math.inf else f" and less than {below:g}"
-        raise HvpError(f"the argument {name} is {value!r}", f"a finite number, {least}{most}")
+        expected = f"{kind}, {least}{most}"
+        expected = f"{instead}, or {expected}" if instead else expected
+        raise HvpError(f"the argument {name} is {value!r}", expected)
     return value
 
 
-def check_seed(value: Any) -> int:
-    """Return a seed; raise `HvpError` unless it is an integer from 0 to 2**31 - 1."""
-    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not is_integer or not 0 <= value < 2**31:
-        raise HvpError(f"the argument seed is {value!r}", "an integer from 0 to 2**31 - 1")
-    return int(value)
+def check_seed(value: Any, below: float = math.inf) -> int:
+    """Return a seed; raise `HvpError` unless it is a nonnegative integer less than `below`."""
+    seed = check_count(value, "seed", least=0)
+    if seed >= below:
+        raise HvpError(f"the argument seed is {value!r}", f"an integer from 0 to {below - 1}")
+    return seed
 
 
 def check_flag(value: Any, name: str) -> bool:

@@ -78,7 +78,6 @@ class BlockLanczos:
 
         The rows of `starts` are vectors to begin with.
         """
-        at_most += self._probes.products
         self._begin(starts)
         confirmed: np.ndarray | None = None
         while True:

@@ -64,7 +64,6 @@ class NearZero:
 
         The rows of `starts` are vectors to begin with.
         """
-        at_most += self._probes.products
         # The largest absolute eigenvalue.
         lanczos = BlockLanczos(self._probes, 1, CHOICES["LM"], True, _SCALE_TOL)
         scale = lanczos.run(None, at_most).scale

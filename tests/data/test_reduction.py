@@ -97,7 +97,7 @@ def test_stacked_values_and_their_jacobian(rows):
     results = stack.results(stack.merge(states), 0.1)
     np.testing.assert_array_equal(results.value["a"], np.concatenate(a))
     np.testing.assert_array_equal(results.value["b"], np.concatenate(b))
-    assert stack.domain(results).shapes == [(11, 2), (11,)]
+    assert stack.domain.shapes == [(11, 2), (11,)]
     # All columns of the first output, then all those of the second.
     whole = np.concatenate([*columns[0], *columns[1]], axis=1)
     for adjoint in (False, True):
