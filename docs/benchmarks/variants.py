@@ -325,6 +325,20 @@ def _torch_gradient(workload: Workload) -> tuple[Callable, tuple]:
     return torch.func.grad(loss), parameters
 
 
+def _compiled_by_torch(multiply: Callable, *shape: int) -> Multiply:
+    """Compile a product now, for vectors or blocks of a shape."""
+    import torch
+
+    compiled = torch.compile(multiply)
+
+    def run(v: np.ndarray) -> np.ndarray:
+        with torch.no_grad():
+            return compiled(torch.from_numpy(v)).numpy()
+
+    run(np.ones(shape, np.float32))
+    return run
+
+
 def torch_linearize(workload: Workload, block: bool = False) -> Multiply:
     """`torch.func.linearize` of the gradient, once; the linear map under `torch.compile`."""
     import networks_torch as networks
@@ -336,15 +350,9 @@ def torch_linearize(workload: Workload, block: bool = False) -> Multiply:
     def multiply(v: torch.Tensor) -> torch.Tensor:
         return networks.join(linear(tuple(networks.split(workload, v))))
 
-    compiled = torch.compile(torch.vmap(multiply, 1, 1) if block else multiply)
-    with torch.no_grad():
-        compiled(torch.ones((workload.size, workload.block) if block else workload.size))
-
-    def run(v: np.ndarray) -> np.ndarray:
-        with torch.no_grad():
-            return compiled(torch.from_numpy(v)).numpy()
-
-    return run
+    if block:
+        return _compiled_by_torch(torch.vmap(multiply, 1, 1), workload.size, workload.block)
+    return _compiled_by_torch(multiply, workload.size)
 
 
 def torch_forward_over_reverse(workload: Workload) -> Multiply:
@@ -358,14 +366,7 @@ def torch_forward_over_reverse(workload: Workload) -> Multiply:
         tangents = tuple(networks.split(workload, v))
         return networks.join(torch.func.jvp(gradient, (parameters,), (tangents,))[1])
 
-    compiled = torch.compile(multiply)
-    compiled(torch.ones(workload.size))
-
-    def run(v: np.ndarray) -> np.ndarray:
-        with torch.no_grad():
-            return compiled(torch.from_numpy(v)).numpy()
-
-    return run
+    return _compiled_by_torch(multiply, workload.size)
 
 
 def curvlinops_hessian(workload: Workload) -> Multiply:
