@@ -82,6 +82,11 @@ def program(operator: Any) -> Any:
     return held(operator).program
 
 
+def evaluation(operator: Any) -> Any:
+    """Return the graph of what runs once per point."""
+    return program(operator)._once.graph
+
+
 def variables(operator: Any) -> Any:
     """The variables of an operator."""
     return snapshot(operator).plan.nest.variables

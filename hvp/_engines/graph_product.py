@@ -32,9 +32,10 @@ class Compilation:
     vector; `report` is called with a message if a function cannot be compiled as requested. Blocks
     are multiplied one vector after the other if `by_columns` is set, and are compiled by XLA only
     if `xla_for_blocks` is: it takes minutes for convolutions over a further axis. With
-    `light_optimization`, TensorFlow spends less time on optimizing products. `changed` takes the
-    residuals and tells, in the graph, whether variables have changed since; None if residuals do
-    not tell.
+    `light_optimization`, TensorFlow spends less time on optimizing products. `is_large` says that
+    the graph takes longer to import than a function that calls it takes to trace. `changed` takes
+    the residuals and tells, in the graph, whether variables have changed since; None if residuals
+    do not tell.
     """
 
     residuals: Sequence[tf.TensorSpec]
@@ -43,6 +44,7 @@ class Compilation:
     by_columns: bool
     xla_for_blocks: bool
     light_optimization: bool
+    is_large: bool
     changed: Callable[..., tf.Tensor] | None
 
 
@@ -111,7 +113,7 @@ class GraphProduct:
     @property
     def _calls_parts(self) -> bool:
         """Whether the other forms call the product by parts instead of tracing it again."""
-        return self._compilation.jit_compile is False
+        return self._compilation.is_large and self._compilation.jit_compile is False
 
     @property
     def single(self) -> Compiled:
@@ -150,7 +152,7 @@ class GraphProduct:
         how, domain = self._compilation, self._spaces[0]
         jit_compile = how.jit_compile if how.xla_for_blocks else False
         specs = [tf.TensorSpec([None, domain.size], domain.dtype), *how.residuals]
-        return Compiled(self._multiply_rows, specs, jit_compile, how.report)
+        return Compiled(self._multiply_rows, specs, jit_compile, how.report, pure=True)
 
     @property
     def _spaces(self) -> tuple[Space, Space]:
@@ -162,7 +164,12 @@ class GraphProduct:
         how = self._compilation
         inputs = [*specs, *how.residuals]
         return Compiled(
-            function, inputs, how.jit_compile, how.report, light_optimization=how.light_optimization
+            function,
+            inputs,
+            how.jit_compile,
+            how.report,
+            light_optimization=how.light_optimization,
+            pure=True,
         )
 
     def _multiply_flat(self, flat: tf.Tensor, *residuals: tf.Tensor) -> tf.Tensor:

@@ -30,19 +30,22 @@ from hvp._graphs.dataflow import (
     input_dtypes,
     output_dtypes,
 )
-from hvp._graphs.graph import Graph, TensorName, data_inputs, node_of
+from hvp._graphs.graph import Graph, TensorName, data_inputs, node_of, with_index
 from hvp._graphs.inline import inline_calls
 from hvp._graphs.low_precision import in_low_precision
 from hvp._graphs.matrix_products import for_many_vectors
 from hvp._graphs.schedule import in_order_if_large
 from hvp._graphs.simplify import simplified
 from hvp._graphs.sizes import BORROWED, nbytes
-from hvp._graphs.split import split
+from hvp._graphs.split import has_effects, split
 from hvp._graphs.target import LOCAL, ExecutionTarget
 from hvp._graphs.wide import in_float64
 from hvp._vectors.packing import Packing
 from hvp._vectors.resources import Resource, differ
 from hvp._vectors.space import Space
+
+# A call of a function takes as long to trace as the import of this many operations.
+_FEW_OPERATIONS = 100
 
 _log = logging.getLogger("hvp")
 
@@ -68,7 +71,8 @@ class GraphProgram:
     variables `reads` are returned along with each evaluation. `report` is called with a message if
     XLA cannot compile products. Matrix products and convolutions of the product are computed, and
     large residuals stored, in `precision`; by default in the types of the graph. With `wide`, what
-    was traced in float32 is computed in float64, except for the results. The constructor raises
+    was traced in float32 is computed in float64, except for the results. `watches` says that
+    products are to tell, where they can, whether variables have changed. The constructor raises
     UnsplittableError if something that must run once depends on the vector.
 
     Attributes
@@ -97,8 +101,10 @@ class GraphProgram:
         report: Callable[[str], None],
         precision: tf.DType | None = None,
         wide: bool = False,
+        watches: bool = True,
     ) -> None:
         self._traced, self._codomain, self._reads = traced, codomain, list(reads)
+        self._watches = watches
         flat, rename = inline_calls(replace_operations(traced.graph_def))
         self._captures = {rename(name): tensor for name, tensor in traced.captures.items()}
         self._vectors = [rename(name) for name in traced.vectors]
@@ -147,7 +153,16 @@ class GraphProgram:
         self._packs = packs
         self._packing: Packing | None = None
         self._complete = not packs
-        self._once = Compiled(self._import_once, [], False, report)
+        nodes, functions = self.once_part.graph_def.node, self.once_part.functions
+        self._once_has_effects = any(has_effects(node, functions) for node in nodes)
+        self._once = Compiled(
+            self._import_once,
+            [],
+            False,
+            report,
+            light_optimization=not any(map(_has_functions, nodes)),
+            pure=not self._once_has_effects,
+        )
         outputs = [tf.TensorSpec(t.shape, t.dtype) for t in self._once.outputs[1:]]
         self._first_residual = len(self._results_of_once) + len(self._reads)
         self.residual_specs = outputs[self._first_residual :]
@@ -160,7 +175,8 @@ class GraphProgram:
             by_columns=any(_is_not_vectorized(node) for node in self.product_part.graph_def.node),
             xla_for_blocks=not any("Conv" in node.op for node in self.product_part.graph_def.node),
             light_optimization=not any(map(_has_functions, self.product_part.graph_def.node)),
-            changed=self.changed if self.tells_changes else None,
+            is_large=len(self.product_part.graph_def.node) > _FEW_OPERATIONS,
+            changed=self.changed if self.tells_changes and self._watches else None,
         )
         specs = self._traced.vector_specs
         same = specs == self._codomain.specs
@@ -267,23 +283,39 @@ class GraphProgram:
         return tf.reduce_any(changed)
 
     def _import_once(self) -> list[tf.Tensor]:
+        own = {} if self._once_has_effects else self._own_reads()
         # First, before the function itself writes to any of them.
-        watched = [resource.read() for resource in self._reads]
-        tensors = self.once_part.imported(self._captures, [*self._results_of_once, *self.residuals])
-        results, residuals = (
-            tensors[: len(self._results_of_once)],
-            tensors[len(self._results_of_once) :],
-        )
+        others = {id(r): r.read() for r in self._reads if id(r) not in own}
+        names = [*self._results_of_once, *self.residuals, *own.values()]
+        tensors = self.once_part.imported(self._captures, names)
+        first, end = len(self._results_of_once), len(tensors) - len(own)
+        results, residuals = tensors[:first], tensors[first:end]
+        others.update(zip(own, tensors[end:]))
+        watched = [others[id(resource)] for resource in self._reads]
         residuals = [
             tf.cast(tensor, self.precision) if name in self._rounded else tensor
             for name, tensor in zip(self.residuals, residuals)
         ]
+        # One for all tensors of a rank: each constant is an operation of its own.
+        axes = functools.cache(lambda rank: None if rank is None else tf.range(rank))
         finite = [
-            tf.reduce_all(tf.math.is_finite(t))
+            tf.reduce_all(tf.math.is_finite(t), axes(t.shape.rank))
             for t in _joined_if_small([t for t in results if t.dtype.is_floating])
         ]
         packed = self._pack([*watched, *residuals], len(watched))
-        return [tf.reduce_all(finite), *results, *watched, *packed]
+        all_finite = finite[0] if len(finite) == 1 else tf.reduce_all(finite)
+        return [all_finite, *results, *watched, *packed]
+
+    def _own_reads(self) -> dict[int, str]:
+        """Return the names of tensors that are values of variables, by the identity of these."""
+        handles = {id(tensor): with_index(name) for name, tensor in self._captures.items()}
+        values = {
+            (with_index(node.input[0]), node.attr["dtype"].type): f"{node.name}:0"
+            for node in self.once_part.graph_def.node
+            if node.op == "ReadVariableOp"
+        }
+        places = {id(r): (handles.get(id(r.handle)), r.dtype.as_datatype_enum) for r in self._reads}
+        return {key: values[place] for key, place in places.items() if place in values}
 
     def _pack(self, tensors: list[tf.Tensor], watched: int) -> list[tf.Tensor]:
         """Pack residuals together with the values of watched variables, if they are small."""

@@ -235,6 +235,7 @@ class SinglePlan(Plan):
                 self.add_note,
                 self._precision,
                 self._options.wide,
+                watches=self._options.on_stale != "ignore",
             )
         except (UnsplittableError, tf.errors.OpError, ValueError) as error:
             reason = line_of(error, -1)

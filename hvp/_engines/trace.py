@@ -341,7 +341,7 @@ def _at_wrong_values(
             ]
         )
 
-    return Compiled(at_wrong_values, [], False)
+    return Compiled(at_wrong_values, [], False, pure=True)
 
 
 def _are_equal(values: tf.Tensor, kind: str) -> tf.Tensor:

@@ -14,7 +14,7 @@ from typing import Any, Literal, Union
 import tensorflow as tf
 
 from hvp._errors import line_of
-from hvp._graphs.private import MUST_COMPILE, call_flat
+from hvp._graphs.private import DISABLE_ORDER, MUST_COMPILE, call_flat
 from hvp._graphs.python_calls import error_of_python
 from hvp._graphs.refusals import refusal_of
 from hvp._graphs.target import LOCAL, ExecutionTarget, scope_of_tracing
@@ -41,7 +41,8 @@ class Compiled:
     function, and everything it refers to, once it is traced; it can then not be traced for XLA.
     `eager` runs the function without a graph, because graphs cannot call it. `light_optimization`
     makes TensorFlow spend less time on optimizing the graph, which must have no functions and be
-    made by this package.
+    made by this package. `pure` says that the function has no effects, such as an assignment:
+    TensorFlow then need not look for them.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Compiled:
         forgets: bool = False,
         eager: bool = False,
         light_optimization: bool = False,
+        pure: bool = False,
     ) -> None:
         self._function: Any = function
         self._specs = list(specs)
@@ -62,6 +64,7 @@ class Compiled:
         self.uses_xla: bool | None = None
         self._calling: Any = None
         self._eager = eager
+        self._attributes = {DISABLE_ORDER: True} if pure else None
         self._light_optimization = light_optimization and jit_compile is False and has_cpus_only()
         if eager:
             return
@@ -175,7 +178,12 @@ class Compiled:
             self.choose(*zeros, *rest)
 
     def _traced(self, jit_compile: bool) -> Any:
-        function = tf.function(self._function, autograph=False, jit_compile=jit_compile or None)
+        function = tf.function(
+            self._function,
+            autograph=False,
+            jit_compile=jit_compile or None,
+            experimental_attributes=self._attributes,
+        )
         with Uninterrupted(), no_collections(), scope_of_tracing():
             return function.get_concrete_function(*self._specs)
 

@@ -168,12 +168,7 @@ class Graph:
         """
         used = {with_index(tensor) for node in self.graph_def.node for tensor in node.input}
         traced = tf.compat.v1.get_default_graph()
-
-        def captured(tensor: tf.Tensor) -> tf.Tensor:
-            inside = tf.is_symbolic_tensor(tensor) and tensor.graph is traced
-            return tensor if inside else tf.identity(tensor)
-
-        inputs = {name: captured(tensor) for name, tensor in known.items() if name in used}
+        inputs = {name: traced.capture(t) for name, t in known.items() if name in used}
         computed = [name for name in results if name not in known]
         tensors = tf.graph_util.import_graph_def(self.graph_def, inputs, computed, name=scope)
         values = {**known, **dict(zip(computed, tensors))}

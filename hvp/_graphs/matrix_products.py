@@ -1,4 +1,8 @@
-"""Products of matrices, written so that TensorFlow applies them well to many vectors at once.
+"""Products of matrices, written in the way that TensorFlow computes fastest.
+
+Where a batch of matrices is multiplied by one matrix, as the tokens of a language model are by the
+kernel of a layer, the batch is one large matrix as it stands. `BatchMatMulV2` multiplies its
+matrices one after the other.
 
 In a product with a vector, one operand of each `MatMul` depends on the vector and the other does
 not. For `k` vectors, `tf.vectorized_map` writes it as a product of two large matrices, for which it
@@ -12,12 +16,64 @@ two better ways, of one operation each:
 
 from __future__ import annotations
 
-from collections.abc import Container
+import math
+from collections.abc import Container, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from hvp._graphs.graph import Graph, data_inputs, node_of
+from hvp._graphs.sizes import note_shapes, shape_of
+
+
+def multiply_batches_as_one(graph_def: Any) -> None:
+    """Rewrite batches of matrices that are multiplied by one matrix, in place.
+
+    The graph has no calls, and notes the shapes of results.
+    """
+    nodes = Graph(graph_def).nodes
+    for node in list(graph_def.node):
+        if node.op != "BatchMatMulV2" or node.attr["adj_x"].b:
+            continue
+        dtype, (left, right) = tf.as_dtype(node.attr["T"].type), data_inputs(node)
+        batch, matrix, result = (shape_of(tensor, nodes) for tensor in (left, right, node.name))
+        known = all(shape.is_fully_defined() for shape in (batch, matrix, result))
+        # It transposes complex matrices to their conjugates.
+        if known and not dtype.is_complex and batch.rank > 2 and matrix.rank == 2:
+            rows = [math.prod(batch[:-1]), batch[-1]]
+            waits = node.input[2:]
+            flat = _add_reshape(graph_def, f"{node.name}/rows", left, rows, dtype)
+            product = graph_def.node.add(name=f"{node.name}/matrix", op="MatMul")
+            product.input.extend([flat, right, *waits])
+            product.attr["T"].type = dtype.as_datatype_enum
+            product.attr["transpose_b"].b = node.attr["adj_y"].b
+            note_shapes(product, [tf.TensorShape([rows[0], result[-1]]).as_proto()])
+            _make_reshape(graph_def, node, product.name, result.as_list(), dtype)
+
+
+def _add_reshape(
+    graph_def: Any, name: str, tensor: str, shape: Sequence[int], dtype: tf.DType
+) -> str:
+    node = graph_def.node.add(name=name)
+    _make_reshape(graph_def, node, tensor, shape, dtype)
+    return name
+
+
+def _make_reshape(
+    graph_def: Any, node: Any, tensor: str, shape: Sequence[int], dtype: tf.DType
+) -> None:
+    """Turn a node into a reshape of a tensor."""
+    sizes = graph_def.node.add(name=f"{node.name}/shape", op="Const")
+    sizes.attr["dtype"].type = tf.int32.as_datatype_enum
+    sizes.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(shape, tf.int32, [len(shape)]))
+    note_shapes(sizes, [tf.TensorShape([len(shape)]).as_proto()])
+    name, device = node.name, node.device
+    node.Clear()
+    node.name, node.op, node.device = name, "Reshape", device
+    node.attr["T"].type = dtype.as_datatype_enum
+    node.attr["Tshape"].type = tf.int32.as_datatype_enum
+    node.input.extend([tensor, sizes.name])
+    note_shapes(node, [tf.TensorShape(shape).as_proto()])
 
 
 def for_many_vectors(graph: Graph, dependent: Container[str]) -> Graph:

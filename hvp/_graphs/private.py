@@ -35,12 +35,16 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 # operations have to be on one device.
 SHAPES, GRADIENT_TYPE, NO_INLINE = "_output_shapes", "_gradient_op_type", "_noinline"
 MUST_COMPILE, COLOCATED_WITH = "_XlaMustCompile", "_class"
+# TensorFlow looks at every operation of a function for effects that have an order. The attribute
+# turns that off, for a function that has none.
+DISABLE_ORDER = "_disable_acd"
 # What the names of operations begin with that tapes add, and of those in which `tf.gradients`
 # differentiates a call, loop or branch: nothing else tells which operations are derivatives.
 TAPE_PREFIX, GRADIENT_SCOPE = "gradient_tape/", "_grad/"
 
 __all__ = [
     "COLOCATED_WITH",
+    "DISABLE_ORDER",
     "GRADIENT_SCOPE",
     "GRADIENT_TYPE",
     "MUST_COMPILE",

@@ -10,6 +10,7 @@ import tensorflow as tf
 from hvp._graphs.broadcasts import broadcast_instead_of_repeating
 from hvp._graphs.folding import fold_shapes
 from hvp._graphs.graph import Graph, node_of
+from hvp._graphs.matrix_products import multiply_batches_as_one
 from hvp._graphs.merging import merge_equal_operations
 from hvp._graphs.sizes import take_sizes
 
@@ -25,6 +26,7 @@ def simplified(
     tensors that none of its operations computes.
     """
     fold_shapes(graph_def)
+    multiply_batches_as_one(graph_def)
     merge_equal_operations(graph_def, {*map(node_of, results)})
     broadcast_instead_of_repeating(graph_def, inputs)
     return Graph(graph_def, take_sizes(graph_def, inputs))

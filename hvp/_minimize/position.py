@@ -16,6 +16,9 @@ from hvp._vectors.resources import restored
 from hvp._vectors.space import Space
 from hvp._vectors.variables import VariableNest, collect_variables
 
+# Tracing a function takes as long as some hundred operations.
+_FEW = 8
+
 
 class Position:
     """Reads and writes a nest of variables as one vector.
@@ -46,14 +49,18 @@ class Position:
         return restored([self], only_on_error=only_on_error)
 
     # Reading and writing are compiled into one call each: with one operation per variable they
-    # would take as long as a small evaluation of the loss.
+    # would take as long as a small evaluation of the loss. A few variables are not worth it.
+
+    @property
+    def _eager(self) -> bool:
+        return len(self.variables) <= _FEW
 
     @functools.cached_property
     def _read(self) -> Compiled:
         def read() -> tf.Tensor:
             return self._space.join([variable.read_value() for variable in self.variables])
 
-        return Compiled(read, [], False)
+        return Compiled(read, [], False, eager=self._eager, pure=True)
 
     @functools.cached_property
     def _write(self) -> Compiled:
@@ -62,7 +69,8 @@ class Position:
                 variable.assign(value)
             return tf.constant(0)
 
-        return Compiled(write, [tf.TensorSpec([self.size], self._space.dtype)], False)
+        specs = [tf.TensorSpec([self.size], self._space.dtype)]
+        return Compiled(write, specs, False, eager=self._eager)
 
 
 def variables_size(loss: Any, variables: Any) -> int:

@@ -53,7 +53,7 @@ def test_nor_inside_nested_functions():
     assert product_operations(tf.function(loss), weights)["MatMul"] == 20
 
 
-def test_arrays_and_tensors_share_one_import_of_the_product(monkeypatch):
+def test_a_form_of_the_product_is_imported_when_it_is_needed(monkeypatch):
     loss, weights = dense_layers(3)
     imported, original = [], Graph.imported
 
@@ -65,9 +65,10 @@ def test_arrays_and_tensors_share_one_import_of_the_product(monkeypatch):
     with hvp.HessianOperator(loss, weights) as H:
         v = random(3, H.shape[0])
         flat = H @ v
+        H @ v
+        assert imported == [inside.program(H).once_part, inside.program(H).product_part]
         np.testing.assert_array_equal(flat, H.flatten(H.product(H.unflatten(v))))
         np.testing.assert_array_equal(flat, H.product(tf.constant(v)))
-        assert imported == [inside.program(H).once_part, inside.program(H).product_part]
 
 
 @pytest.mark.parametrize("batch_size", [None, 2])
@@ -99,7 +100,7 @@ def test_residuals_are_not_packed_where_packing_loses_some(batch_size, monkeypat
 
 
 @pytest.mark.parametrize("loops", [False, True])
-def test_products_without_loops_are_optimized_briefly_and_evaluations_are_not(loops, monkeypatch):
+def test_what_has_no_loops_is_optimized_briefly(loops, monkeypatch):
     w, brief = tf.Variable(random(0, 5)), []
     original = compiled.call_flat
 
@@ -117,9 +118,57 @@ def test_products_without_loops_are_optimized_briefly_and_evaluations_are_not(lo
     monkeypatch.setattr(compiled, "call_flat", call_flat)
     monkeypatch.setattr(compiled, "has_cpus_only", lambda: True)
     with hvp.HessianOperator(loss, w) as H:
-        assert brief == [False]
+        assert brief == [not loops]
         np.testing.assert_allclose(H @ np.ones(5), 6 * w.numpy(), rtol=1e-5)
-        assert brief == [False, not loops]
+        assert brief == [not loops, not loops]
+
+
+def test_tensorflow_looks_for_effects_only_where_there_are_some(monkeypatch):
+    """It adds control dependencies to what assigns, and takes long to look for that."""
+    pure, original = [], graph_program.Compiled
+
+    def make(*arguments, **options):
+        pure.append(options.get("pure", False))
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(graph_program, "Compiled", make)
+    w, counter = tf.Variable(random(0, 5)), tf.Variable(0)
+
+    def counting():
+        counter.assign_add(1)
+        with tf.control_dependencies([tf.debugging.assert_positive(counter)]):
+            return tf.reduce_sum(w**3)
+
+    for loss in (counting, lambda: tf.reduce_sum(tf.nn.dropout(w, 0.5) ** 3), lambda: w[0] ** 3):
+        hvp.HessianOperator(loss, w).close()
+    assert pure == [False, False, True]
+
+
+def test_each_variable_is_read_once():
+    weights = [tf.Variable(random(i, 5)) for i in range(4)]
+    frozen = tf.Variable(random(9, 5))
+    H = hvp.HessianOperator(lambda: tf.reduce_sum(frozen * tf.add_n(weights) ** 3), weights)
+    kinds = Counter(operation.type for operation in inside.evaluation(H).get_operations())
+    assert kinds["ReadVariableOp"] == 5
+    frozen.assign_add(np.ones(5, np.float32))
+    with pytest.raises(hvp.StaleOperatorError, match=frozen.name.partition(":")[0]):
+        H @ np.ones(20)
+
+
+def test_products_that_are_never_stale_do_not_compare_variables():
+    for on_stale, compares in [("raise", True), ("refresh", True), ("ignore", False)]:
+        w = tf.Variable(random(0, 5))
+        H = hvp.HessianOperator(lambda: tf.reduce_sum(w**3), w, on_stale=on_stale)  # noqa: B023
+        assert inside.program(H).product.tells_changes is compares
+        np.testing.assert_allclose(H @ np.ones(5), 6 * w.numpy(), rtol=1e-5)
+        before = w.numpy()
+        w.assign(2 * before)
+        if on_stale == "raise":
+            with pytest.raises(hvp.StaleOperatorError):
+                H @ np.ones(5)
+        else:
+            factor = 12 if on_stale == "refresh" else 6
+            np.testing.assert_allclose(H @ np.ones(5), factor * before, rtol=1e-5)
 
 
 def test_nothing_with_an_effect_is_in_the_product():

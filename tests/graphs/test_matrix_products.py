@@ -1,4 +1,4 @@
-"""Products of matrices for many vectors: right in every form, and one operation each."""
+"""Products of matrices, in the form that TensorFlow computes fastest: right, and few."""
 
 import itertools
 
@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import hvp
 from hvp._graphs.graph import Graph
-from hvp._graphs.matrix_products import for_many_vectors
+from hvp._graphs.matrix_products import for_many_vectors, multiply_batches_as_one
+from hvp._graphs.sizes import graph_def_with_shapes
 from hvp._graphs.vectorized import vectorized
+from tests import inside
 from tests.cases import random
 
 M, P, Q, K = 3, 4, 2, 5
@@ -71,3 +74,85 @@ def test_what_depends_on_no_vector_or_twice_stays():
     definition, left, right, _ = part("float32", (False, False))
     for dependent in (set(), {left.partition(":")[0], right.partition(":")[0]}):
         assert [node.op for node in for_many_vectors(definition, dependent).all_nodes] == ["MatMul"]
+
+
+def rewritten_batches(left, right, adjoint):
+    """The types of operations, and the values, of a rewritten batch of products."""
+    with tf.Graph().as_default() as graph:
+        a, b = (tf.raw_ops.Placeholder(dtype=x.dtype, shape=x.shape) for x in (left, right))
+        product = tf.raw_ops.BatchMatMulV2(x=a, y=b, adj_x=adjoint[0], adj_y=adjoint[1])
+    definition = graph_def_with_shapes(graph)
+    multiply_batches_as_one(definition)
+    part = Graph(definition).computing([product.name], [a.name, b.name])
+    values = tf.function(
+        lambda left, right: part.imported({a.name: left, b.name: right}, [product.name])[0]
+    )(left, right)
+    return [node.op for node in part.graph_def.node], values.numpy()
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("batch", [(K,), (2, K), (0, K)])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_batch_times_one_matrix_is_one_product(dtype, batch, transposed):
+    left = random(0, *batch, M, P, dtype=dtype)
+    right = random(1, P, Q, dtype=dtype)
+    given = right.T.copy() if transposed else right
+    operations, values = rewritten_batches(left, given, (False, transposed))
+    assert "BatchMatMulV2" not in operations
+    assert operations.count("MatMul") == 1
+    want = left.astype("float64") @ right.astype("float64")
+    np.testing.assert_allclose(values, want, rtol=1e-5 if dtype == "float32" else 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "adjoint"),
+    [
+        (random(0, K, P, M), random(1, P, Q), (True, False)),
+        (random(0, K, M, P), random(1, K, P, Q), (False, False)),
+        (random(0, M, P), random(1, P, Q), (False, False)),
+        (random(0, K, M, P) * (1 + 2j), random(1, Q, P) * (2 - 1j), (False, True)),
+    ],
+    ids=["left transposed", "two batches", "two matrices", "complex"],
+)
+def test_other_batches_stay(left, right, adjoint):
+    operations, values = rewritten_batches(left, right, adjoint)
+    assert operations.count("BatchMatMulV2") == 1
+    a = np.swapaxes(left, -1, -2) if adjoint[0] else left
+    b = np.swapaxes(right, -1, -2).conj() if adjoint[1] else right
+    np.testing.assert_allclose(values, a @ b, rtol=1e-5)
+
+
+@pytest.mark.parametrize("engine", ["graph", "tape"])
+@pytest.mark.parametrize("options", [{}, {"batch_size": 2}, {"jit_compile": True}], ids=str)
+def test_the_tokens_of_a_layer_are_one_matrix(engine, options):
+    if engine == "tape":
+        options = {key: value for key, value in options.items() if key == "batch_size"}
+    w = tf.Variable(random(0, 3, 4, dtype="float64"))
+    u = tf.Variable(random(1, 4, 2, dtype="float64"))
+    x = random(2, 4, 5, 3, dtype="float64")
+
+    def loss(x):
+        return tf.reduce_mean(tf.tanh(x @ w) @ u) + tf.reduce_mean((tf.tanh(x @ w) @ u) ** 2)
+
+    with hvp.HessianOperator(loss, [w, u], data=(x,), engine=engine, **options) as H:
+        dense = H.to_dense()
+        if engine == "graph" and not options:
+            program = inside.program(H)
+            parts = program.once_part, program.product_part
+            kinds = {node.op for part in parts for node in part.all_nodes}
+            assert "MatMul" in kinds
+            assert "BatchMatMulV2" not in kinds
+    step = 1e-6
+    theta = np.concatenate([w.numpy().ravel(), u.numpy().ravel()])
+
+    def gradient(theta):
+        w.assign(theta[:12].reshape(3, 4))
+        u.assign(theta[12:].reshape(4, 2))
+        with tf.GradientTape() as tape:
+            value = loss(x)
+        return np.concatenate([g.numpy().ravel() for g in tape.gradient(value, [w, u])])
+
+    columns = [
+        (gradient(theta + step * e) - gradient(theta - step * e)) / (2 * step) for e in np.eye(20)
+    ]
+    np.testing.assert_allclose(dense, np.stack(columns, 1), atol=1e-8)

@@ -11,6 +11,7 @@ from tensorflow.python.framework import op_def_registry, ops
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from hvp._graphs.private import (
+    DISABLE_ORDER,
     addresses_of_workers,
     call_flat,
     copies_of,
@@ -169,3 +170,17 @@ def test_the_workers_that_tensorflow_is_connected_to():
     assert context.context().get_server_def() is None
     assert callable(context.context().update_server_def)
     assert addresses_of_workers() == {}
+
+
+def test_a_function_without_order_runs_nothing_but_what_its_results_need():
+    variable = tf.Variable(0.0)
+
+    def count(x):
+        variable.assign_add(1.0)
+        return 2.0 * x
+
+    for attributes, expected in [({DISABLE_ORDER: True}, 0.0), (None, 1.0)]:
+        variable.assign(0.0)
+        function = tf.function(count, autograph=False, experimental_attributes=attributes)
+        assert function(tf.ones(2)).numpy().tolist() == [2.0, 2.0]
+        assert variable.numpy() == expected

@@ -9,7 +9,9 @@ import tensorflow as tf
 import hvp
 from hvp._data.budget import MemoryFraction
 from hvp._minimize.points import Points
+from hvp._minimize.position import Position
 from hvp._snapshots.problem import evaluate_loss
+from hvp._vectors.variables import collect_variables
 from tests.cases import random
 
 
@@ -86,3 +88,16 @@ def test_a_limit_is_shared():
     assert MemoryFraction(1000, 1 / 4).nbytes == 250
     with pytest.raises(hvp.HvpError, match="memory_limit"):
         _ = MemoryFraction("much", 1 / 2).nbytes
+
+
+@pytest.mark.parametrize("count", [1, 8, 9, 20])
+def test_positions_of_few_and_of_many_variables(count):
+    variables = [tf.Variable(random(i, 2, 3)) for i in range(count)]
+    position = Position(collect_variables(variables))
+    before = np.concatenate([v.numpy().ravel() for v in variables])
+    np.testing.assert_array_equal(position.read(), before)
+    with position.restored():
+        position.write(2 * before)
+        np.testing.assert_array_equal(variables[-1], 2 * before[-6:].reshape(2, 3))
+        np.testing.assert_array_equal(position.read(), 2 * before)
+    np.testing.assert_array_equal(position.read(), before)
