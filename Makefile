@@ -54,23 +54,22 @@ docs: $(VENV)/.docs
 	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
 	@echo "Read docs/_build/html/index.html"
 
-# More than an hour, and nothing else should run meanwhile. The extra `peers` (JAX, PyTorch,
-# curvlinops) is installed by hand, or left out: pip install -e '.[peers]'
-benchmark: $(VENV)/.examples
-	$(BIN)/python docs/benchmarks/products.py --figure
-	$(BIN)/python docs/benchmarks/matrices.py
-	$(BIN)/python docs/benchmarks/matrices.py --blocks
-	$(BIN)/python docs/benchmarks/spectra.py --monitor
-	$(BIN)/python docs/benchmarks/recycling.py
-	$(BIN)/python docs/benchmarks/kronecker.py
-	$(BIN)/python docs/benchmarks/influence_scores.py
-	$(BIN)/python docs/benchmarks/memory.py --figure
-	$(BIN)/python docs/benchmarks/scale.py --figure
-	$(BIN)/python docs/benchmarks/precision.py
-	$(BIN)/python docs/benchmarks/streaming.py
-	OPENBLAS_NUM_THREADS=1 $(BIN)/python docs/benchmarks/solving.py
-	OPENBLAS_NUM_THREADS=1 $(BIN)/python docs/benchmarks/optimizers.py
-	$(BIN)/python docs/benchmarks/devices.py --figure
+# More than an hour, and nothing else should run meanwhile. Each part says how long it took, and can be
+# run by itself: make benchmark-products. The extra `peers` (JAX, PyTorch, curvlinops) is installed by
+# hand, or left out: pip install -e '.[peers]'
+BENCHMARKS = products matrices blocks spectra recycling kronecker influence_scores memory scale \
+	precision streaming solving optimizers devices
+benchmark: $(addprefix benchmark-,$(BENCHMARKS))
+
+benchmark-products benchmark-memory benchmark-scale benchmark-devices: OPTIONS = --figure
+benchmark-spectra: OPTIONS = --monitor
+benchmark-blocks: SCRIPT = matrices
+benchmark-blocks: OPTIONS = --blocks
+benchmark-solving benchmark-optimizers: export OPENBLAS_NUM_THREADS = 1
+benchmark-%: SCRIPT = $*
+benchmark-%: $(VENV)/.examples
+	@begin=$$(date +%s); $(BIN)/python docs/benchmarks/$(SCRIPT).py $(OPTIONS) && \
+		echo "$@ took $$(( ($$(date +%s) - begin + 59) / 60 )) minutes"
 
 clean:
 	rm -rf .venv .venv-* docs/_build docs/gallery build *.egg-info

@@ -26,6 +26,9 @@ ROWS = [
     ("JAX linearize", "JAX linearize", "peer"),
     ("JAX, per column of a block", "JAX linearize, block", "peer"),
     ("JAX forward mode", "JAX forward-over-reverse", "peer"),
+    ("PyTorch linearize", "PyTorch linearize, compiled", "peer"),
+    ("PyTorch, per column of a block", "PyTorch linearize, compiled, block", "peer"),
+    ("PyTorch forward mode", "PyTorch forward-over-reverse, compiled", "peer"),
     ("PyTorch, retained graph", "PyTorch retained graph", "peer"),
     ("curvlinops", "curvlinops", "peer"),
 ]

@@ -27,6 +27,7 @@ from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
+import compilers  # noqa: F401 - before TensorFlow
 import networks_tensorflow
 import numpy as np
 import report
@@ -50,8 +51,8 @@ HERE = Path(__file__).parent
 JSON, CSV = HERE / "matrices.json", HERE / "matrices.csv"
 SECONDS, FEWEST, MOST = 60, 7, 200  # of rounds for one workload, as in products.py
 MATRICES = ("gauss-newton", "type-2", "empirical", "jacobian", "transpose", "hessian")
-# Axes in which PyTorch's flat vectors store convolution kernels.
-TORCH = (3, 2, 0, 1)
+# Axes in which flat vectors store convolution kernels: as PyTorch sees them, and as it stores them.
+TORCH, TORCH_STORED = (3, 2, 0, 1), (3, 0, 1, 2)
 # What a peer that stores all gradients of examples may take.
 LARGEST = 4 * 2**30
 # How far an answer in float32 may be from the right one, as a part of its norm.
@@ -75,15 +76,15 @@ class Variant:
         Takes a workload; returns the function that is timed.
     is_peer : bool
         Whether it is of another framework.
-    is_torch : bool
-        Whether flat vectors store kernels as PyTorch does.
+    axes : tuple of int, optional
+        How flat vectors store convolution kernels, if not as TensorFlow does.
     """
 
     matrix: str
     name: str
     prepare: Callable[[Workload], Multiply]
     is_peer: bool = True
-    is_torch: bool = False
+    axes: tuple[int, ...] | None = None
 
 
 # Right answers.
@@ -205,6 +206,38 @@ def jax_products(matrix: str) -> Callable[[Workload], Multiply]:
     return prepare
 
 
+def torch_products(matrix: str) -> Callable[[Workload], Multiply]:
+    """`torch.func.linearize` and `torch.func.vjp` of the model, once; their products compiled."""
+
+    def prepare(workload: Workload) -> Multiply:
+        import networks_torch as networks
+        import torch
+
+        model, parameters = variants.torch_model(workload)
+        logits, push = torch.func.linearize(model, parameters)
+        _, pull = torch.func.vjp(model, parameters)
+        _, y = networks.batch(workload)
+        p = torch.softmax(logits, 1)
+        r = p - torch.nn.functional.one_hot(y, CLASSES)
+
+        def multiply(v: Any) -> Any:
+            if matrix == "transpose":
+                return networks.join(pull(v.reshape(p.shape))[0])
+            t = push(tuple(networks.split(workload, v)))
+            if matrix == "jacobian":
+                return t.reshape(-1)
+            if matrix == "empirical":
+                u = r * torch.sum(r * t, 1, keepdim=True)
+            else:
+                u = p * (t - torch.sum(p * t, 1, keepdim=True))
+            return networks.join(pull(u / len(p))[0])
+
+        size = p.numel() if matrix == "transpose" else workload.size
+        return variants.compiled_by_torch(multiply, size)
+
+    return prepare
+
+
 def curvlinops_products(matrix: str) -> Callable[[Workload], Multiply]:
     """Operators of curvlinops, for scipy."""
 
@@ -269,12 +302,15 @@ def all_variants() -> list[Variant]:
         ]
         if importlib.util.find_spec("jax"):
             found.append(Variant(matrix, "JAX", jax_products(matrix)))
+        if importlib.util.find_spec("torch"):
+            prepare = torch_products(matrix)
+            found.append(Variant(matrix, "PyTorch, compiled", prepare, axes=TORCH_STORED))
         if importlib.util.find_spec("curvlinops") and matrix != "type-2":
             prepare = curvlinops_products(matrix)
-            found.append(Variant(matrix, "curvlinops", prepare, is_torch=True))
+            found.append(Variant(matrix, "curvlinops", prepare, axes=TORCH))
         if importlib.util.find_spec("hessian_eigenthings") and matrix in MATRICES[::2][:2]:
             prepare = eigenthings_products(matrix)
-            found.append(Variant(matrix, "hessian-eigenthings", prepare, is_torch=True))
+            found.append(Variant(matrix, "hessian-eigenthings", prepare, axes=TORCH))
     return found
 
 
@@ -290,15 +326,16 @@ def argument_of(workload: Workload, variant: Variant, rng: np.random.Generator) 
 
 def error_of(variant: Variant, workload: Workload, multiply: Multiply, right: Reference) -> float:
     """Call a variant once; return the relative error of its answer."""
-    v = argument_of(workload, variant, np.random.default_rng(1))
+    v = given = argument_of(workload, variant, np.random.default_rng(1))
     if variant.matrix == "gradient":
         multiply(v)
         return 0.0
-    in_order = variant.is_torch and variant.matrix != "transpose"
-    answer = np.asarray(multiply(to_layout(workload, v, TORCH) if in_order else v)).reshape(-1)
-    if variant.is_torch and variant.matrix != "jacobian":
-        answer = from_layout(workload, answer, TORCH)
-    return relative_error(answer, right.product(variant.matrix, v))
+    if variant.axes and variant.matrix != "transpose":
+        v = to_layout(workload, v, variant.axes)
+    answer = np.asarray(multiply(v)).reshape(-1)
+    if variant.axes and variant.matrix != "jacobian":
+        answer = from_layout(workload, answer, variant.axes)
+    return relative_error(answer, right.product(variant.matrix, given))
 
 
 def run(workload: Workload, rounds: int | None) -> list[dict[str, Any]]:

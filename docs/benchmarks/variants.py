@@ -308,24 +308,37 @@ def torch_retained_graph(workload: Workload) -> Multiply:
     return multiply
 
 
-def _torch_gradient(workload: Workload) -> tuple[Callable, tuple]:
-    """Return the gradient as a function of the parameters, and the parameters."""
+def torch_model(workload: Workload) -> tuple[Callable, tuple]:
+    """Return the logits as a function of the parameters, and the parameters."""
     import networks_torch as networks
     import torch
 
     network = networks.Network(workload)
     names = [name for name, _ in network.named_parameters()]
     parameters = tuple(parameter.detach() for parameter in network.parameters())
-    x, y = networks.batch(workload)
+    x, _ = networks.batch(workload)
+
+    def logits(parameters: tuple) -> torch.Tensor:
+        return torch.func.functional_call(network, dict(zip(names, parameters)), (x,))
+
+    return logits, parameters
+
+
+def _torch_gradient(workload: Workload) -> tuple[Callable, tuple]:
+    """Return the gradient as a function of the parameters, and the parameters."""
+    import networks_torch as networks
+    import torch
+
+    logits, parameters = torch_model(workload)
+    _, y = networks.batch(workload)
 
     def loss(parameters: tuple) -> torch.Tensor:
-        logits = torch.func.functional_call(network, dict(zip(names, parameters)), (x,))
-        return torch.nn.functional.cross_entropy(logits, y)
+        return torch.nn.functional.cross_entropy(logits(parameters), y)
 
     return torch.func.grad(loss), parameters
 
 
-def _compiled_by_torch(multiply: Callable, *shape: int) -> Multiply:
+def compiled_by_torch(multiply: Callable, *shape: int) -> Multiply:
     """Compile a product now, for vectors or blocks of a shape."""
     import torch
 
@@ -351,8 +364,8 @@ def torch_linearize(workload: Workload, block: bool = False) -> Multiply:
         return networks.join(linear(tuple(networks.split(workload, v))))
 
     if block:
-        return _compiled_by_torch(torch.vmap(multiply, 1, 1), workload.size, workload.block)
-    return _compiled_by_torch(multiply, workload.size)
+        return compiled_by_torch(torch.vmap(multiply, 1, 1), workload.size, workload.block)
+    return compiled_by_torch(multiply, workload.size)
 
 
 def torch_forward_over_reverse(workload: Workload) -> Multiply:
@@ -366,7 +379,7 @@ def torch_forward_over_reverse(workload: Workload) -> Multiply:
         tangents = tuple(networks.split(workload, v))
         return networks.join(torch.func.jvp(gradient, (parameters,), (tangents,))[1])
 
-    return _compiled_by_torch(multiply, workload.size)
+    return compiled_by_torch(multiply, workload.size)
 
 
 def curvlinops_hessian(workload: Workload) -> Multiply:
