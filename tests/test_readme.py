@@ -18,17 +18,36 @@ def test_the_readme_quotes_the_committed_benchmark():
     assert "all seven workloads" in text
     assert all(float(row["hvp"]) < float(row["TF tf.function"]) for row in rows.values())
     ratios = [float(row["TF eager, cached"]) / float(row["hvp"]) for row in rows.values()]
-    assert "up to eight times as fast as eager tapes" in text
-    assert 7.5 <= max(ratios) < 8.5
-    slower = {name for name, row in rows.items() if float(row["JAX linearize"]) < float(row["hvp"])}
-    assert slower == {"mlp-small", "mlp"}
+    assert "up to ten times as fast as cached eager tapes" in text
+    assert 9.5 <= max(ratios) < 10.5
+
+    def faster(other):
+        return {name for name, row in rows.items() if float(row[other]) < float(row["hvp"])}
+
+    def agrees(shown, measured):
+        return float(shown) == round(float(measured), len(shown.partition(".")[2]))
+
+    assert faster("JAX linearize") == {"mlp-small", "mlp"}
     quoted = re.search(r"\(([\d.]+) and ([\d.]+) ms against ([\d.]+) and ([\d.]+) ms\)", text)
     exact = [rows[w][key] for key in ("JAX linearize", "hvp") for w in ("mlp-small", "mlp")]
-    for shown, measured in zip(quoted.groups(), exact):
-        decimals = len(shown.partition(".")[2])
-        assert float(shown) == round(float(measured), decimals)
-    faster = {name for name, row in rows.items() if float(row["PyTorch"]) < float(row["hvp"])}
-    assert faster == slower
+    assert all(map(agrees, quoted.groups(), exact))
+    assert faster("PyTorch linearize") == {"mlp", "mlp-large", "cnn", "transformer", "resnet18"}
+    for name, pattern in [
+        ("transformer", r"the transformer \((\d+) against (\d+) ms\)"),
+        ("resnet18", r"ResNet-18 \((\d+) against (\d+) ms\)"),
+    ]:
+        exact = [rows[name][key] for key in ("PyTorch linearize", "hvp")]
+        assert all(map(agrees, re.search(pattern, text).groups(), exact))
+    least, most = map(int, re.search(r"by (\d+) to (\d+) %", text).groups())
+    shares = [
+        100 * (1 - float(rows[name]["PyTorch linearize"]) / float(rows[name]["hvp"]))
+        for name in ("mlp", "mlp-large", "cnn")
+    ]
+    assert (least, most) == (round(min(shares)), round(max(shares)))
+    fastest = {name for name, row in rows.items() if float(row["hvp / fastest other"]) < 1}
+    assert fastest == {"lstm"}
+    (auto,) = re.search(r'`jit_compile="auto"` takes (\d+) ms on the transformer', text).groups()
+    assert agrees(auto, rows["transformer"]["hvp, auto"])
 
 
 def test_the_documentation_quotes_the_committed_solving():
