@@ -57,8 +57,8 @@ docs: $(VENV)/.docs
 # More than an hour, and nothing else should run meanwhile. Each part says how long it took, and can be
 # run by itself: make benchmark-products. The extra `peers` (JAX, PyTorch, curvlinops) is installed by
 # hand, or left out: pip install -e '.[peers]'
-BENCHMARKS = products matrices blocks spectra recycling kronecker influence_scores memory scale \
-	precision streaming solving optimizers devices
+BENCHMARKS = products first_products matrices blocks spectra recycling kronecker influence_scores \
+	memory scale precision streaming solving optimizers devices
 benchmark: $(addprefix benchmark-,$(BENCHMARKS))
 
 benchmark-products benchmark-memory benchmark-scale benchmark-devices: OPTIONS = --figure
