@@ -25,7 +25,15 @@ from hvp._graphs.graph import (
     node_of,
     with_index,
 )
-from hvp._graphs.sizes import ENTRYWISE, is_small, nbytes, note_shapes, shape_of, shapes_of
+from hvp._graphs.sizes import (
+    ENTRYWISE,
+    add_shape,
+    is_small,
+    nbytes,
+    note_shapes,
+    shape_of,
+    shapes_of,
+)
 
 # Operations that broadcast their arguments, besides sums of two.
 _BROADCASTING = frozenset(
@@ -123,20 +131,17 @@ class _BroadcastRewriting:
         before.name = f"{node.name}/before_repeating"
         _replace(before, kind, [*small, *waits])
         note_shapes(before, [tf.TensorShape(result).as_proto()])
-        axes = self._graph_def.node.add(name=f"{node.name}/shape", op="Const")
         shape = self._shape(node.name)
         assert shape is not None
-        axes.attr["dtype"].type = tf.int32.as_datatype_enum
-        axes.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(shape, tf.int32, [len(shape)]))
-        note_shapes(axes, [tf.TensorShape([len(shape)]).as_proto()])
+        sizes = add_shape(self._graph_def, f"{node.name}/shape", shape)
         node.attr.clear()
         node.op = "BroadcastTo"
         node.attr["T"].type = dtype.as_datatype_enum
         node.attr["Tidx"].type = tf.int32.as_datatype_enum
         del node.input[:]
-        node.input.extend([before.name, axes.name])
+        node.input.extend([before.name, sizes.name])
         note_shapes(node, noted)
-        self._nodes[before.name], self._nodes[axes.name] = before, axes
+        self._nodes[before.name], self._nodes[sizes.name] = before, sizes
         self._repeated[node.name] = before.name
 
     def _shape(self, tensor: str) -> Shape | None:

@@ -23,7 +23,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvp._graphs.graph import Graph, data_inputs, node_of
-from hvp._graphs.sizes import note_shapes, shape_of
+from hvp._graphs.sizes import add_shape, note_shapes, shape_of
 
 
 def multiply_batches_as_one(graph_def: Any) -> None:
@@ -38,8 +38,8 @@ def multiply_batches_as_one(graph_def: Any) -> None:
         dtype, (left, right) = tf.as_dtype(node.attr["T"].type), data_inputs(node)
         batch, matrix, result = (shape_of(tensor, nodes) for tensor in (left, right, node.name))
         known = all(shape.is_fully_defined() for shape in (batch, matrix, result))
-        # It transposes complex matrices to their conjugates.
-        if known and not dtype.is_complex and batch.rank > 2 and matrix.rank == 2:
+        # It transposes complex matrices to their conjugates, and multiplies more types of integers.
+        if known and dtype.is_floating and batch.rank > 2 and matrix.rank == 2:
             rows = [math.prod(batch[:-1]), batch[-1]]
             waits = node.input[2:]
             flat = _add_reshape(graph_def, f"{node.name}/rows", left, rows, dtype)
@@ -63,10 +63,7 @@ def _make_reshape(
     graph_def: Any, node: Any, tensor: str, shape: Sequence[int], dtype: tf.DType
 ) -> None:
     """Turn a node into a reshape of a tensor."""
-    sizes = graph_def.node.add(name=f"{node.name}/shape", op="Const")
-    sizes.attr["dtype"].type = tf.int32.as_datatype_enum
-    sizes.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(shape, tf.int32, [len(shape)]))
-    note_shapes(sizes, [tf.TensorShape([len(shape)]).as_proto()])
+    sizes = add_shape(graph_def, f"{node.name}/shape", shape)
     name, device = node.name, node.device
     node.Clear()
     node.name, node.op, node.device = name, "Reshape", device

@@ -99,6 +99,15 @@ def take_sizes(graph_def: Any, inputs: Mapping[str, tf.TensorSpec] | None = None
     return sizes
 
 
+def add_shape(graph_def: Any, name: str, shape: Sequence[int]) -> Any:
+    """Add a constant that holds the sizes of a shape, and return its node."""
+    node = graph_def.node.add(name=name, op="Const")
+    node.attr["dtype"].type = tf.int32.as_datatype_enum
+    node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(shape, tf.int32, [len(shape)]))
+    note_shapes(node, [tf.TensorShape([len(shape)]).as_proto()])
+    return node
+
+
 def is_small(nbytes: int) -> bool:
     """Return whether a value of this many bytes is not worth any effort."""
     return nbytes < _SMALL

@@ -67,6 +67,7 @@ def test_a_form_of_the_product_is_imported_when_it_is_needed(monkeypatch):
         flat = H @ v
         H @ v
         assert imported == [inside.program(H).once_part, inside.program(H).product_part]
+        assert "parts" not in vars(inside.program(H).product)
         np.testing.assert_array_equal(flat, H.flatten(H.product(H.unflatten(v))))
         np.testing.assert_array_equal(flat, H.product(tf.constant(v)))
 
@@ -255,3 +256,20 @@ def test_small_residuals_are_packed_and_large_ones_are_not():
         H = hvp.HessianOperator(lambda w=w: tf.reduce_mean(tf.tanh(w @ w) @ tf.sin(w)), [w])
         assert inside.program(H).tells_changes is packed
         assert (len(inside.held(H).residuals) == 1) is packed
+
+
+def test_a_large_product_is_imported_once_for_all_forms(monkeypatch):
+    loss, weights = dense_layers(12)
+    imported, original = [], Graph.imported
+
+    def add(graph, *arguments):
+        imported.append(graph)
+        return original(graph, *arguments)
+
+    monkeypatch.setattr(Graph, "imported", add)
+    with hvp.HessianOperator(loss, weights) as H:
+        v = random(3, H.shape[0])
+        flat = H @ v
+        np.testing.assert_array_equal(flat, H.flatten(H.product(H.unflatten(v))))
+        np.testing.assert_array_equal(flat, H.product(tf.constant(v)))
+        assert imported == [inside.program(H).once_part, inside.program(H).product_part]
