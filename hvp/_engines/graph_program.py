@@ -33,7 +33,7 @@ from hvp._graphs.dataflow import (
 from hvp._graphs.graph import Graph, TensorName, data_inputs, node_of, with_index
 from hvp._graphs.inline import inline_calls
 from hvp._graphs.low_precision import in_low_precision
-from hvp._graphs.matrix_products import for_many_vectors
+from hvp._graphs.matrix_products import for_many_vectors, on_all_cores
 from hvp._graphs.schedule import in_order_if_large
 from hvp._graphs.simplify import simplified
 from hvp._graphs.sizes import BORROWED, nbytes
@@ -136,7 +136,7 @@ class GraphProgram:
             precision = precision if lowered.products or lowered.rounded or inside else None
         self.precision = precision
         self._product_in_any_order = product
-        self.product_part = in_order_if_large(product, self._products)
+        self.product_part = on_all_cores(in_order_if_large(product, self._products))
         self._settings = jit_compile, report
         self._compile()
 
@@ -206,7 +206,8 @@ class GraphProgram:
         suspects = self._traced.transposed_suspects()
         refuse_missing_derivatives(suspects.missing + suspects.wrong_at_values)
         specs, zeros = self._traced.vector_specs, self.zero_vector_count
-        graph = TransposedProduct.of(self._import_connected, specs, self.residual_specs, zeros)
+        import_product = functools.partial(self._import_connected, part=self._product_in_any_order)
+        graph = TransposedProduct.of(import_product, specs, self.residual_specs, zeros)
 
         def multiply(
             vector: Sequence[tf.Tensor], residuals: Sequence[tf.Tensor], many: bool = False

@@ -17,7 +17,7 @@ from hvp._derivatives.replace import replace_operations
 from hvp._graphs.concrete import captures
 from hvp._graphs.graph import Graph, node_of
 from hvp._graphs.inline import inline_calls
-from hvp._graphs.matrix_products import for_many_vectors
+from hvp._graphs.matrix_products import for_many_vectors, on_all_cores
 from hvp._graphs.schedule import in_order_if_large
 from hvp._graphs.simplify import simplified
 from hvp._graphs.sizes import graph_def_with_shapes
@@ -34,7 +34,7 @@ class TransposedProduct:
     Attributes
     ----------
     part
-        The graph, in an order that needs little memory if it is large.
+        The graph as one vector is multiplied by it.
     for_many
         The same, written for many vectors at once.
     captures
@@ -82,7 +82,7 @@ class TransposedProduct:
         graph = simplified(flat, results)
         part = graph.computing(results, [*vectors, *(rename(t.name) for t in concrete.inputs)])
         return cls(
-            part=in_order_if_large(part, results),
+            part=on_all_cores(in_order_if_large(part, results)),
             for_many=for_many_vectors(part, graph.descendants(map(node_of, vectors))),
             captures={rename(inside.name): outside for inside, outside in captures(concrete)},
             inputs=[*vectors, *(rename(t.name) for t in concrete.inputs[: len(inputs)])],

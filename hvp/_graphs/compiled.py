@@ -17,7 +17,7 @@ from hvp._errors import line_of
 from hvp._graphs.private import DISABLE_ORDER, MUST_COMPILE, call_flat
 from hvp._graphs.python_calls import error_of_python
 from hvp._graphs.refusals import refusal_of
-from hvp._graphs.target import LOCAL, ExecutionTarget, scope_of_tracing
+from hvp._graphs.target import LOCAL, ExecutionTarget, has_cpus_only, scope_of_tracing
 from hvp._runtime.collector import no_collections
 from hvp._runtime.interrupts import Uninterrupted
 
@@ -186,12 +186,6 @@ class Compiled:
         )
         with Uninterrupted(), no_collections(), scope_of_tracing():
             return function.get_concrete_function(*self._specs)
-
-
-@functools.cache
-def has_cpus_only() -> bool:
-    """Return whether TensorFlow runs on CPUs only in this process."""
-    return {device.device_type for device in tf.config.list_logical_devices()} == {"CPU"}
 
 
 def is_faster(one: Any, other: Any, tensors: Sequence[tf.Tensor]) -> bool:

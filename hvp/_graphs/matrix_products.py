@@ -4,6 +4,11 @@ Where a batch of matrices is multiplied by one matrix, as the tokens of a langua
 kernel of a layer, the batch is one large matrix as it stands. `BatchMatMulV2` multiplies its
 matrices one after the other.
 
+On CPUs with oneDNN, `MatMul` runs in a single thread if its operands and its result fit in the
+second-level cache. The other cores help only if another product can be computed at that time, and
+in a derivative many have to wait for each other. `BatchMatMulV2` always runs in all threads, which
+is faster for the larger ones of these products.
+
 In a product with a vector, one operand of each `MatMul` depends on the vector and the other does
 not. For `k` vectors, `tf.vectorized_map` writes it as a product of two large matrices, for which it
 transposes arrays of `k` matrices and adds up to thirty small operations to find shapes. There are
@@ -23,7 +28,15 @@ from typing import Any
 import tensorflow as tf
 
 from hvp._graphs.graph import Graph, data_inputs, node_of
-from hvp._graphs.sizes import add_shape, note_shapes, shape_of
+from hvp._graphs.sizes import add_shape, note_shapes, shape_of, size_of
+from hvp._graphs.target import has_cpus_only
+
+# Products of as many entries as fit in the second-level cache of today's server processors (2 MiB).
+_ENTRIES_IN_CACHE = 2**19
+# What a product must take to be faster in all threads: multiplications, and entries of two of its
+# matrices. Where these are smaller, other operations keep the other threads busy.
+_MULTIPLICATIONS = 2**24
+_LARGE = 2**17 * 7 // 8
 
 
 def multiply_batches_as_one(graph_def: Any) -> None:
@@ -73,6 +86,45 @@ def _make_reshape(
     note_shapes(node, [tf.TensorShape(shape).as_proto()])
 
 
+def on_all_cores(graph: Graph) -> Graph:
+    """Return a graph in which products run in all threads where that is faster than in one."""
+    if not has_cpus_only():
+        return graph
+    copy = graph.copy()
+    for node in list(copy.graph_def.node):
+        if node.op == "MatMul" and node.attr["T"].type == tf.float32.as_datatype_enum:
+            tensors = *data_inputs(node), node.name
+            sizes = [size_of(x, graph.sizes) // tf.float32.size for x in tensors]
+            # Matrices of m k, k n and m n entries take m k n multiplications.
+            enough = math.prod(sizes) >= _MULTIPLICATIONS**2 and sorted(sizes)[1] >= _LARGE
+            if enough and sum(sizes) <= _ENTRIES_IN_CACHE:
+                _make_batch(copy.graph_def, node, *sizes)
+    return copy
+
+
+def _make_batch(graph_def: Any, node: Any, left: int, right: int, result: int) -> None:
+    """Multiply the halves of the left matrix, or its transpose, as a batch.
+
+    A batch of one would do, but if `tf.vectorized_map` adds an axis to it, TensorFlow's kernel is
+    not safe (see `hvp._graphs.vectorized`). The numbers are those of the matrices' entries.
+    """
+    m = math.isqrt(left * result // right)
+    k, n = left // m, result // m
+    transposed = _transposed(node)
+    if (m * k, k * n, m * n) != (left, right, result) or (m % 2 and not transposed[0]):
+        return
+    batch = [1, k, m] if transposed[0] else [2, m // 2, k]
+    tensors, waits = data_inputs(node), node.input[2:]
+    matrices = _add_reshape(graph_def, f"{node.name}/matrices", tensors[0], batch, tf.float32)
+    product = graph_def.node.add(
+        name=f"{node.name}/batch", op="BatchMatMulV2", input=[matrices, tensors[1], *waits]
+    )
+    product.device = node.device
+    product.attr["T"].type = tf.float32.as_datatype_enum
+    product.attr["adj_x"].b, product.attr["adj_y"].b = transposed
+    _make_reshape(graph_def, node, product.name, [m, n], tf.float32)
+
+
 def for_many_vectors(graph: Graph, dependent: Container[str]) -> Graph:
     """Return a graph in which products of two matrices are written for many vectors.
 
@@ -89,7 +141,7 @@ def for_many_vectors(graph: Graph, dependent: Container[str]) -> Graph:
 
 def _rewrite(node: Any, left_depends: bool) -> None:
     dtype = node.attr["T"].type
-    transposed = node.attr["transpose_a"].b, node.attr["transpose_b"].b
+    transposed = _transposed(node)
     common_is_last = not transposed[0] if left_depends else transposed[1]
     node.attr.clear()
     node.attr["T"].type = dtype
@@ -102,3 +154,7 @@ def _rewrite(node: Any, left_depends: bool) -> None:
     else:
         node.op = "BatchMatMulV2"
         node.attr["adj_x"].b, node.attr["adj_y"].b = transposed
+
+
+def _transposed(node: Any) -> tuple[bool, bool]:
+    return node.attr["transpose_a"].b, node.attr["transpose_b"].b

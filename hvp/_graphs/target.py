@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -58,6 +59,13 @@ class ExecutionTarget:
 
 
 LOCAL = ExecutionTarget()
+
+
+@functools.cache
+def has_cpus_only() -> bool:
+    """Return whether TensorFlow runs on CPUs only in this process."""
+    return {device.device_type for device in tf.config.list_logical_devices()} == {"CPU"}
+
 
 # Whether this thread runs operations on a device that functions must not be bound to when they are
 # traced: they run on others too.

@@ -8,8 +8,8 @@ import tensorflow as tf
 
 import hvp
 from hvp._graphs.graph import Graph
-from hvp._graphs.matrix_products import for_many_vectors, multiply_batches_as_one
-from hvp._graphs.sizes import graph_def_with_shapes
+from hvp._graphs.matrix_products import for_many_vectors, multiply_batches_as_one, on_all_cores
+from hvp._graphs.sizes import graph_def_with_shapes, take_sizes
 from hvp._graphs.vectorized import vectorized
 from tests import inside
 from tests.cases import random
@@ -156,3 +156,79 @@ def test_the_tokens_of_a_layer_are_one_matrix(engine, options):
         (gradient(theta + step * e) - gradient(theta - step * e)) / (2 * step) for e in np.eye(20)
     ]
     np.testing.assert_allclose(dense, np.stack(columns, 1), atol=1e-8)
+
+
+def in_all_threads(shape, dtype, transposed):
+    """The types of operations, and the error, of a product that may use all threads."""
+    m, k, n = shape
+    left, right = random(0, m, k, dtype=dtype), random(1, k, n, dtype=dtype)
+    given = [x.T.copy() if t else x for x, t in zip((left, right), transposed)]
+    with tf.Graph().as_default() as graph:
+        a, b = (tf.raw_ops.Placeholder(dtype=x.dtype, shape=x.shape) for x in given)
+        product = tf.raw_ops.MatMul(a=a, b=b, transpose_a=transposed[0], transpose_b=transposed[1])
+    definition = graph_def_with_shapes(graph)
+    sizes = take_sizes(definition)
+    part = Graph(definition, sizes).computing([product.name], [a.name, b.name])
+    part = on_all_cores(part)
+    value = tf.function(
+        lambda *values: part.imported(dict(zip((a.name, b.name), values)), [product.name])[0]
+    )(*given)
+    error = np.abs(value - left.astype("float64") @ right.astype("float64")).max()
+    return {node.op for node in part.graph_def.node} - {"Const", "Reshape"}, error
+
+
+@pytest.mark.parametrize("transposed", [*itertools.product([False, True], repeat=2)])
+def test_a_product_of_matrices_that_fit_in_the_cache_runs_in_all_threads(transposed):
+    operations, error = in_all_threads((512, 256, 256), "float32", transposed)
+    assert operations == {"BatchMatMulV2"}
+    assert error < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((256, 256, 256), "float32"),
+        ((128, 512, 512), "float32"),
+        ((1024, 512, 128), "float32"),
+        ((512, 256, 256), "float64"),
+        ((511, 256, 256), "float32"),
+    ],
+    ids=["small", "small batch", "larger than the cache", "float64", "odd"],
+)
+def test_other_products_stay_as_they_are(shape, dtype):
+    operations, error = in_all_threads(shape, dtype, (False, False))
+    assert operations == {"MatMul"}
+    assert error < 1e-3
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_size": 64}, {"jit_compile": True}], ids=str)
+def test_products_of_a_layer_in_all_threads_agree_with_float64(options):
+    weights = [tf.Variable(random(i, 256, 256, scale=1 / 16)) for i in range(2)]
+    x = random(9, 512, 256)
+
+    def loss(x):
+        h = tf.tanh(x @ weights[0])
+        return tf.reduce_mean(tf.reduce_sum(tf.tanh(h @ weights[1]) ** 2, axis=1))
+
+    def exact(v):
+        doubles = [tf.constant(w.numpy().astype("float64")) for w in weights]
+        vector = [tf.constant(p.reshape(256, 256).astype("float64")) for p in np.split(v, 2)]
+        with tf.autodiff.ForwardAccumulator(doubles, vector) as forward:
+            with tf.GradientTape() as tape:
+                tape.watch(doubles)
+                h = tf.tanh(x.astype("float64") @ doubles[0])
+                value = tf.reduce_sum(tf.tanh(h @ doubles[1]) ** 2) / 512
+            gradient = tape.gradient(value, doubles)
+        return np.concatenate([np.ravel(forward.jvp(g)) for g in gradient])
+
+    with hvp.HessianOperator(loss, weights, data=(x,), **options) as H:
+        if not options:
+            kinds = {node.op for node in inside.program(H).product_part.graph_def.node}
+            assert "BatchMatMulV2" in kinds
+        block = random(5, H.shape[0], 2)
+        want = np.stack([exact(column) for column in block.T], 1)
+        scale = np.abs(want).max()
+        np.testing.assert_allclose(H @ block[:, 0], want[:, 0], atol=1e-5 * scale)
+        np.testing.assert_allclose(H @ block, want, atol=1e-5 * scale)
+        each = tf.vectorized_map(lambda v: H.flatten(H.product(H.unflatten(v))), block.T)
+        np.testing.assert_allclose(each, want.T, atol=1e-5 * scale)
