@@ -18,10 +18,15 @@ from hvp._graphs.variants import variant_nbytes
 from hvp._vectors.space import Space
 
 # Upper bounds on the rows in one call of a block product, and on the bytes of residuals times rows.
-# What a row computes on the way takes about what the residuals take: beyond the processor's cache
-# a row takes longer than in a smaller block, up to a fourth.
+# What a row computes on the way takes about what the residuals take.
 _WIDEST = 64
 _BLOCK_BYTES = 2**24
+# Beyond that, which is about the processor's cache, more rows help only products of matrices.
+_WIDEST_BEYOND_CACHE = 16
+_BLOCK_BYTES_BEYOND_CACHE = 2**27
+# Rows that are multiplied faster one by one, and the bytes of residuals up to which this holds.
+_FEW = 3
+_SMALL = 2**22
 
 
 class GraphMap(LinearMap):
@@ -63,7 +68,11 @@ class GraphMap(LinearMap):
     @property
     def rows_at_once(self) -> int:
         """How many rows one call of a block product should have."""
-        return max(1, min(_WIDEST, _BLOCK_BYTES // max(1, self.nbytes or 0)))
+        size = max(1, self.nbytes or 0)
+        width = min(_WIDEST, _BLOCK_BYTES // size)
+        if self.program.gains_from_width:
+            width = max(width, min(_WIDEST_BEYOND_CACHE, _BLOCK_BYTES_BEYOND_CACHE // size))
+        return max(1, width)
 
     def apply(self, vector: Any, *, adjoint: bool = False) -> Any:
         """Multiply by a vector in any layout; parts and flat vectors take one call."""
@@ -100,9 +109,12 @@ class GraphMap(LinearMap):
         """Multiply by each row of a block, many rows in one call."""
         width, space = self.rows_at_once, product.codomain
         assert space is not None
+        single = lambda row: self.run(product.flat, row, *zeros)  # noqa: E731
+        few = rows.shape[0] is not None and rows.shape[0] <= _FEW and (self.nbytes or 0) < _SMALL
+        if few and not self._whole_blocks:
+            return tf.stack([single(row) for row in tf.unstack(rows)])
         if width == 1 and not self._whole_blocks:
-            single = lambda part: self.run(product.flat, part[0], *zeros)[tf.newaxis]  # noqa: E731
-            return _in_parts(single, rows, 1, space)
+            return _in_parts(lambda part: single(part[0])[tf.newaxis], rows, 1, space)
         with tf.init_scope():
             function = product.rows([*zeros, *self.residuals], self.place)
 

@@ -46,6 +46,7 @@ from hvp._vectors.space import Space
 
 # A call of a function takes as long to trace as the import of this many operations.
 _FEW_OPERATIONS = 100
+_MATRIX_PRODUCTS = frozenset(["BatchMatMul", "BatchMatMulV2", "Einsum", "MatMul"])
 
 _log = logging.getLogger("hvp")
 
@@ -87,6 +88,8 @@ class GraphProgram:
         Which of `residual_specs` take memory of their own.
     product_part, once_part
         What runs for each product, and what runs once per point.
+    gains_from_width
+        Whether products of many vectors at once take less time even if they exceed the cache.
     passes_lists
         Whether lists of tensors pass through loops or branches of a product, which XLA cannot
         compile.
@@ -144,6 +147,7 @@ class GraphProgram:
         """Trace and compile the two functions, with residuals packed where that saves time."""
         jit_compile, report = self._settings
         self.passes_lists = _passes_lists(self.product_part)
+        self.gains_from_width = _multiplies_matrices(self.product_part)
         if jit_compile and self.passes_lists:
             # XLA refuses some of these with an error, and ends the process at others.
             jit_compile = False
@@ -383,6 +387,13 @@ def _passes_lists(part: Graph) -> bool:
 
 def _has_functions(node: Any) -> bool:
     return any(True for _ in functions_of(node))
+
+
+def _multiplies_matrices(graph: Graph) -> bool:
+    """Return whether a graph without functions multiplies matrices, and convolves nothing."""
+    nodes = graph.graph_def.node
+    multiplies = any(node.op in _MATRIX_PRODUCTS for node in nodes)
+    return multiplies and not any("Conv" in node.op or _has_functions(node) for node in nodes)
 
 
 def _is_not_vectorized(node: Any) -> bool:

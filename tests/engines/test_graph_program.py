@@ -273,3 +273,50 @@ def test_a_large_product_is_imported_once_for_all_forms(monkeypatch):
         np.testing.assert_array_equal(flat, H.flatten(H.product(H.unflatten(v))))
         np.testing.assert_array_equal(flat, H.product(tf.constant(v)))
         assert imported == [inside.program(H).once_part, inside.program(H).product_part]
+
+
+def counting_blocks(monkeypatch, H):
+    """A list to which the rows of every block product are added."""
+    H @ np.ones((H.shape[0], 4), H.dtype)
+    product = inside.program(H).product
+    calls, rows = [], product.flat_rows
+
+    def count(block, *residuals, place):
+        calls.append(block.shape[0])
+        return rows(block, *residuals, place=place)
+
+    monkeypatch.setattr(product, "flat_rows", count)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("function", "pieces"),
+    [
+        (lambda x: tf.tanh(x @ x), [7]),
+        (tf.tanh, [3, 3, 1]),
+        (
+            lambda x: tf.while_loop(
+                lambda _: True, lambda x: (tf.tanh(x @ x),), [x], maximum_iterations=1
+            )[0],
+            [3, 3, 1],
+        ),
+    ],
+    ids=["matrix products", "entrywise", "a loop"],
+)
+def test_blocks_of_matrix_products_may_exceed_the_cache(monkeypatch, function, pieces):
+    x = tf.Variable(random(0, 6, 6, scale=0.3, dtype="float64"))
+    with hvp.HessianOperator(lambda: tf.reduce_sum(function(x) ** 2), x) as H:
+        calls, V = counting_blocks(monkeypatch, H), random(1, 36, 7, dtype="float64")
+        inside.set_limit(monkeypatch, "bytes of rows times residuals", 3 * H.stats.residual_bytes)
+        np.testing.assert_allclose(H @ V, H.to_dense() @ V, atol=1e-12)
+        assert calls[: len(pieces)] == pieces
+
+
+def test_two_or_three_columns_of_a_small_product_are_multiplied_one_by_one(monkeypatch):
+    x = tf.Variable(random(0, 50, dtype="float64"))
+    with hvp.HessianOperator(lambda: tf.reduce_sum(tf.sin(x)), x) as H:
+        calls = counting_blocks(monkeypatch, H)
+        for count in (2, 3, 4):
+            V = random(1, 50, count, dtype="float64")
+            np.testing.assert_allclose(H @ V, -np.sin(x.numpy())[:, None] * V, rtol=1e-12)
+        assert calls == [4]
