@@ -21,6 +21,7 @@ from hvp._devices.device import LostDeviceError
 from hvp._engines import graph_map, graph_program, single_plan, trace
 from hvp._graphs import low_precision, rematerialize, sizes
 from hvp._influence import damped_inverse, example_gradients, gradient_forms, gradient_store
+from hvp._minimize import subproblem
 from hvp._operators import operator
 from hvp._operators.matrix import Evaluation
 from hvp._operators.symmetric import evaluation_of, matrix_of
@@ -29,6 +30,7 @@ from hvp._snapshots.nearby import Gradients
 from hvp._snapshots.snapshot import Snapshot
 from hvp._solve import equations, krylov, solve
 from hvp._solve.rank import RankPlan
+from hvp._solve.steihaug import Steihaug
 from hvp._spectra import eigsh
 from hvp._vectors import packing
 
@@ -61,6 +63,8 @@ STEPS: dict[str, tuple[Any, str]] = {
     "gradient at a nearby point": (Gradients, "again"),
     "call of the graph of a Krylov method": (krylov.Krylov, "_parameters"),
     "update of a solution": (krylov, "norms"),
+    "merging of directions": (subproblem, "merged"),
+    "solve of a subproblem": (Steihaug, "solve"),
     "save of a checkpoint": (checkpoint.Checkpoint, "save"),
 }
 

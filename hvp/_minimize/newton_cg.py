@@ -85,7 +85,8 @@ class NewtonCG(FromKeras, OneProcess, tf.Module):
         [NY]_. Either is rebuilt when conjugate gradients have used four times the products that it
         cost. ``"recycled"`` is the same approximation from the directions of the last steps and
         their products, and costs no further product. It pays if a product takes longer than the
-        algebra of `rank` vectors, and if the Hessian changes slowly.
+        algebra of `rank` vectors, and if the Hessian changes slowly. If that algebra takes longer
+        than conjugate gradients do, a warning with both times is logged after ten steps.
     rank : int, optional
         Rank of the approximation. For ``"recycled"``, 100 is a good choice.
     seed : int, optional

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -26,6 +28,10 @@ _LIFETIME = 4
 _SEARCH_ITERATIONS = 20
 # Radius for that search. It is so large that the last direction dominates the step.
 _SEARCH_RADIUS = 1e15
+# After so many steps it is said if recycling takes longer than the solves that it shortens.
+_TIMED_STEPS = 10
+
+_log = logging.getLogger("hvp")
 
 
 class NegativeCurvature(NamedTuple):
@@ -60,6 +66,7 @@ class Subproblem:
         self._kind = PRECONDITIONERS["nystrom" if self._recycles else kind] if kind else None
         self._rank, self._maxiter, self._seed = rank, maxiter, seed
         self._solvers: dict[int, _Solvers] = {}
+        self._steps, self._solve_seconds, self._recycle_seconds = 0, 0.0, 0.0
 
     def shapes(self, size: int) -> list[list[int]]:
         """Return the shapes of the preconditioner's tensors for `size` variables."""
@@ -101,18 +108,23 @@ class Subproblem:
         if self._recycles:
             factors = nystrom_factors(values[1].numpy(), limits.get("damping", 0.0))
             values[1] = tf.constant(factors, gradient.dtype)
-        solver = self._solvers_of(operator).preconditioned
-        return solver.solve(gradient, tensors=values, maxiter=self._maxiter, **limits)
+        solver, start = self._solvers_of(operator).preconditioned, time.perf_counter()
+        result = solver.solve(gradient, tensors=values, maxiter=self._maxiter, **limits)
+        self._solve_seconds += time.perf_counter() - start
+        return result
 
     def recycle(self, result: SteihaugResult, tensors: Sequence[tf.Variable]) -> None:
         """Precondition later steps with the directions of this one, if the kind is `RECYCLED`.
 
-        `tensors`, which hold eigenvectors as columns and eigenvalues, are overwritten.
+        `tensors`, which hold eigenvectors as columns and eigenvalues, are overwritten. If this
+        takes longer than the solves, a warning is logged, but it goes on: what a run computes must
+        not depend on how busy the machine is.
         """
         if not self._recycles or result.directions is None or result.images is None:
             return
         if not (np.isfinite(result.directions).all() and np.isfinite(result.images).all()):
             return
+        start = time.perf_counter()
         vectors, values = (tensor.numpy() for tensor in tensors)
         before = vectors.T[values > 0]
         basis, images = merged(
@@ -125,6 +137,16 @@ class Subproblem:
         room = self._rank - len(values)
         tensors[0].assign(np.pad(vectors, [(0, 0), (0, room)]))
         tensors[1].assign(np.pad(values, (0, room)).astype(vectors.dtype))
+        self._recycle_seconds += time.perf_counter() - start
+        self._steps += 1
+        if self._steps == _TIMED_STEPS and self._recycle_seconds > self._solve_seconds:
+            _log.warning(
+                "in %d steps, recycling directions took %.2g s and conjugate gradients %.2g s; "
+                "products are so fast that preconditioner=None or a lower rank may take less time",
+                self._steps,
+                self._recycle_seconds,
+                self._solve_seconds,
+            )
 
     def negative_curvature(
         self, operator: SymmetricOperator, gradient: tf.Tensor, number: int

@@ -3,6 +3,8 @@
 import functools
 import gc
 import logging
+import re
+import time
 
 import keras
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 import tensorflow as tf
 
 import hvp
+from tests import inside
 from tests.cases import crossed, long, random
 from tests.minimize.problems import (
     extended_rosenbrock,
@@ -173,6 +176,32 @@ def test_steps_learn_from_the_directions_of_earlier_ones(options):
     # The first step knows nothing yet.
     assert taken["recycled"][0] == taken[None][0]
     assert taken["recycled"][1] <= taken[None][1] / 2
+
+
+@pytest.mark.parametrize("slow", ["merging of directions", "solve of a subproblem"])
+def test_recycling_that_takes_longer_than_the_solves_is_said(monkeypatch, caplog, slow):
+    w = tf.Variable(np.linspace(1, 2, 20))
+
+    def loss():
+        return tf.reduce_sum(tf.sqrt(1 + w**2)) + tf.reduce_sum((w[1:] - w[:-1]) ** 2)
+
+    method = hvp.NewtonCG(loss, w, preconditioner="recycled", rank=5, radius=0.1)
+    method.step()  # traces
+    inside.before_each(monkeypatch, slow, lambda: time.sleep(0.3))
+    for _ in range(8):
+        method.step()
+    assert not caplog.records
+    method.step()
+    said = [record.getMessage() for record in caplog.records]
+    if slow == "solve of a subproblem":
+        assert not said
+    else:
+        [message] = said
+        assert "10 steps" in message
+        assert "preconditioner=None" in message
+        assert 2.7 <= float(re.search(r"directions took ([\d.]+) s", message)[1]) < 10
+    method.step()
+    assert len(caplog.records) == len(said)
 
 
 def test_damping_is_added_and_adapted():
