@@ -11,8 +11,8 @@ The public names:
     The Fisher information matrix, exact, by drawing targets, or with the targets of the data.
 `JacobianOperator`
     The Jacobian of any function, such as the predictions of a model, and its transpose.
-`hessian_vector_product`
-    A single product.
+`hessian_vector_product`, `third_order_product`
+    A single product with the second or third derivative.
 `minimize`
     scipy's optimizers on a loss, with the derivatives that each of them takes.
 `NewtonCG`
@@ -43,6 +43,10 @@ The public names:
     Kronecker-factored approximations of these matrices, with their inverses in closed form.
 `InfluenceFunctions`
     Predictions of how weights and losses change if training examples are left out.
+`laplacian`, `bilaplacian`, `hessian_trace`, `partial_derivatives`, `jet`
+    Derivatives of a function in its inputs, as tensors that can be differentiated further.
+`Laplacian`
+    A value with its gradient and Laplacian.
 `linearize`
     The value of any function, and its derivative as a linear map.
 `recompute`
@@ -96,6 +100,7 @@ from hvp._operators.gauss_newton import GaussNewtonOperator
 from hvp._operators.hessian import HessianOperator, hessian_vector_product
 from hvp._operators.jacobian import JacobianOperator
 from hvp._operators.linearization import Linearization, linearize
+from hvp._operators.third_order import third_order_product
 from hvp._recompute.keras_segments import recompute_model
 from hvp._recompute.recompute import recompute
 from hvp._snapshots.statistics import Statistics
@@ -116,6 +121,14 @@ from hvp._spectra.landscape import LossSlice, loss_slice
 from hvp._spectra.norm import norm
 from hvp._spectra.pictures import plot_layers
 from hvp._spectra.trace import trace
+from hvp._taylor.inputs import (
+    Laplacian,
+    bilaplacian,
+    hessian_trace,
+    jet,
+    laplacian,
+    partial_derivatives,
+)
 
 __version__ = "0.1.0"
 
@@ -150,6 +163,7 @@ __all__ = [
     "InvalidVariablesError",
     "InvalidVectorError",
     "JacobianOperator",
+    "Laplacian",
     "Linearization",
     "LossSlice",
     "NeumannInverse",
@@ -170,21 +184,27 @@ __all__ = [
     "TokenScores",
     "TooLargeError",
     "TopInfluences",
+    "bilaplacian",
     "check",
     "diagonal",
     "eigsh",
+    "hessian_trace",
     "hessian_vector_product",
+    "jet",
+    "laplacian",
     "linearize",
     "logdet",
     "loss_slice",
     "minimize",
     "norm",
+    "partial_derivatives",
     "plot_layers",
     "quadratic_forms",
     "recompute",
     "recompute_model",
     "solve",
     "spectral_density",
+    "third_order_product",
     "trace",
 ]
 

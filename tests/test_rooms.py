@@ -23,7 +23,7 @@ FLOORS = [
     ["_graphs"],
     ["_devices"],
     ["_derivatives"],
-    ["_recompute", "_engines"],
+    ["_recompute", "_engines", "_taylor"],
     ["_data"],
     ["_snapshots"],
     ["_operators"],

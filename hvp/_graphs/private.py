@@ -7,6 +7,7 @@ TensorFlow is noticed there first.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -161,6 +162,17 @@ def gradient_of_type(kind: str) -> tuple[bool, Any]:
     """
     registry = _gradient_registry()
     return (True, registry.lookup(kind)) if kind in registry.list() else (False, None)
+
+
+# tf.custom_gradient registers a function of its own, which calls that of the user.
+def module_of_gradient(kind: str) -> str:
+    """Return the module in which the function of a `tf.custom_gradient` is; empty if not found."""
+    _, gradient = gradient_of_type(kind)
+    for name in ("tape_grad_fn", "grad_fn"):
+        if gradient is None:
+            break
+        gradient = inspect.getclosurevars(gradient).nonlocals.get(name)
+    return getattr(gradient, "__module__", "")
 
 
 def replace_gradient_of_type(kind: str, gradient: Any) -> None:

@@ -12,9 +12,11 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from hvp._graphs.private import (
     DISABLE_ORDER,
+    GRADIENT_TYPE,
     addresses_of_workers,
     call_flat,
     copies_of,
+    module_of_gradient,
     send_operations_one_by_one,
 )
 
@@ -184,3 +186,22 @@ def test_a_function_without_order_runs_nothing_but_what_its_results_need():
         function = tf.function(count, autograph=False, experimental_attributes=attributes)
         assert function(tf.ones(2)).numpy().tolist() == [2.0, 2.0]
         assert variable.numpy() == expected
+
+
+def test_the_function_of_a_custom_gradient_tells_its_module():
+    @tf.custom_gradient
+    def own(x):
+        return 2 * x, lambda upstream: 2 * upstream
+
+    def found(function):
+        graph = tf.function(function).get_concrete_function(tf.TensorSpec([2])).graph
+        [kind] = [
+            operation.get_attr(GRADIENT_TYPE).decode()
+            for operation in graph.get_operations()
+            if operation.type == "IdentityN"
+        ]
+        return module_of_gradient(kind)
+
+    assert found(own) == __name__
+    assert found(tf.nn.silu).startswith("tensorflow.")
+    assert module_of_gradient("Tanh") == ""

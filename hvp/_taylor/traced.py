@@ -1,0 +1,200 @@
+"""A function of tensors as a graph, through which series are pushed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+import tensorflow as tf
+
+from hvp._derivatives.corrections import corrected_derivatives
+from hvp._derivatives.missing import MISSING_DERIVATIVES
+from hvp._derivatives.replace import replace_operations
+from hvp._errors import InvalidLossError, SecondDerivativeError
+from hvp._graphs.concrete import captures, concrete_function
+from hvp._graphs.dataflow import CALLS, CONTROL_FLOW
+from hvp._graphs.graph import Graph, in_topological_order, node_of, with_index
+from hvp._graphs.inline import inline_calls
+from hvp._graphs.private import GRADIENT_TYPE, module_of_gradient
+from hvp._graphs.simplify import simplified
+from hvp._graphs.sizes import graph_def_with_shapes
+from hvp._graphs.source_lines import source_line
+from hvp._graphs.split import has_effects
+from hvp._taylor.curves import Curves
+from hvp._taylor.rules import push
+from hvp._taylor.series import Series
+
+# Packages whose gradients of functions are the derivatives of what these compute.
+_TRUSTED = frozenset(["keras", "tensorflow", "tf_keras"])
+# The names of operations in a copy of a graph begin with it.
+_SCOPE = "copy"
+
+
+class TracedFunction:
+    """The graph of `function(*inputs)`, split into what depends on its inputs and what does not.
+
+    The values of `variables`, if there are any, count as further inputs. `structure` is that of the
+    results.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        specs: Sequence[tf.TensorSpec],
+        variables: Sequence[tf.Variable] = (),
+    ) -> None:
+        with corrected_derivatives():
+            self.concrete = concrete_function(function, *specs)
+        definition = graph_def_with_shapes(self.concrete.graph)
+        flat, rename = inline_calls(replace_operations(definition))
+        self.structure = self.concrete.structured_outputs
+        self._specs = list(specs)
+        # For each input, the tensors that hold it: one, or as often as a variable is read.
+        self._inputs = [[rename(tensor.name)] for tensor in self.concrete.inputs[: len(specs)]]
+        self._results = [rename(tensor.name) for tensor in self.concrete.outputs]
+        self._captured = {rename(t.name): outside for t, outside in captures(self.concrete)}
+        graph = simplified(flat, self._results)
+        self._variables = list(variables)
+        self._inputs += [self._reads_of(variable, graph) for variable in variables]
+        started = [name for names in self._inputs for name in names]
+        graph = graph.computing(self._results, [*started, *self._captured])
+        moving = graph.descendants(map(node_of, started))
+        order = in_topological_order(graph.nodes)
+        self._moving = [node.name for node in order if node.name in moving]
+        self._fixed = graph.part(graph.nodes.keys() - moving)
+        self._operations = self._with_shapes(graph)
+        needed = {self._name(tensor) for op in self._operations for tensor in op.inputs}
+        needed |= {*self._results}
+        self._constants = sorted(name for name in needed if node_of(name) in self._fixed.nodes)
+
+    def _reads_of(self, variable: tf.Variable, graph: Graph) -> list[str]:
+        """Return the tensors that hold the value of a variable."""
+        handle = variable.handle
+        inside = [name for name, outside in self._captured.items() if outside is handle]
+        readers = [reader for name in inside for reader, _ in graph.consumers[with_index(name)]]
+        for reader in readers:
+            if reader.op != "ReadVariableOp":
+                raise SecondDerivativeError(
+                    f"the variable {variable.name} is used by {reader.op} ({reader.name}), through "
+                    "which a third derivative is not supported",
+                    "variables that are read as a whole, outside of loops and branches",
+                    "use tf.gather(tf.convert_to_tensor(variable), ...) to take rows",
+                )
+        return [f"{reader.name}:0" for reader in readers]
+
+    def _with_shapes(self, graph: Graph) -> list[tf.Operation]:
+        """Return what depends on the inputs as operations of a graph that nobody runs."""
+        specs = [*self._specs, *(tf.TensorSpec(v.shape, v.dtype) for v in self._variables)]
+        given = {name: spec for names, spec in zip(self._inputs, specs) for name in names}
+        given.update({name: tf.TensorSpec.from_tensor(t) for name, t in self._captured.items()})
+        used = {with_index(tensor) for node in graph.graph_def.node for tensor in node.input}
+        with tf.Graph().as_default() as self._scratch:
+            inputs = {
+                name: tf.raw_ops.Placeholder(dtype=spec.dtype, shape=spec.shape)
+                for name, spec in given.items()
+            }
+            tensors = {name: tensor for name, tensor in inputs.items() if name in used}
+            tf.graph_util.import_graph_def(graph.graph_def, tensors, name=_SCOPE)
+        self._names = {tensor.name: name for name, tensor in inputs.items()}
+        return [self._scratch.get_operation_by_name(f"{_SCOPE}/{name}") for name in self._moving]
+
+    def _name(self, tensor: tf.Tensor) -> str:
+        """Return the name of a tensor of the copy in the graph of the function."""
+        return self._names.get(tensor.name) or tensor.name[len(_SCOPE) + 1 :]
+
+    def push(self, inputs: Sequence[Series], curves: Curves) -> list[Series]:
+        """Add the series of the results to the graph being traced."""
+        for variable in self.concrete.variables:
+            variable.value()  # so that tapes around the call watch it
+        known = {name: one for names, one in zip(self._inputs, inputs) for name in names}
+        for name, outside in self._captured.items():
+            known[name] = curves.constant(tf.compat.v1.get_default_graph().capture(outside))
+        values = self._fixed.imported(self._captured, self._constants)
+        known.update({n: curves.constant(v) for n, v in zip(self._constants, values)})
+        with corrected_derivatives():
+            for operation in self._operations:
+                inputs = [known[self._name(tensor)] for tensor in operation.inputs]
+                self._refuse_unsupported(operation, inputs)
+                try:
+                    results = push(operation, inputs, curves)
+                except LookupError as error:
+                    self._refuse(operation, str(error), "replace the operation by others")
+                known.update({self._name(t): r for t, r in zip(operation.outputs, results)})
+        return [known[name] for name in self._results]
+
+    def check_examples(self) -> None:
+        """Raise an error unless each example has a row of each result that depends on it alone.
+
+        The function is evaluated twice, at random inputs of which all but the last are replaced.
+        This is left out if the function has effects, or reads tensors of a graph being traced.
+        """
+        [spec] = self._specs
+        count = spec.shape[0]
+        for result in self.concrete.outputs:
+            shape = result.shape
+            if shape.rank == 0 or not shape[:1].is_compatible_with(spec.shape[:1]):
+                raise InvalidLossError(
+                    f"the function returns a tensor of shape {shape} for {count} examples",
+                    "results with one row for each example",
+                    "do not add up or average over the examples",
+                )
+        definition = self.concrete.graph.as_graph_def()
+        functions = Graph(definition).functions
+        symbolic = any(not hasattr(tensor, "numpy") for tensor in self._captured.values())
+        if symbolic or count == 1 or any(has_effects(n, functions) for n in definition.node):
+            return
+        with tf.init_scope():
+            first, other = (
+                tf.random.stateless_normal(
+                    [count or 3, *spec.shape[1:]], [0, seed], dtype=spec.dtype
+                )
+                for seed in (1, 2)
+            )
+            other = tf.concat([other[:-1], first[-1:]], axis=0)
+            pairs = zip(*(tf.nest.flatten(self.concrete(x)) for x in (first, other)))
+            for before, after in pairs:
+                if before.dtype.is_floating:
+                    self._compare(before.numpy(), after.numpy())
+
+    def _compare(self, before: np.ndarray, after: np.ndarray) -> None:
+        """Raise an error if the last rows differ by more than rounding."""
+        finite = np.isfinite(before).all() and np.isfinite(after).all()
+        error = np.abs(after[-1] - before[-1]).max(initial=0)
+        if finite and error > np.sqrt(np.finfo(before.dtype).eps) * np.abs(before).max(initial=0):
+            raise InvalidLossError(
+                "the function mixes examples: a row of its result changes with other rows of x "
+                f"(by {error:.2g}, at random inputs)",
+                "a function that treats the examples of the first axis independently",
+                "use training=False for batch normalization, and no means over examples",
+            )
+
+    def _refuse_unsupported(self, operation: tf.Operation, inputs: Sequence[Series]) -> None:
+        """Refuse what has no derivative, loops and branches, and gradients that users define."""
+        missing = MISSING_DERIVATIVES.get(operation.type)
+        moving = {i for i, series in enumerate(inputs) if not series.is_constant}
+        if operation.type in CONTROL_FLOW | CALLS:
+            problem = f"derivatives in the inputs pass through {operation.type}"
+            self._refuse(operation, problem, "write a loop in Python, and a branch with tf.where")
+        if missing is not None and (moving & {*missing.inputs} or not missing.inputs):
+            self._refuse(operation, f"{operation.type} has no derivative", missing.remedy)
+        kind = operation.node_def.attr[GRADIENT_TYPE].s.decode() if _has_own(operation) else ""
+        if kind and module_of_gradient(kind).partition(".")[0] not in _TRUSTED:
+            problem = "a tf.custom_gradient says how to differentiate once, and not along a curve"
+            self._refuse(operation, problem, "write the function without tf.custom_gradient")
+
+    def _refuse(self, operation: tf.Operation, problem: str, remedy: str) -> NoReturn:
+        name, line = operation.name[len(_SCOPE) + 1 :], self._line(operation)
+        raise SecondDerivativeError(
+            f"{problem} ({name}{', ' + line if line else ''})",
+            "a function of operations that TensorFlow differentiates, without loops and branches",
+            remedy,
+        )
+
+    def _line(self, operation: tf.Operation) -> str:
+        return source_line(self.concrete.graph, operation.name[len(_SCOPE) + 1 :])
+
+
+def _has_own(operation: tf.Operation) -> bool:
+    """Return whether a gradient of its own is registered for an operation."""
+    return operation.type == "IdentityN" and GRADIENT_TYPE in operation.node_def.attr

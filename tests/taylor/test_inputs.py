@@ -1,0 +1,463 @@
+"""Derivatives in the inputs: against closed forms, nested tapes and differences."""
+
+import gc
+import weakref
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvp
+from tests.cases import crossed, random
+
+X = random(0, 5, 3, dtype="float64")
+WEIGHTS = [
+    random(i, *shape, dtype="float64", scale=0.5)
+    for i, shape in enumerate([(3, 8), (8, 8), (8, 2)])
+]
+
+
+def network(dtype="float64"):
+    weights = [tf.Variable(w.astype(dtype)) for w in WEIGHTS]
+
+    def f(x):
+        h = x
+        for w in weights[:-1]:
+            h = tf.tanh(h @ w + 0.1)
+        return tf.nn.softmax(h @ weights[-1]) * tf.sin(x[:, :1]) / (1.5 + x[:, 1:2] ** 2)
+
+    return f, weights
+
+
+def hessians(f, x):
+    """The Hessians of each result of each example, by tapes; the shape is (n, outputs, d, d)."""
+    with tf.GradientTape() as outer:
+        outer.watch(x)
+        with tf.GradientTape() as inner:
+            inner.watch(x)
+            y = f(x)
+        jacobian = inner.batch_jacobian(y, x)
+    return jacobian, outer.batch_jacobian(jacobian, x)
+
+
+def powers(x, power, order):
+    """The derivative of a power of x."""
+    return np.prod([power - i for i in range(order)]) * x ** (power - order)
+
+
+def inverse(x):
+    """The reciprocal, as the inverse of a matrix."""
+    return tf.linalg.inv(x[..., tf.newaxis])[..., 0]
+
+
+# Functions with derivatives of every order in closed form, along a line.
+ANALYTIC = {
+    "polynomial": (lambda x: x**5 - x**2, lambda x, j: powers(x, 5, j) - powers(x, 2, j)),
+    "exponential": (tf.exp, lambda x, j: np.exp(x)),
+    "sine": (lambda x: tf.sin(2 * x), lambda x, j: 2**j * np.sin(2 * x + j * np.pi / 2)),
+    "cosine": (lambda x: tf.cos(2 * x), lambda x, j: 2**j * np.cos(2 * x + j * np.pi / 2)),
+    "logarithm": (tf.math.log, lambda x, j: powers(x, -1.0, j - 1) if j else np.log(x)),
+    "reciprocal": (lambda x: 1 / x, lambda x, j: powers(x, -1.0, j)),
+    "square root": (tf.sqrt, lambda x, j: powers(x, 0.5, j)),
+    "power": (lambda x: x**-1.5, lambda x, j: powers(x, -1.5, j)),
+    "inverse": (inverse, lambda x, j: powers(x, -1.0, j)),
+}
+
+
+@pytest.mark.parametrize("name", ANALYTIC)
+def test_all_orders_of_analytic_functions(name):
+    function, derivative = ANALYTIC[name]
+    x = X[:, :1] + 3
+    for order, found in enumerate(hvp.jet(function, x, np.ones_like(x), order=6)):
+        np.testing.assert_allclose(found, derivative(x, order), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "by_value"),
+    [
+        (
+            "tanh",
+            [
+                lambda y: 1 - y**2,
+                lambda y: -2 * y * (1 - y**2),
+                lambda y: (6 * y**2 - 2) * (1 - y**2),
+            ],
+        ),
+        (
+            "sigmoid",
+            [
+                lambda y: y * (1 - y),
+                lambda y: y * (1 - y) * (1 - 2 * y),
+                lambda y: y * (1 - y) * (1 - 6 * y + 6 * y**2),
+            ],
+        ),
+    ],
+)
+def test_formulas_by_the_value(name, by_value):
+    function = getattr(tf, name)
+    y, *derivatives = hvp.jet(function, X, np.ones_like(X), order=3)
+    for found, formula in zip(derivatives, by_value):
+        np.testing.assert_allclose(found, formula(y.numpy()), rtol=1e-12, atol=1e-14)
+
+
+def test_directions_one_or_many():
+    f, _ = network()
+    directions = random(3, 4, 5, 3, dtype="float64")
+    many = hvp.jet(f, X, directions, order=4)
+    for i, direction in enumerate(directions):
+        one = hvp.jet(f, X, direction, order=4)
+        for order in range(1, 5):
+            np.testing.assert_allclose(many[order][i], one[order], rtol=1e-11, atol=1e-12)
+    _, hessian = hessians(f, tf.constant(X))
+    want = np.einsum("kni,noij,knj->kno", directions, hessian, directions)
+    np.testing.assert_allclose(many[2], want, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("how", ["eager", "function", "xla", "float32"])
+def test_value_gradient_and_laplacian(how):
+    dtype = "float32" if how == "float32" else "float64"
+    f, _ = network(dtype)
+    x = tf.constant(X.astype(dtype))
+    compute = lambda x: hvp.laplacian(f, x)  # noqa: E731
+    if how in ("function", "xla"):
+        compute = tf.function(compute, jit_compile=how == "xla")
+    value, gradient, laplacian = compute(x)
+    jacobian, hessian = hessians(f, x)
+    close = {"rtol": 1e-4, "atol": 1e-5} if how == "float32" else {"rtol": 1e-11, "atol": 1e-12}
+    np.testing.assert_allclose(value, f(x), **close)
+    np.testing.assert_allclose(gradient, jacobian, **close)
+    np.testing.assert_allclose(laplacian, np.trace(hessian, axis1=2, axis2=3), **close)
+
+
+def test_examples_of_any_shape_and_nests_of_results():
+    x = random(1, 4, 2, 3, dtype="float64")
+
+    def f(x):
+        return {
+            "sum": tf.reduce_sum(x**3, axis=[1, 2]),
+            "squares": x**2,
+            "constant": tf.ones([4, 1]),
+        }
+
+    value, gradient, laplacian = hvp.laplacian(f, x)
+    np.testing.assert_allclose(value["squares"], x**2)
+    np.testing.assert_allclose(gradient["sum"], 3 * x**2)
+    assert gradient["squares"].shape == (4, 2, 3, 2, 3)
+    assert gradient["constant"].shape == (4, 1, 2, 3)
+    np.testing.assert_allclose(laplacian["sum"], 6 * x.sum((1, 2)))
+    np.testing.assert_allclose(laplacian["squares"], np.full_like(x, 2))
+    assert not laplacian["constant"].numpy().any()
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "wave"])
+def test_laplacians_in_closed_form(kind):
+    k = np.array([1.0, -2.0, 0.5])
+    if kind == "gaussian":
+        f = lambda x: tf.exp(-tf.reduce_sum(x**2, axis=1) / 2)  # noqa: E731
+        r2 = (X**2).sum(1)
+        once = (r2 - 3) * np.exp(-r2 / 2)
+        twice = (r2**2 - 10 * r2 + 15) * np.exp(-r2 / 2)
+    else:
+        f = lambda x: tf.sin(tf.linalg.matvec(x, tf.constant(k)))  # noqa: E731
+        once = -(k @ k) * np.sin(X @ k)
+        twice = (k @ k) ** 2 * np.sin(X @ k)
+    np.testing.assert_allclose(hvp.laplacian(f, X).laplacian, once, rtol=1e-12, atol=1e-13)
+    np.testing.assert_allclose(hvp.bilaplacian(f, X), twice, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("given", ["A", "factor"])
+@pytest.mark.parametrize("each", [False, True])
+def test_traces_with_a_matrix(given, each):
+    f, _ = network()
+    _, hessian = hessians(f, tf.constant(X))
+    columns = 3 if given == "A" else 2
+    matrix = random(7, *([5] if each else []), 3, columns, dtype="float64")
+    found = hvp.hessian_trace(f, X, **{given: matrix})
+    A = matrix if given == "A" else matrix @ np.swapaxes(matrix, -1, -2)
+    want = np.einsum("nij,noij->no", np.broadcast_to(A, (5, 3, 3)), hessian)
+    np.testing.assert_allclose(found, want, rtol=1e-11, atol=1e-12)
+    np.testing.assert_allclose(hvp.hessian_trace(f, X), hvp.laplacian(f, X).laplacian)
+
+
+def test_a_trace_is_differentiable_in_the_matrix():
+    A = tf.Variable(random(3, 3, 3, dtype="float64"))
+    f = lambda x: tf.reduce_sum(x**3, axis=1)  # noqa: E731
+    with tf.GradientTape() as tape:
+        trace = tf.reduce_sum(hvp.hessian_trace(f, X, A))
+    np.testing.assert_allclose(tape.gradient(trace, A), np.diag(6 * X.sum(0)), atol=1e-12)
+
+
+def test_partial_derivatives_by_name():
+    points = {"x": X[:, 0], "t": X[:, 1]}
+    names = ["", "x", "t", "xx", "xt", "tt", "xxt", "xxtt", "tttt", "xxxttt", ("t", "x")]
+    found = hvp.partial_derivatives(lambda x, t: tf.sin(x) * tf.exp(2 * t), points, names)
+    for name in names:
+        j, m = list(name).count("x"), list(name).count("t")
+        want = np.sin(X[:, 0] + j * np.pi / 2) * 2**m * np.exp(2 * X[:, 1])
+        np.testing.assert_allclose(found[name], want, rtol=1e-9, atol=1e-10)
+
+
+def test_the_estimate_has_no_bias_and_follows_its_seed():
+    f, _ = network()
+    exact = hvp.laplacian(f, X).laplacian.numpy()
+    estimates = [hvp.laplacian(f, X, probes=50, seed=seed) for seed in range(40)]
+    values = np.stack([estimate.laplacian for estimate in estimates])
+    error = values.std(0, ddof=1) / np.sqrt(40)
+    assert (np.abs(values.mean(0) - exact) < 5 * error).all()
+    assert (error > 0).all()
+    again = hvp.laplacian(f, X, probes=50, seed=tf.constant(3))
+    np.testing.assert_array_equal(again.laplacian, values[3])
+    assert again.gradient is None
+
+
+def losses(x):
+    f, weights = network()
+
+    def loss(x=x):
+        value, gradient, laplacian = hvp.laplacian(f, x)
+        residual = laplacian + tf.reduce_sum(gradient**2, axis=2) - value
+        return tf.reduce_mean(residual**2)
+
+    def by_tapes(x=x):
+        jacobian, hessian = hessians(f, x)
+        residual = tf.linalg.trace(hessian) + tf.reduce_sum(jacobian**2, axis=2) - f(x)
+        return tf.reduce_mean(residual**2)
+
+    return loss, by_tapes, weights
+
+
+def gradient_of(loss, weights):
+    with tf.GradientTape() as tape:
+        value = loss()
+    return np.concatenate([np.ravel(g) for g in tape.gradient(value, weights)])
+
+
+@pytest.mark.parametrize("in_function", [False, True])
+def test_gradients_in_the_weights(in_function):
+    loss, by_tapes, weights = losses(tf.constant(X))
+    wrap = tf.function if in_function else lambda f: f
+    found = gradient_of(wrap(loss), weights)
+    np.testing.assert_allclose(found, gradient_of(by_tapes, weights), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("engine", "how"), crossed(["graph", "tape"], ["whole", "batches", "recompute"])
+)
+def test_matrices_of_losses_with_laplacians(engine, how):
+    loss, _, weights = losses(tf.constant(X))
+    wrapped = hvp.recompute(loss) if how == "recompute" else loss
+    options = {"batch_size": 2} if how == "batches" else {}
+    with hvp.HessianOperator(wrapped, weights, data=(X,), engine=engine, **options) as H:
+        V = random(4, H.shape[0], 3, dtype="float64")
+        block = H @ V
+        np.testing.assert_allclose(block[:, 0], H @ V[:, 0], rtol=1e-9, atol=1e-10)
+        v, step = V[:, 0], 1e-4
+
+    def gradient_at(sign):
+        place = 0
+        before = [w.numpy() for w in weights]
+        for w in weights:
+            part = v[place : place + w.shape.num_elements()].reshape(w.shape)
+            w.assign_add(sign * step * part)
+            place += part.size
+        result = gradient_of(loss, weights)
+        for w, value in zip(weights, before):
+            w.assign(value)
+        return result
+
+    want = (gradient_at(1) - gradient_at(-1)) / (2 * step)
+    np.testing.assert_allclose(block[:, 0], want, atol=1e-6 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("kind", ["dense", "layer norm", "attention", "convolution", "batch norm"])
+def test_keras_models(kind):
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((6,), dtype="float64")
+    with_dtype = {"dtype": "float64"}
+    h = keras.layers.Dense(8, "gelu", **with_dtype)(inputs)
+    if kind == "layer norm":
+        h = keras.layers.LayerNormalization(**with_dtype)(h)
+    if kind == "batch norm":
+        h = keras.layers.BatchNormalization(**with_dtype)(h)
+    if kind == "attention":
+        h = keras.layers.Reshape((4, 2), **with_dtype)(h)
+        h = keras.layers.MultiHeadAttention(2, 2, **with_dtype)(h, h)
+        h = keras.layers.Flatten(**with_dtype)(h)
+    if kind == "convolution":
+        h = keras.layers.Reshape((8, 1), **with_dtype)(h)
+        h = keras.layers.Conv1D(3, 3, activation="softplus", **with_dtype)(h)
+        h = keras.layers.GlobalAveragePooling1D(**with_dtype)(h)
+    model = keras.Model(inputs, keras.layers.Dense(2, **with_dtype)(h))
+    x = tf.constant(random(2, 4, 6, dtype="float64"))
+    value, gradient, laplacian = hvp.laplacian(model, x)
+    jacobian, hessian = hessians(model, x)
+    np.testing.assert_allclose(value, model(x), rtol=1e-11)
+    np.testing.assert_allclose(gradient, jacobian, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(
+        laplacian, np.trace(hessian, axis1=2, axis2=3), rtol=1e-9, atol=1e-11
+    )
+
+
+def test_examples_of_unknown_number():
+    f, _ = network()
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 3], tf.float64)])
+    def compute(x):
+        return hvp.laplacian(f, x)
+
+    for count in (2, 5):
+        for a, b in zip(compute(X[:count]), hvp.laplacian(f, X[:count])):
+            np.testing.assert_allclose(a, b, rtol=1e-12)
+
+
+def test_a_function_is_traced_once_and_not_kept():
+    traces = []
+
+    def f(x):
+        traces.append(1)
+        return tf.reduce_sum(x**3, axis=1)
+
+    for _ in range(3):
+        hvp.laplacian(f, X)
+    assert len(traces) == 1
+    gone = weakref.ref(f)
+    del f
+    gc.collect()
+    assert gone() is None
+
+
+def branch(x):
+    return tf.cond(tf.reduce_sum(x) > 0, lambda: x**2, lambda: x)
+
+
+@tf.custom_gradient
+def straight_through(x):
+    return tf.round(x), lambda upstream: upstream
+
+
+def identity(x):
+    return x
+
+
+BAD = [
+    (lambda: hvp.laplacian(lambda x: x - tf.reduce_mean(x, 0), X), "InvalidLossError", ["mixes"]),
+    (lambda: hvp.laplacian(tf.reduce_sum, X), "InvalidLossError", ["()", "5"]),
+    (lambda: hvp.laplacian(tf.sin, [[1, 2]]), "InvalidDataError", ["int32", "tf.cast"]),
+    (lambda: hvp.laplacian(tf.sin, 1.0), "InvalidDataError", ["()"]),
+    (lambda: hvp.laplacian(tf.sin, X, probes=0), "HvpError", ["probes", "0"]),
+    (lambda: hvp.laplacian(branch, X), "SecondDerivativeError", ["If", "tf.where"]),
+    (
+        lambda: hvp.laplacian(lambda x: straight_through(x), X),
+        "SecondDerivativeError",
+        ["custom_gradient", "test_inputs.py, line"],
+    ),
+    (
+        lambda: hvp.jet(lambda x: tf.numpy_function(np.sin, [x], x.dtype), X, X),
+        "SecondDerivativeError",
+        ["PyFunc", "test_inputs.py, line"],
+    ),
+    (lambda: hvp.jet(tf.sin, X, X, order=0), "HvpError", ["order", "0"]),
+    (lambda: hvp.jet(tf.sin, X, X, order=7), "HvpError", ["7", "6"]),
+    (lambda: hvp.jet(tf.sin, X, X[:2]), "InvalidVectorError", ["(2, 3)", "(5, 3)"]),
+    (lambda: hvp.hessian_trace(tf.sin, X, np.eye(2)), "InvalidVectorError", ["(2, 2)"]),
+    (lambda: hvp.hessian_trace(tf.sin, X, X, factor=X), "InvalidVectorError", ["A and factor"]),
+    (
+        lambda: hvp.partial_derivatives(identity, {"x": X[:, 0]}, ["xy"]),
+        "InvalidDataError",
+        ["'y'", "'x'"],
+    ),
+    (lambda: hvp.partial_derivatives(identity, {"x": X}, ["x"]), "InvalidDataError", ["(5, 3)"]),
+    (
+        lambda: hvp.partial_derivatives(identity, {"x": X[:, 0]}, ["x" * 7]),
+        "InvalidDataError",
+        ["7", "6"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "words"), BAD)
+def test_bad_input_is_refused(call, error, words):
+    with pytest.raises(getattr(hvp, error)) as caught:
+        call()
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu", "relu6", "softplus", "elu", "selu"])
+def test_functions_to_which_tensorflow_or_keras_gives_a_gradient(name):
+    function = getattr(keras.ops, name)
+    _, gradient, laplacian = hvp.laplacian(function, X)
+    step = 1e-4
+    at = {k: np.asarray(function(tf.constant(X + k * step))) for k in (-1, 0, 1)}
+    slopes = np.einsum("nii->ni", gradient)
+    np.testing.assert_allclose(slopes, (at[1] - at[-1]) / (2 * step), atol=1e-6)
+    np.testing.assert_allclose(laplacian, (at[1] - 2 * at[0] + at[-1]) / step**2, atol=1e-6)
+
+
+def test_whole_powers_at_zero_have_all_derivatives():
+    x = np.zeros((1, 1))
+    found = hvp.jet(lambda x: x**5 + x**2, x, np.ones_like(x), order=6)
+    np.testing.assert_array_equal(np.ravel(found), [0, 0, 2, 0, 0, 120, 0])
+
+
+def test_the_remedy_of_a_branch_works():
+    found = hvp.laplacian(lambda x: tf.where(tf.reduce_sum(x) > 0, x**2, x), X[:1])
+    assert np.isfinite(found.laplacian).all()
+
+
+@pytest.mark.parametrize("layout", ["nest", "flat tensor", "flat array"])
+def test_third_order_products(layout):
+    w = tf.Variable(random(0, 3, 2, dtype="float64"))
+    b = tf.Variable(random(1, 2, dtype="float64"))
+    x = tf.constant(random(2, 4, 3, dtype="float64"))
+
+    def loss(x):
+        return tf.reduce_mean(tf.nn.softplus(tf.tanh(x @ w + b)) ** 2) + tf.reduce_sum(w**3 * b)
+
+    def flat(z, x):
+        w, b = tf.reshape(z[:6], (3, 2)), z[6:]
+        return tf.reduce_mean(tf.nn.softplus(tf.tanh(x @ w + b)) ** 2) + tf.reduce_sum(w**3 * b)
+
+    z = tf.concat([tf.reshape(w, [-1]), b], 0)
+    u, v = random(3, 8, dtype="float64"), random(4, 8, dtype="float64")
+    with tf.GradientTape() as third:
+        third.watch(z)
+        with tf.GradientTape() as second:
+            second.watch(z)
+            with tf.GradientTape() as first:
+                first.watch(z)
+                value = flat(z, x)
+            slope = tf.tensordot(first.gradient(value, z), v, 1)
+        curvature = tf.tensordot(second.gradient(slope, z), u, 1)
+    want = third.gradient(curvature, z)
+
+    def packed(vector):
+        if layout == "nest":
+            return [tf.constant(vector[:6].reshape(3, 2)), tf.constant(vector[6:])]
+        return tf.constant(vector) if layout == "flat tensor" else vector
+
+    found = hvp.third_order_product(loss, [w, b], packed(u), packed(v), (x,))
+    if layout == "nest":
+        found = tf.concat([tf.reshape(part, [-1]) for part in found], 0)
+    assert isinstance(found, np.ndarray) == (layout == "flat array")
+    np.testing.assert_allclose(found, want, rtol=1e-11, atol=1e-13)
+
+
+def test_third_derivatives_of_what_does_not_depend_on_a_variable_are_zero():
+    w, unused = tf.Variable([1.0, 2.0]), tf.Variable([3.0])
+    found = hvp.third_order_product(
+        lambda: tf.reduce_sum(w**3), [w, unused], tf.ones(3), tf.ones(3)
+    )
+    np.testing.assert_allclose(found, [6, 6, 0])
+
+
+def test_a_variable_inside_a_loop_is_refused():
+    w = tf.Variable([1.0, 2.0])
+
+    def loss():
+        step = lambda i, x: (i + 1, x * w)  # noqa: E731
+        return tf.reduce_sum(tf.while_loop(lambda i, x: i < 3, step, [0, tf.ones(2)])[1])
+
+    with pytest.raises(hvp.SecondDerivativeError, match="While"):
+        hvp.third_order_product(loss, w, tf.ones(2), tf.ones(2))
