@@ -13,12 +13,19 @@ from hvp._derivatives.missing import MISSING_DERIVATIVES
 from hvp._derivatives.replace import replace_operations
 from hvp._errors import InvalidLossError, SecondDerivativeError
 from hvp._graphs.concrete import captures, concrete_function
-from hvp._graphs.dataflow import CALLS, CONTROL_FLOW
-from hvp._graphs.graph import Graph, in_topological_order, node_of, with_index
+from hvp._graphs.dataflow import CALLS, CONTROL_FLOW, output_dtypes
+from hvp._graphs.graph import (
+    Graph,
+    TensorName,
+    data_inputs,
+    in_topological_order,
+    node_of,
+    with_index,
+)
 from hvp._graphs.inline import inline_calls
 from hvp._graphs.private import GRADIENT_TYPE, module_of_gradient
 from hvp._graphs.simplify import simplified
-from hvp._graphs.sizes import graph_def_with_shapes
+from hvp._graphs.sizes import graph_def_with_shapes, shapes_of
 from hvp._graphs.source_lines import source_line
 from hvp._graphs.split import has_effects
 from hvp._taylor.curves import Curves
@@ -54,6 +61,11 @@ class TracedFunction:
         self._inputs = [[rename(tensor.name)] for tensor in self.concrete.inputs[: len(specs)]]
         self._results = [rename(tensor.name) for tensor in self.concrete.outputs]
         self._captured = {rename(t.name): outside for t, outside in captures(self.concrete)}
+        self._shapes = {
+            f"{node.name}:{place}": tf.TensorShape(shape)
+            for node in flat.node
+            for place, shape in enumerate(shapes_of(node))
+        }
         graph = simplified(flat, self._results)
         self._variables = list(variables)
         self._inputs += [self._reads_of(variable, graph) for variable in variables]
@@ -84,20 +96,34 @@ class TracedFunction:
         return [f"{reader.name}:0" for reader in readers]
 
     def _with_shapes(self, graph: Graph) -> list[tf.Operation]:
-        """Return what depends on the inputs as operations of a graph that nobody runs."""
+        """Return what depends on the inputs as operations of a graph that nobody runs.
+
+        Constants are part of it, and placeholders stand for all other tensors that they take.
+        """
         specs = [*self._specs, *(tf.TensorSpec(v.shape, v.dtype) for v in self._variables)]
         given = {name: spec for names, spec in zip(self._inputs, specs) for name in names}
-        given.update({name: tf.TensorSpec.from_tensor(t) for name, t in self._captured.items()})
-        used = {with_index(tensor) for node in graph.graph_def.node for tensor in node.input}
+        constants = {name for name, node in self._fixed.nodes.items() if node.op == "Const"}
+        part = graph.part({*self._moving, *constants})
+        taken = [with_index(x) for node in part.graph_def.node for x in data_inputs(node)]
+        outside = [name for name in dict.fromkeys(taken) if node_of(name) not in part.nodes]
         with tf.Graph().as_default() as self._scratch:
-            inputs = {
-                name: tf.raw_ops.Placeholder(dtype=spec.dtype, shape=spec.shape)
-                for name, spec in given.items()
+            tensors = {
+                name: tf.raw_ops.Placeholder(
+                    dtype=given[name].dtype if name in given else self._dtype(name),
+                    shape=given[name].shape if name in given else self._shapes.get(name),
+                )
+                for name in outside
             }
-            tensors = {name: tensor for name, tensor in inputs.items() if name in used}
-            tf.graph_util.import_graph_def(graph.graph_def, tensors, name=_SCOPE)
-        self._names = {tensor.name: name for name, tensor in inputs.items()}
+            tf.graph_util.import_graph_def(part.graph_def, tensors, name=_SCOPE)
+        self._names = {tensor.name: name for name, tensor in tensors.items()}
         return [self._scratch.get_operation_by_name(f"{_SCOPE}/{name}") for name in self._moving]
+
+    def _dtype(self, name: str) -> tf.DType:
+        """Return the type of a tensor that does not depend on the inputs."""
+        if name in self._captured:
+            return self._captured[name].dtype
+        node, place = TensorName.of(name)
+        return output_dtypes(self._fixed.nodes[node])[place]
 
     def _name(self, tensor: tf.Tensor) -> str:
         """Return the name of a tensor of the copy in the graph of the function."""
