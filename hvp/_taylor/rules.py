@@ -13,6 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvp._derivatives.registry import dense
 from hvp._graphs.sizes import ENTRYWISE
 from hvp._taylor.curves import Curves, for_each
 from hvp._taylor.entrywise import FORMULAS, derivatives_of, derivatives_of_power
@@ -451,18 +452,21 @@ def _directional(
     directions: Sequence[tf.Tensor],
 ) -> list[tf.Tensor]:
     """Return the derivative of a function along directions, by two reverse modes."""
+    # Copies, since one point may have been computed from another.
+    points = [tf.identity(point) for point in points]
     results = function(*points)
     weights = [tf.ones_like(result) for result in results]
-    gradients = tf.gradients(results, list(points), weights)
-    pairs = [(g, d) for g, d in zip(gradients, directions) if g is not None]
+    gradients = tf.gradients(results, points, weights)
+    pairs = [(dense(g), d) for g, d in zip(gradients, directions) if g is not None]
     if not pairs:
         return [tf.zeros_like(result) for result in results]
-    return tf.gradients(
+    derivatives = tf.gradients(
         [g for g, _ in pairs],
         weights,
         [d for _, d in pairs],
         unconnected_gradients=tf.UnconnectedGradients.ZERO,
     )
+    return [dense(derivative) for derivative in derivatives]
 
 
 def _is_smooth(tensor: tf.Tensor) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import numpy as np
 import tensorflow as tf
 
-from hvp._derivatives.corrections import corrected_derivatives
+from hvp._derivatives.exact import exact_functions
 from hvp._derivatives.missing import MISSING_DERIVATIVES
 from hvp._derivatives.replace import replace_operations
 from hvp._errors import InvalidLossError, SecondDerivativeError
@@ -32,6 +32,8 @@ from hvp._taylor.curves import Curves
 from hvp._taylor.rules import push
 from hvp._taylor.series import Series
 
+# `hvp._derivatives.pools` says what is wrong with them.
+_POOLS = frozenset(["MaxPool", "MaxPool3D", "MaxPoolV2"])
 # Packages whose gradients of functions are the derivatives of what these compute.
 _TRUSTED = frozenset(["keras", "tensorflow", "tf_keras"])
 # The names of operations in a copy of a graph begin with it.
@@ -51,7 +53,10 @@ class TracedFunction:
         specs: Sequence[tf.TensorSpec],
         variables: Sequence[tf.Variable] = (),
     ) -> None:
-        with corrected_derivatives():
+        if isinstance(function, tf.types.experimental.PolymorphicFunction):
+            # Existing traces may contain functions whose derivatives TensorFlow gets wrong.
+            function = tf.function(function.python_function)
+        with exact_functions():
             self.concrete = concrete_function(function, *specs)
         definition = graph_def_with_shapes(self.concrete.graph)
         flat, rename = inline_calls(replace_operations(definition))
@@ -138,7 +143,7 @@ class TracedFunction:
             known[name] = curves.constant(tf.compat.v1.get_default_graph().capture(outside))
         values = self._fixed.imported(self._captured, self._constants)
         known.update({n: curves.constant(v) for n, v in zip(self._constants, values)})
-        with corrected_derivatives():
+        with exact_functions():
             for operation in self._operations:
                 inputs = [known[self._name(tensor)] for tensor in operation.inputs]
                 self._refuse_unsupported(operation, inputs)
@@ -204,6 +209,13 @@ class TracedFunction:
             self._refuse(operation, problem, "write a loop in Python, and a branch with tf.where")
         if missing is not None and (moving & {*missing.inputs} or not missing.inputs):
             self._refuse(operation, f"{operation.type} has no derivative", missing.remedy)
+        if moving and any(t.dtype in (tf.variant, tf.resource) for t in operation.outputs):
+            problem = f"derivatives in the inputs pass through {operation.type}, a list of tensors"
+            self._refuse(operation, problem, "use tf.stack in place of a tf.TensorArray")
+        if operation.type in _POOLS and operation.get_attr("padding") == b"SAME":
+            problem = f"TensorFlow's derivatives of {operation.type} with padding SAME can be wrong"
+            self._refuse(operation, problem, "use tf.pad, and padding='VALID'")
+        # TensorFlow's and Keras's own are the derivatives of what they compute.
         kind = operation.node_def.attr[GRADIENT_TYPE].s.decode() if _has_own(operation) else ""
         if kind and module_of_gradient(kind).partition(".")[0] not in _TRUSTED:
             problem = "a tf.custom_gradient says how to differentiate once, and not along a curve"
