@@ -211,7 +211,8 @@ class TracedFunction:
             self._refuse(operation, f"{operation.type} has no derivative", missing.remedy)
         if moving and any(t.dtype in (tf.variant, tf.resource) for t in operation.outputs):
             problem = f"derivatives in the inputs pass through {operation.type}, a list of tensors"
-            self._refuse(operation, problem, "use tf.stack in place of a tf.TensorArray")
+            remedy = "use tf.stack in place of a tf.TensorArray, and loops in Python (unroll=True)"
+            self._refuse(operation, problem, remedy)
         if operation.type in _POOLS and operation.get_attr("padding") == b"SAME":
             problem = f"TensorFlow's derivatives of {operation.type} with padding SAME can be wrong"
             self._refuse(operation, problem, "use tf.pad, and padding='VALID'")
