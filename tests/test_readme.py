@@ -18,8 +18,8 @@ def test_the_readme_quotes_the_committed_benchmark():
     assert "all seven workloads" in text
     assert all(float(row["hvp"]) < float(row["TF tf.function"]) for row in rows.values())
     ratios = [float(row["TF eager, cached"]) / float(row["hvp"]) for row in rows.values()]
-    assert "up to ten times as fast as cached eager tapes" in text
-    assert 9.5 <= max(ratios) < 10.5
+    assert "up to nine times as fast as cached eager tapes" in text
+    assert 8.5 <= max(ratios) < 9.5
 
     def faster(other):
         return {name for name, row in rows.items() if float(row[other]) < float(row["hvp"])}
