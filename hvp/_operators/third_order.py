@@ -25,8 +25,7 @@ def third_order_product(
 
     The result is the gradient of `u @ H @ v` in the variables, where `H` is the Hessian and `u` and
     `v` are constants. It says how the curvature changes along the variables: geodesic acceleration
-    and corrections for skewness need it. It costs about as much as four gradients; each call traces
-    the loss anew.
+    and corrections for skewness need it. It costs a few gradients; each call traces the loss anew.
 
     Parameters
     ----------
