@@ -22,7 +22,7 @@ from hvp._engines import graph_map, graph_program, single_plan, trace
 from hvp._graphs import low_precision, rematerialize, sizes
 from hvp._influence import damped_inverse, example_gradients, gradient_forms, gradient_store
 from hvp._minimize import subproblem
-from hvp._operators import operator
+from hvp._operators import jacobian, operator
 from hvp._operators.matrix import Evaluation
 from hvp._operators.symmetric import evaluation_of, matrix_of
 from hvp._runtime import checkpoint, guard
@@ -39,6 +39,7 @@ LIMITS: dict[str, tuple[Any, str]] = {
     "bytes of a long vector": (operator, "_LONG"),
     "bytes that a worker fetches": (replica, "_LARGE"),
     "bytes of rows times residuals": (graph_map, "_BLOCK_BYTES"),
+    "entries of a Jacobian that is kept": (jacobian, "_KEPT_ENTRIES"),
     "bytes that are packed": (packing, "_MAX_BYTES"),
     "columns of a solve": (equations, "_MAX_COLUMNS"),
     "iterations in one call": (krylov, "_MAX_ITERATIONS"),

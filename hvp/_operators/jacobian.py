@@ -6,13 +6,14 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from hvp._data.elements import retraced
 from hvp._engines.options import Options, declared, without
 from hvp._engines.restricted import Restricted, Selection
 from hvp._engines.rule import PullbackRule
-from hvp._errors import InvalidLossError, InvalidVectorError
+from hvp._errors import InvalidLossError, InvalidVectorError, TooLargeError
 from hvp._operators.operator import EvaluatedOperator
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.strategies import outside_strategies
@@ -22,6 +23,9 @@ from hvp._vectors.space import Space, as_tensor, check_numeric, outline
 
 # Values are stacked, not averaged, and not divided among devices.
 OPTIONS = without("reduction", "regularization", "weight", "devices", "device_timeout")
+
+# A Jacobian of so many entries is kept as a whole to multiply it by its transpose.
+_KEPT_ENTRIES = 2**26
 
 
 @declared(OPTIONS)
@@ -264,6 +268,53 @@ class JacobianOperator(EvaluatedOperator):
         every = Selection(rows, range(len(rows.shapes)))
         columns = Restricted(self.linear_map, every, Selection(plan.space, chosen))
         return EvaluatedOperator(columns, self._snapshot)
+
+    @Uninterrupted()
+    def gram(self, *, max_size: int = 4096) -> np.ndarray:
+        """Return `J @ J.T`, for functions with fewer values than variables.
+
+        It takes a product with the transpose for each value, and one with `J` as well if `J` has
+        more than 2**26 entries, so that no more than a block of rows is in memory.
+
+        Parameters
+        ----------
+        max_size : int, optional
+            The largest number of values, `m`.
+
+        Returns
+        -------
+        ndarray
+            The symmetric matrix of shape `(m, m)`, in the operator's dtype.
+
+        Raises
+        ------
+        TooLargeError
+            If there are more values than that.
+
+        Examples
+        --------
+        >>> import tensorflow as tf
+        >>> import hvp
+        >>> w = tf.Variable([1.0, 2.0, 3.0])
+        >>> hvp.JacobianOperator(lambda: tf.reduce_sum(w**2)[tf.newaxis], w).gram()
+        array([[56.]], dtype=float32)
+        """
+        count, size = self.shape
+        if count > max_size:
+            raise TooLargeError(
+                f"a dense matrix of {count} x {count} numbers was asked for",
+                f"at most {max_size} x {max_size}",
+                f"pass max_size={count} if {count} products are what you want",
+            )
+        if count * size <= _KEPT_ENTRIES:
+            rows = np.empty(self.shape, self.dtype)
+            for taken, columns in self._products_of_unit_vectors(self.linear_map.T):
+                rows[taken] = columns.T
+            return rows @ rows.T
+        gram = np.empty((count, count), self.dtype)
+        for taken, columns in self._products_of_unit_vectors(self.linear_map.T):
+            gram[:, taken] = self @ columns
+        return (gram + gram.T) / 2
 
     def refresh(self) -> None:
         """Evaluate again, at the values the variables have now."""

@@ -9,6 +9,7 @@ from scipy.optimize import least_squares
 from scipy.sparse.linalg import LinearOperator, lsmr, svds
 
 import hvp
+from tests import inside
 from tests.cases import crossed, random, relative_error
 from tests.operators.test_gauss_newton import MODELS, WAYS, make, softmax_loss
 
@@ -53,6 +54,7 @@ def test_it_is_the_dense_matrix(name, way):
             assert relative_error(J.value, model(x)) < 1e-12
             J.refresh()
         assert relative_error(J.to_dense(), want) < 1e-12
+        assert relative_error(J.gram(), want @ want.T) < 1e-12
         assert relative_error(J.T.T @ (J.T @ u), want @ (want.T @ u)) < 1e-12
         tangent = tf.nest.pack_sequence_as(
             model.trainable_variables,
@@ -223,6 +225,20 @@ def test_columns_of_some_variables():
         np.testing.assert_array_equal(J.flatten(J.unflatten(v)), v)
         # It may have as many entries as a square one of this size.
         assert J.to_dense(max_size=int(np.ceil(np.sqrt(m * n)))).shape == (m, n)
+
+
+@pytest.mark.parametrize("engine", ["graph", "tape"])
+def test_the_gram_matrix_of_a_large_jacobian_goes_by_blocks(monkeypatch, engine):
+    w = tf.Variable(random(0, 50, dtype="float64"))
+    a = random(1, 40, 50, dtype="float64")
+    inside.set_limit(monkeypatch, "entries of a Jacobian that is kept", 100)
+    with hvp.JacobianOperator(lambda: tf.sin(tf.linalg.matvec(a, w)), w, engine=engine) as J:
+        gram = J.gram()
+    rows = np.cos(a @ w.numpy())[:, None] * a
+    np.testing.assert_allclose(gram, rows @ rows.T, rtol=1e-12, atol=1e-12)
+    np.testing.assert_array_equal(gram, gram.T)
+    with pytest.raises(hvp.TooLargeError, match=r"40 x 40.*max_size=40"):
+        hvp.JacobianOperator(lambda: tf.sin(tf.linalg.matvec(a, w)), w).gram(max_size=39)
 
 
 def test_what_is_refused():
