@@ -31,7 +31,12 @@ def is_replaced(node: Any) -> bool:
     """Whether a node is a pool's gradient or second derivative that may be wrong."""
     if node.op not in _GRADIENTS and node.op not in _SECOND:
         return False
-    return node.attr["padding"].s == b"SAME" or max(node.attr["ksize"].list.i) == 1
+    return may_keep_the_size(node)
+
+
+def may_keep_the_size(node: Any) -> bool:
+    """Whether the result of a pool, or of its gradient, may be as large as the image."""
+    return node.attr["padding"].s == b"SAME" or max(node.attr["ksize"].list.i, default=1) == 1
 
 
 def replacement(

@@ -27,7 +27,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvp._graphs.graph import Graph, data_inputs, node_of
+from hvp._graphs.graph import Graph, Sizes, data_inputs, node_of
 from hvp._graphs.sizes import add_shape, note_shapes, shape_of, size_of
 from hvp._graphs.target import has_cpus_only
 
@@ -88,18 +88,27 @@ def _make_reshape(
 
 def on_all_cores(graph: Graph) -> Graph:
     """Return a graph in which products run in all threads where that is faster than in one."""
-    if not has_cpus_only():
+    chosen = [node for node in graph.graph_def.node if _is_faster_on_all(node, graph.sizes)]
+    if not chosen or not has_cpus_only():
         return graph
     copy = graph.copy()
-    for node in list(copy.graph_def.node):
-        if node.op == "MatMul" and node.attr["T"].type == tf.float32.as_datatype_enum:
-            tensors = *data_inputs(node), node.name
-            sizes = [size_of(x, graph.sizes) // tf.float32.size for x in tensors]
-            # Matrices of m k, k n and m n entries take m k n multiplications.
-            enough = math.prod(sizes) >= _MULTIPLICATIONS**2 and sorted(sizes)[1] >= _LARGE
-            if enough and sum(sizes) <= _ENTRIES_IN_CACHE:
-                _make_batch(copy.graph_def, node, *sizes)
+    for node in chosen:
+        _make_batch(copy.graph_def, copy.nodes[node.name], *_entries(node, graph.sizes))
     return copy
+
+
+def _is_faster_on_all(node: Any, sizes: Sizes) -> bool:
+    if node.op != "MatMul" or node.attr["T"].type != tf.float32.as_datatype_enum:
+        return False
+    entries = _entries(node, sizes)
+    # Matrices of m k, k n and m n entries take m k n multiplications.
+    enough = math.prod(entries) >= _MULTIPLICATIONS**2 and sorted(entries)[1] >= _LARGE
+    return enough and sum(entries) <= _ENTRIES_IN_CACHE
+
+
+def _entries(node: Any, sizes: Sizes) -> list[int]:
+    """Return the numbers of entries of the two operands and the result of a float32 product."""
+    return [size_of(x, sizes) // tf.float32.size for x in (*data_inputs(node), node.name)]
 
 
 def _make_batch(graph_def: Any, node: Any, left: int, right: int, result: int) -> None:

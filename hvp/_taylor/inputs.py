@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from hvp._errors import InvalidDataError, InvalidVectorError
+from hvp._errors import HvpError, InvalidDataError, InvalidVectorError
 from hvp._runtime.arguments import check_count, check_seed
 from hvp._taylor.curves import Curves
 from hvp._taylor.series import Series
@@ -68,6 +68,8 @@ def jet(f: Callable[[tf.Tensor], Any], x: Any, directions: Any, order: int = 2) 
         If `x` is not real, or has no known shape.
     InvalidVectorError
         If `directions` have the wrong shape.
+    HvpError
+        If `order` is not an integer from 1 to 6.
     SecondDerivativeError
         If `f` has an operation without derivatives; the message names it and its line.
 
@@ -89,8 +91,10 @@ def jet(f: Callable[[tf.Tensor], Any], x: Any, directions: Any, order: int = 2) 
     """
     order = check_count(order, "order")
     if order > _HIGHEST:
-        raise InvalidVectorError(
-            f"order is {order}", f"an order from 1 to {_HIGHEST}", "nest two jets for higher ones"
+        raise HvpError(
+            f"the argument order is {order}",
+            f"an integer from 1 to {_HIGHEST}",
+            "nest two jets for higher ones",
         )
     x = _real(x)
     directions = _like(directions, x, "directions")
@@ -286,14 +290,15 @@ def hessian_trace(
         raise InvalidDataError(
             f"x has the shape {x.shape}", "inputs of shape (n, d)", "flatten the axes of an example"
         )
-    matrix = _matrix(A if factor is None else factor, x, square=factor is None)
+    is_factor = factor is not None
+    matrix = _matrix(factor if is_factor else A, x, square=not is_factor)
 
     def compute(f: Any, x: tf.Tensor, matrix: tf.Tensor) -> Any:
         traced = _traced(f, x, independent=True)
         # The columns as directions of shape (m, n or 1, d).
         columns = tf.transpose(matrix, [2, 0, 1])
         weights = None
-        if factor is None:
+        if not is_factor:
             # e' H a = ((e + a)' H (e + a) - (e - a)' H (e - a)) / 4
             units = _units(x)
             columns = tf.concat([units + columns, units - columns], axis=0)
@@ -304,7 +309,7 @@ def hessian_trace(
         traces = [_filled(s, 1, curves) for s in results]
         return tf.nest.pack_sequence_as(traced.structure, traces)
 
-    return _compiled(f, ("hessian_trace", factor is None), compute)(x, matrix)
+    return _compiled(f, ("hessian_trace", is_factor), compute)(x, matrix)
 
 
 def partial_derivatives(
@@ -357,7 +362,8 @@ def partial_derivatives(
     """
     tensors = {name: _real(value) for name, value in coordinates.items()}
     _check_coordinates(tensors)
-    wanted = {name: _exponents(name, tuple(tensors)) for name in names}
+    keys = tuple(tensors)
+    wanted = {name: _exponents(name, keys) for name in names}
     highest = max(map(sum, wanted.values()), default=0)
     if highest > _HIGHEST:
         raise InvalidDataError(
@@ -373,7 +379,7 @@ def partial_derivatives(
         def of_columns(x: tf.Tensor) -> Any:
             pieces = tf.split(x, len(values), axis=1)
             shaped = (p[:, 0] if v.shape.rank == 1 else p for p, v in zip(pieces, values))
-            return f(**dict(zip(coordinates, shaped)))
+            return f(**dict(zip(keys, shaped)))
 
         x = tf.concat(columns, axis=1)
         traced = _traced(of_columns, x, independent=True)
@@ -391,7 +397,7 @@ def partial_derivatives(
 
         return {e: tf.nest.pack_sequence_as(traced.structure, one(e)) for e in set(wanted.values())}
 
-    key = "partial_derivatives", tuple(tensors), tuple(wanted.values())
+    key = "partial_derivatives", keys, tuple(wanted.values())
     found = _compiled(f, key, compute)(*tensors.values())
     return {name: found[exponents] for name, exponents in wanted.items()}
 

@@ -30,10 +30,10 @@ _PIECEWISE_CONSTANT = frozenset(
 _LINEAR: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(
         """
-        AvgPool AvgPool3D BatchToSpaceND BroadcastTo Cast CheckNumerics Complex Conj Cumsum
+        AvgPool AvgPool3D BatchToSpaceND BroadcastTo Cast CheckNumerics Conj Cumsum
         DepthToSpace DiagPart EnsureShape ExpandDims FFT FFT2D FFT3D Gather GatherNd GatherV2 IFFT
         IFFT2D IFFT3D IRFFT IRFFT2D Identity Imag MatrixBandPart MatrixDiag MatrixDiagPart
-        MatrixDiagPartV2 MatrixDiagPartV3 Mean MirrorPad Neg Pad PreventGradient RFFT RFFT2D Real
+        Mean MirrorPad Neg Pad PreventGradient RFFT RFFT2D Real
         Reshape ResizeBicubic ResizeBilinear ResizeNearestNeighbor Reverse ReverseV2 Roll
         SegmentMean SegmentSum Slice SpaceToBatchND SpaceToDepth SplitV Squeeze StridedSlice Sum
         Tile Transpose Unpack UnsortedSegmentSum
@@ -41,7 +41,9 @@ _LINEAR: dict[str, tuple[int, ...]] = {
         (0,),
     ),
     **dict.fromkeys(["Select", "SelectV2"], (1, 2)),
-    **dict.fromkeys(["PadV2", "MatrixDiagV2", "MatrixDiagV3"], (0, 2)),
+    **dict.fromkeys(["PadV2", "MatrixDiagPartV2", "MatrixDiagPartV3"], (0, 2)),
+    **dict.fromkeys(["MatrixDiagV2", "MatrixDiagV3"], (0, 4)),
+    "Complex": (0, 1),
     "Split": (1,),
     "ScatterNd": (1,),
     "MatrixSetDiag": (0, 1),
@@ -122,25 +124,35 @@ def _linear(op: tf.Operation, inputs: Sequence[Series], curves: Curves) -> list[
     terms: list[list[Term]] = []
     for order in range(1, curves.order + 1):
         given = {i: t for i in moving if (t := inputs[i].terms[order - 1]) is not None}
-        zeros = {
-            i: tf.zeros_like(values[i]) for i in joint if i not in given and _is_smooth(values[i])
-        }
-        if not given:
+        if given:
+            rest = [i for i in joint if i not in given and _is_smooth(values[i])]
+            zeros = {i: tf.zeros_like(values[i]) for i in rest}
+            with_zeros = [zeros.get(i, value) for i, value in enumerate(values)]
+            terms.append(_moved(op, with_zeros, given, order, curves))
+        else:
             terms.append([None] * len(results))
-            continue
-
-        def apply(*tensors: tf.Tensor) -> list[tf.Tensor]:
-            replaced = {**zeros, **dict(zip(given, tensors))}  # noqa: B023
-            return replay(op, [replaced.get(i, value) for i, value in enumerate(values)])
-
-        direct = None
-        if len(given) == 1 and not curves.is_collapsed(order):
-            [(place, term)] = given.items()
-            direct = _stacked(op, values, place, term)
-        terms.append(
-            curves.mapped(order, apply, list(given.values())) if direct is None else [direct]
-        )
     return _collected(results, terms)
+
+
+def _moved(
+    op: tf.Operation,
+    values: Sequence[tf.Tensor],
+    given: dict[int, tf.Tensor],
+    order: int,
+    curves: Curves,
+) -> list[tf.Tensor]:
+    """Apply an operation to terms of an order in place of some values, in which it is linear."""
+
+    def apply(*tensors: tf.Tensor) -> list[tf.Tensor]:
+        replaced = dict(zip(given, tensors))
+        return replay(op, [replaced.get(i, value) for i, value in enumerate(values)])
+
+    if len(given) == 1 and not curves.is_collapsed(order):
+        [(place, term)] = given.items()
+        direct = _stacked(op, values, place, term)
+        if direct is not None:
+            return [direct]
+    return curves.mapped(order, apply, list(given.values()))
 
 
 def _stacked(
@@ -178,7 +190,6 @@ def _stacked(
 
 def _sum(op: tf.Operation, inputs: Sequence[Series], curves: Curves) -> list[Series]:
     [value] = replay(op, [series.value for series in inputs])
-    last = -1.0 if op.type == "Sub" else 1.0
     rank = value.shape.rank
     channels_first = op.type == "BiasAdd" and op.get_attr("data_format") == b"NCHW"
     if rank is None or any(s.value.shape.rank is None for s in inputs):
@@ -198,9 +209,8 @@ def _sum(op: tf.Operation, inputs: Sequence[Series], curves: Curves) -> list[Ser
                     if channels_first:
                         after, ones = tf.concat([after, ones[1:]], 0), ones[:1]
                     term = tf.reshape(term, tf.concat([before, ones, after], 0))
-                parts.append(-term if i and last < 0 else term)
-        total = add(*parts)
-        terms.append([total])
+                parts.append(-term if i and op.type == "Sub" else term)
+        terms.append([add(*parts)])
     return _collected([value], terms)
 
 
@@ -220,7 +230,6 @@ def _entrywise(op: tf.Operation, inputs: Sequence[Series], curves: Curves) -> li
         slopes = [y, *FORMULAS[op.type](x, y, curves.order)]
     else:
         slopes = derivatives_of(function, x, curves.order)
-        slopes += [None] * (curves.order + 1 - len(slopes))
     terms = [
         [_composed(slopes, inputs[place].terms, order, curves)]
         for order in range(1, curves.order + 1)
@@ -251,39 +260,27 @@ def _composed(
 
 def _bilinear(op: tf.Operation, inputs: Sequence[Series], curves: Curves) -> list[Series]:
     """Leibniz's rule for the first two inputs; the others are constants."""
-    left, right, *rest = inputs
-    constants = [series.value for series in rest]
+    values = [series.value for series in inputs]
+    left, right = inputs[:2]
 
     def product(a: tf.Tensor, b: tf.Tensor) -> list[tf.Tensor]:
-        return replay(op, [a, b, *constants])
+        return replay(op, [a, b, *values[2:]])
 
     [value] = product(left.value, right.value)
     terms: list[list[Term]] = []
     for order in range(1, curves.order + 1):
         parts: list[Term] = []
-        for j in range(order + 1):
-            a = left.value if j == 0 else left.terms[j - 1]
-            b = right.value if j == order else right.terms[order - j - 1]
-            if a is None or b is None:
-                continue
-            if 0 < j < order:
+        for place in (0, 1):
+            term = inputs[place].terms[order - 1]
+            if term is not None:
+                parts += _moved(op, values, {place: term}, order, curves)
+        for j in range(1, order):
+            a, b = left.terms[j - 1], right.terms[order - j - 1]
+            if a is not None and b is not None:
                 [both] = for_each(product, [a, b])
                 parts.append(_times(math.comb(order, j), curves.of_order(order, both)))
-            elif curves.is_collapsed(order):
-                parts += product(a, b)
-            elif j == 0:
-                parts += for_each(lambda b: product(left.value, b), [b])
-            else:
-                parts += _one_moves(op, [left.value, right.value, *constants], a)
         terms.append([add(*parts)])
     return _collected([value], terms)
-
-
-def _one_moves(op: tf.Operation, values: Sequence[tf.Tensor], term: tf.Tensor) -> list[tf.Tensor]:
-    direct = _stacked(op, values, 0, term)
-    if direct is not None:
-        return [direct]
-    return for_each(lambda a: replay(op, [a, *values[1:]]), [term])
 
 
 def _quotient(op: tf.Operation, inputs: Sequence[Series], curves: Curves) -> list[Series]:
@@ -300,18 +297,12 @@ def _rewritten(
         ]
         result = function(*placeholders)
     series = {p.name: s for p, s in zip(placeholders, inputs)}
-    push_all(graph, series, curves)
-    return [series[tensor.name] for tensor in tf.nest.flatten(result)]
-
-
-def push_all(graph: tf.Graph, series: dict[str, Series], curves: Curves) -> None:
-    """Push series through the operations of a graph, in order; add those of all tensors."""
     for operation in graph.get_operations():
-        if all(tensor.name in series for tensor in operation.outputs) and operation.outputs:
-            continue
-        inputs = [series[tensor.name] for tensor in operation.inputs]
-        for tensor, result in zip(operation.outputs, push(operation, inputs, curves)):
-            series[tensor.name] = result
+        if operation.type != "Placeholder":
+            given = [series[tensor.name] for tensor in operation.inputs]
+            results = push(operation, given, curves)
+            series.update({t.name: result for t, result in zip(operation.outputs, results)})
+    return [series[tensor.name] for tensor in tf.nest.flatten(result)]
 
 
 def _softmax(op: tf.Operation, inputs: Sequence[Series], curves: Curves) -> list[Series]:
@@ -377,11 +368,10 @@ _REWRITTEN: dict[str, Rule] = {
 
 
 def _any(op: tf.Operation, inputs: Sequence[Series], curves: Curves) -> list[Series]:
-    """Differentiate the operation along each curve, order by order, by tapes."""
+    """Differentiate the operation along each curve, order by order."""
     moving = [i for i, series in enumerate(inputs) if not series.is_constant]
     values = [series.value for series in inputs]
     points = [values[i] for i in moving]
-
     results = replay(op, values)
     smooth = [i for i, result in enumerate(results) if _is_smooth(result)]
 

@@ -29,11 +29,6 @@ class Series:
     terms: tuple[Term, ...]
 
     @property
-    def order(self) -> int:
-        """The highest order of the derivatives."""
-        return len(self.terms)
-
-    @property
     def is_constant(self) -> bool:
         """Whether all derivatives are zero."""
         return all(term is None for term in self.terms)
@@ -43,8 +38,8 @@ class Series:
         return Series(self.value, tuple(map(self._full, self.terms)))
 
     def _full(self, term: Term) -> Term:
-        if term is None:
-            return None
+        if term is None or self.value.shape.rank is None:
+            return term
         stacked = term.shape[: term.shape.rank - self.value.shape.rank]
         if term.shape[stacked.rank :] == self.value.shape:
             return term

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from hvp._derivatives.exact import exact_functions
 from hvp._derivatives.missing import MISSING_DERIVATIVES
+from hvp._derivatives.pools import may_keep_the_size
 from hvp._derivatives.replace import replace_operations
 from hvp._errors import InvalidLossError, SecondDerivativeError
 from hvp._graphs.concrete import captures, concrete_function
@@ -32,7 +33,7 @@ from hvp._taylor.curves import Curves
 from hvp._taylor.rules import push
 from hvp._taylor.series import Series
 
-# `hvp._derivatives.pools` says what is wrong with them.
+# `hvp._derivatives.pools` says what is wrong with some of them.
 _POOLS = frozenset(["MaxPool", "MaxPool3D", "MaxPoolV2"])
 # Packages whose gradients of functions are the derivatives of what these compute.
 _TRUSTED = frozenset(["keras", "tensorflow", "tf_keras"])
@@ -213,9 +214,12 @@ class TracedFunction:
             problem = f"derivatives in the inputs pass through {operation.type}, a list of tensors"
             remedy = "use tf.stack in place of a tf.TensorArray, and loops in Python (unroll=True)"
             self._refuse(operation, problem, remedy)
-        if operation.type in _POOLS and operation.get_attr("padding") == b"SAME":
-            problem = f"TensorFlow's derivatives of {operation.type} with padding SAME can be wrong"
-            self._refuse(operation, problem, "use tf.pad, and padding='VALID'")
+        if operation.type in _POOLS and may_keep_the_size(operation.node_def):
+            problem = (
+                f"TensorFlow's derivatives of {operation.type} with padding SAME, or with windows "
+                "of one entry, can be wrong"
+            )
+            self._refuse(operation, problem, "use tf.pad with padding='VALID', or strided slices")
         # TensorFlow's and Keras's own are the derivatives of what they compute.
         kind = operation.node_def.attr[GRADIENT_TYPE].s.decode() if _has_own(operation) else ""
         if kind and module_of_gradient(kind).partition(".")[0] not in _TRUSTED:

@@ -350,6 +350,11 @@ BAD = [
     (lambda: hvp.laplacian(tf.sin, X, probes=0), "HvpError", ["probes", "0"]),
     (lambda: hvp.laplacian(branch, X), "SecondDerivativeError", ["If", "tf.where"]),
     (
+        lambda: hvp.jet(lambda x: tf.nn.max_pool1d(x[..., None], 1, 1, "VALID"), X, X),
+        "SecondDerivativeError",
+        ["MaxPool", "test_inputs.py, line"],
+    ),
+    (
         lambda: hvp.laplacian(lambda x: straight_through(x), X),
         "SecondDerivativeError",
         ["custom_gradient", "test_inputs.py, line"],
@@ -395,6 +400,32 @@ def test_functions_to_which_tensorflow_or_keras_gives_a_gradient(name):
     slopes = np.einsum("nii->ni", gradient)
     np.testing.assert_allclose(slopes, (at[1] - at[-1]) / (2 * step), atol=1e-6)
     np.testing.assert_allclose(laplacian, (at[1] - 2 * at[0] + at[-1]) / step**2, atol=1e-6)
+
+
+FIVE = np.float64(5)
+# Operations with a constant beside what moves, which no derivative may contain.
+AFFINE = {
+    "complex, real part": lambda x: tf.abs(tf.complex(tf.sin(x), FIVE * tf.ones_like(x))),
+    "complex, imaginary part": lambda x: tf.abs(tf.complex(FIVE * tf.ones_like(x), tf.sin(x))),
+    "padded": lambda x: tf.pad(tf.sin(x), [[0, 0], [1, 2]], constant_values=FIVE),
+    "diagonals": lambda x: tf.linalg.diag_part(tf.sin(x), k=(0, 1), padding_value=FIVE),
+    "diagonal matrix": lambda x: tf.linalg.diag(tf.sin(x), padding_value=FIVE),
+    "set diagonal": lambda x: tf.linalg.set_diag(tf.fill([3, 3], FIVE), tf.sin(x[0])),
+    "joined": lambda x: tf.concat([tf.sin(x), tf.fill([5, 1], FIVE)], axis=1),
+    "stacked": lambda x: tf.stack([tf.sin(x), tf.fill([5, 3], FIVE)]),
+    "chosen": lambda x: tf.where(x > 0, tf.sin(x), FIVE),
+    "updated": lambda x: tf.tensor_scatter_nd_update(tf.fill([4, 3], FIVE), [[1]], tf.sin(x[:1])),
+    "sum": lambda x: FIVE - tf.sin(x[:, :1]) + np.arange(4.0),
+}
+
+
+@pytest.mark.parametrize("name", AFFINE)
+def test_no_derivative_has_a_constant_in_it(name):
+    d, step = random(3, 5, 3, dtype="float64"), 1e-4
+    after, at, before = (AFFINE[name](tf.constant(X + k * step * d)) for k in (1, 0, -1))
+    _, first, second = hvp.jet(AFFINE[name], X, d)
+    np.testing.assert_allclose(first, (after - before) / (2 * step), atol=1e-6)
+    np.testing.assert_allclose(second, (after - 2 * at + before) / step**2, atol=1e-6)
 
 
 def test_whole_powers_at_zero_have_all_derivatives():
