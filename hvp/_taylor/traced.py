@@ -78,7 +78,7 @@ class TracedFunction:
         started = [name for names in self._inputs for name in names]
         graph = graph.computing(self._results, [*started, *self._captured])
         moving = graph.descendants(map(node_of, started))
-        order = in_topological_order(graph.nodes)
+        self._graph, order = graph, in_topological_order(graph.nodes)
         self._moving = [node.name for node in order if node.name in moving]
         self._fixed = graph.part(graph.nodes.keys() - moving)
         self._operations = self._with_shapes(graph)
@@ -158,8 +158,8 @@ class TracedFunction:
     def check_examples(self) -> None:
         """Raise an error unless each example has a row of each result that depends on it alone.
 
-        The function is evaluated twice, at random inputs of which all but the last are replaced.
-        This is left out if the function has effects, or reads tensors of a graph being traced.
+        What the results depend on is evaluated twice, at random inputs of which all but the last
+        are replaced. This is left out if it draws numbers or reads tensors of another graph.
         """
         [spec] = self._specs
         count = spec.shape[0]
@@ -171,20 +171,24 @@ class TracedFunction:
                     "results with one row for each example",
                     "do not add up or average over the examples",
                 )
-        definition = self.concrete.graph.as_graph_def()
-        functions = Graph(definition).functions
+        graph = self._graph
         symbolic = any(not hasattr(tensor, "numpy") for tensor in self._captured.values())
-        if symbolic or count == 1 or any(has_effects(n, functions) for n in definition.node):
+        draws = any(has_effects(node, graph.functions) for node in graph.graph_def.node)
+        if symbolic or draws or count == 1:
             return
+        [[start]] = self._inputs
+
+        @tf.function(autograph=False)
+        def values(x: tf.Tensor) -> list[tf.Tensor]:
+            return graph.imported({**self._captured, start: x}, self._results)
+
         with tf.init_scope():
+            shape = [count or 3, *spec.shape[1:]]
             first, other = (
-                tf.random.stateless_normal(
-                    [count or 3, *spec.shape[1:]], [0, seed], dtype=spec.dtype
-                )
-                for seed in (1, 2)
+                tf.random.stateless_normal(shape, [0, seed], dtype=spec.dtype) for seed in (1, 2)
             )
             other = tf.concat([other[:-1], first[-1:]], axis=0)
-            pairs = zip(*(tf.nest.flatten(self.concrete(x)) for x in (first, other)))
+            pairs = zip(values(first), values(other))
             for before, after in pairs:
                 if before.dtype.is_floating:
                     self._compare(before.numpy(), after.numpy())

@@ -53,8 +53,8 @@ def test_nor_inside_nested_functions():
     assert product_operations(tf.function(loss), weights)["MatMul"] == 20
 
 
-def test_a_form_of_the_product_is_imported_when_it_is_needed(monkeypatch):
-    loss, weights = dense_layers(3)
+def imported_graphs(monkeypatch):
+    """A list to which every graph that is imported is added."""
     imported, original = [], Graph.imported
 
     def add(graph, *arguments):
@@ -62,6 +62,12 @@ def test_a_form_of_the_product_is_imported_when_it_is_needed(monkeypatch):
         return original(graph, *arguments)
 
     monkeypatch.setattr(Graph, "imported", add)
+    return imported
+
+
+def test_a_form_of_the_product_is_imported_when_it_is_needed(monkeypatch):
+    loss, weights = dense_layers(3)
+    imported = imported_graphs(monkeypatch)
     with hvp.HessianOperator(loss, weights) as H:
         v = random(3, H.shape[0])
         flat = H @ v
@@ -260,13 +266,7 @@ def test_small_residuals_are_packed_and_large_ones_are_not():
 
 def test_a_large_product_is_imported_once_for_all_forms(monkeypatch):
     loss, weights = dense_layers(12)
-    imported, original = [], Graph.imported
-
-    def add(graph, *arguments):
-        imported.append(graph)
-        return original(graph, *arguments)
-
-    monkeypatch.setattr(Graph, "imported", add)
+    imported = imported_graphs(monkeypatch)
     with hvp.HessianOperator(loss, weights) as H:
         v = random(3, H.shape[0])
         flat = H @ v

@@ -338,12 +338,21 @@ def straight_through(x):
     return tf.round(x), lambda upstream: upstream
 
 
+LAYER = keras.layers.BatchNormalization(dtype="float64")
+
+
+def normalized_by_the_batch(x):
+    """This also updates the averages of the layer."""
+    return LAYER(x, training=True)
+
+
 def identity(x):
     return x
 
 
 BAD = [
     (lambda: hvp.laplacian(lambda x: x - tf.reduce_mean(x, 0), X), "InvalidLossError", ["mixes"]),
+    (lambda: hvp.laplacian(normalized_by_the_batch, X), "InvalidLossError", ["mixes"]),
     (lambda: hvp.laplacian(tf.reduce_sum, X), "InvalidLossError", ["()", "5"]),
     (lambda: hvp.laplacian(tf.sin, [[1, 2]]), "InvalidDataError", ["int32", "tf.cast"]),
     (lambda: hvp.laplacian(tf.sin, 1.0), "InvalidDataError", ["()"]),
@@ -432,6 +441,15 @@ def test_whole_powers_at_zero_have_all_derivatives():
     x = np.zeros((1, 1))
     found = hvp.jet(lambda x: x**5 + x**2, x, np.ones_like(x), order=6)
     np.testing.assert_array_equal(np.ravel(found), [0, 0, 2, 0, 0, 120, 0])
+
+
+def test_a_check_for_mixed_examples_leaves_the_layer_as_it_is():
+    LAYER(X)
+    before = [weight.numpy() for weight in LAYER.weights]
+    with pytest.raises(hvp.InvalidLossError):
+        hvp.laplacian(normalized_by_the_batch, X[:4])
+    for weight, value in zip(LAYER.weights, before):
+        np.testing.assert_array_equal(weight.numpy(), value)
 
 
 def test_the_remedy_of_a_branch_works():
