@@ -49,14 +49,20 @@ class Batches:
     A tuple or dict of arrays is one batch, or is divided into batches of `batch_size`. Otherwise
     the data are batches: a `tf.data.Dataset`, a Keras `PyDataset`, a list, or any other iterable
     that can be iterated over more than once. `weight` takes the elements of a batch, as the loss
-    does, and returns the weight of the batch; by default this is the number of examples. `arrays`
-    are the data if the batches are parts of arrays, else None.
+    does, and returns the weight of the batch; by default this is the number of examples. Batches
+    have to be alike; if they are `separate`, those with the same names. `arrays` are the data if
+    the batches are parts of arrays, else None.
     """
 
     def __init__(
-        self, data: Any, batch_size: int | None, weight: Callable[..., Any] | None
+        self,
+        data: Any,
+        batch_size: int | None,
+        weight: Callable[..., Any] | None,
+        *,
+        separate: bool = False,
     ) -> None:
-        self._weight = weight
+        self._weight, self._separate = weight, separate
         self._fingerprints: list[int] = []
         self._complete = False
         if batch_size is not None:
@@ -107,23 +113,25 @@ class Batches:
             )
         return weight
 
+    def kind_of(self, elements: Elements) -> Any:
+        """Return what a batch has in common with those that it has to be like."""
+        return tuple(elements.by_key) if self._separate else None
+
     def after(self, count: int) -> Iterator[Batch]:
         """Iterate over the batches without the first `count`."""
         return self.select(lambda index: index >= count)
 
     def select(self, wanted: Callable[[int], bool]) -> Iterator[Batch]:
         """Iterate over the batches whose number is wanted."""
-        source, first = iter(self._source()), None
-        index = 0
+        source, index = iter(self._source()), 0
+        first: dict[Any, Batch] = {}
         with ThreadPoolExecutor(1) as executor:
             following = executor.submit(next, source, _END)
             while (data := following.result()) is not _END:
                 following = executor.submit(next, source, _END)
                 if wanted(index):
                     batch = self._batch(index, data)
-                    if first is not None:
-                        _check_like(first, batch)
-                    first = first or batch
+                    _check_like(first.setdefault(self.kind_of(batch.elements), batch), batch)
                     self._check_same(batch)
                     deliver_interrupt()
                     yield batch
@@ -169,6 +177,7 @@ class OneBatch(Batches):
     def __init__(self, elements: Elements) -> None:
         weight = 1.0 if elements is NO_DATA else float(elements.examples)
         self._batch_of_all = Batch(0, elements, weight, 0)
+        self._separate = False
 
     examples = arrays = None
     count = 1

@@ -69,7 +69,7 @@ class TracedBatches:
 
     def averages(self) -> bool:
         """Return whether the graph shows that the loss is a mean over the examples of a batch."""
-        return all(s.plan.averages(shapes[0][0]) for shapes, s in self._plans.items())
+        return all(s.plan.averages(shapes[0][0]) for (_, shapes), s in self._plans.items())
 
     def tasks(
         self, wanted: set[int] | None, kept: Iterable[Task], *, alone: bool
@@ -98,15 +98,17 @@ class TracedBatches:
 
     def plan_of(self, elements: Elements) -> ShapePlan:
         """Return the plan for batches with the shapes of these elements."""
+        kind = self.data.kind_of(elements)
         shapes = tuple(tuple(tensor.shape) for tensor in elements.tensors)
-        shape_plan = self._plans.get(shapes)
-        if shape_plan is None and len(self._plans) >= _MAX_SHAPES:
-            shapes = _common(shapes, self._plans)
-            shape_plan = self._plans.get(shapes)
+        shape_plan = self._plans.get((kind, shapes))
+        alike = [others for other_kind, others in self._plans if other_kind == kind]
+        if shape_plan is None and len(alike) >= _MAX_SHAPES:
+            shapes = _common(shapes, alike)
+            shape_plan = self._plans.get((kind, shapes))
         if shape_plan is None:
             with self._scope():
                 shape_plan = ShapePlan(self.rule, self.nest, self.options, elements, shapes)
-            self._plans[shapes] = shape_plan
+            self._plans[kind, shapes] = shape_plan
         return shape_plan
 
     def learn(self, elements: Elements, nbytes: int) -> None:

@@ -59,6 +59,14 @@ def _function(name: str, value: Any) -> Any:
     return value
 
 
+def _weight(name: str, value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return _function(name, value)
+    for term, number in value.items():
+        check_number(number, f"{name}[{term!r}]", positive=True)
+    return dict(value)
+
+
 def _jit_compile(name: str, value: Any) -> Any:
     if value not in (True, False, "auto"):
         raise HvpError(f"the argument {name} is {value!r}", "True, False or 'auto'")
@@ -103,7 +111,7 @@ class Options:
     weight : callable, optional
         Set this if the loss averages over something other than examples, such as unmasked tokens.
         The function takes the elements of a batch, as the loss does, and returns how much the batch
-        counts.
+        counts. If the loss is a dict of losses, a dict of numbers by which these are multiplied.
     progress : bool or "always", optional
         Show a progress bar over the batches in a terminal, or anywhere if ``"always"``. This
         requires tqdm.
@@ -167,7 +175,7 @@ class Options:
     memory_limit: Any = _option(None, _any)
     reduction: Literal["mean", "sum"] = _option("mean", one_of("mean", "sum"))
     regularization: Callable[[], Any] | None = _option(None, _function)
-    weight: Callable[..., Any] | None = _option(None, _function)
+    weight: Any = _option(None, _weight)
     progress: bool | Literal["always"] = _option(False, _progress)
     on_stale: OnStale = _option("raise", one_of("raise", "refresh", "ignore"))
     engine: Engine = _option("graph", one_of("graph", "tape"))

@@ -6,6 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvp._data.elements import Elements
 from hvp._engines.rule import Rule
 from hvp._errors import HvpError
 from hvp._minimize.points import Point, Points
@@ -132,6 +133,10 @@ class SampledModel(WholeModel):
             **sample_options,
         )
         self._operator = SymmetricOperator(Evaluation(snapshot))
+
+    def elements(self) -> Elements:
+        """Return this step's Hessian sample."""
+        return self._samples.elements()
 
     def current_point(self, iteration: int, moved: bool) -> Point:
         """Return the loss at the current values, over this step's gradient sample."""

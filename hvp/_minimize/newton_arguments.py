@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import tensorflow as tf
 
+from hvp._data.data_sets import Terms
+from hvp._engines.gauss_newton import GaussNewtonRule
 from hvp._errors import GraphModeError, HvpError
 from hvp._minimize.subproblem import RECYCLED
-from hvp._runtime.arguments import check_count, check_number, check_seed
+from hvp._runtime.arguments import check_count, check_flag, check_number, check_seed
 from hvp._solve.preconditioners import PRECONDITIONERS
 
 
@@ -31,11 +34,54 @@ def check_method(
     check_count(max_cg_iterations, "max_cg_iterations")
     check_count(rank, "rank")
     check_seed(seed)
-    if preconditioner not in (None, *PRECONDITIONERS, RECYCLED):
+    kinds = (None, *PRECONDITIONERS, RECYCLED)
+    is_given = callable(preconditioner) or hasattr(preconditioner, "shape")
+    if not (is_given or preconditioner in kinds):
         raise HvpError(
             f"the argument preconditioner is {preconditioner!r}",
-            "None, " + " or ".join(map(repr, (*PRECONDITIONERS, RECYCLED))),
+            f"{', '.join(map(repr, kinds))}, a LinearOperator, or a function that makes one",
         )
+
+
+def check_space(
+    space: Any,
+    momentum: Any,
+    geodesic: Any,
+    loss: Any,
+    preconditioner: Any,
+    options: Mapping[str, Any],
+) -> bool:
+    """Return whether steps are found in the space of residuals, and check that they can be."""
+    if space not in ("variables", "residuals"):
+        raise HvpError(f"the argument space is {space!r}", "'variables' or 'residuals'")
+    check_number(momentum, "momentum", below=1)
+    geodesic = check_flag(geodesic, "geodesic")
+    if space == "variables":
+        if momentum or geodesic:
+            raise HvpError(
+                "momentum or geodesic is given without space='residuals'",
+                "both together",
+                "pass space='residuals' and curvature='gauss-newton'",
+            )
+        return False
+    rules = loss.rules.values() if isinstance(loss, Terms) else [loss]
+    if not all(isinstance(rule, GaussNewtonRule) for rule in rules):
+        raise HvpError(
+            "space='residuals' is given without a model and the loss of its predictions",
+            "a pair (model, output_loss) and curvature='gauss-newton'",
+            "pass NewtonCG((model, output_loss), variables, data, curvature='gauss-newton', "
+            "space='residuals')",
+        )
+    names = [n for n in ("reduction", "regularization") if options.get(n) not in (None, "mean")]
+    if preconditioner is not None:
+        names.append("preconditioner")
+    if names:
+        raise HvpError(
+            f"{' and '.join(names)} is given together with space='residuals'",
+            "a loss that is a mean over all examples, and no further term",
+            "make a penalty part of the model: predictions that the output loss squares",
+        )
+    return True
 
 
 def check_stopping(gtol: Any, rtol: Any, maxiter: Any) -> None:

@@ -12,15 +12,23 @@ from hvp._engines.options import Options, declared
 from hvp._errors import HvpError
 from hvp._keras.compiled_loss import CompiledModel
 from hvp._keras.from_keras import FromKeras
+from hvp._minimize.constraints import box_of
 from hvp._minimize.curved_loss import check_operator, compiled_loss
 from hvp._minimize.models import SampledModel, WholeModel
-from hvp._minimize.newton_arguments import check_eager, check_method, check_stopping
+from hvp._minimize.newton_arguments import (
+    check_eager,
+    check_method,
+    check_space,
+    check_stopping,
+)
 from hvp._minimize.newton_iteration import NewtonIteration
 from hvp._minimize.newton_run import NewtonRun
 from hvp._minimize.newton_state import NewtonState
 from hvp._minimize.newton_step import NewtonStep
+from hvp._minimize.norms import kind_of, scale_of
 from hvp._minimize.objective import OPERATOR_OPTIONS
 from hvp._minimize.points import Points
+from hvp._minimize.residuals import ResidualSpace, terms_of
 from hvp._minimize.subproblem import Subproblem
 from hvp._operators.curvature import Curvature
 from hvp._operators.symmetric import SymmetricOperator
@@ -28,6 +36,7 @@ from hvp._runtime.guard import OneProcess, refuse_forks
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.progress import check_progress, progress_bar
 from hvp._runtime.strategies import outside_strategies
+from hvp._vectors.variables import collect_variables
 
 __all__ = ["NewtonCG", "NewtonStep"]
 
@@ -67,6 +76,19 @@ class NewtonCG(FromKeras, OneProcess, tf.Module):
         Number of examples for the loss and the gradient, at least `hessian_batch_size`. They are
         redrawn for each step, and are the same at both ends of the step. The default is all
         examples.
+    space : {"variables", "residuals"}, optional
+        With ``"residuals"`` a step is not found by conjugate gradients, but from a factorization
+        of the matrix `J J^T` of the residuals, to rounding errors. It suits models with fewer
+        residuals than variables, such as physics-informed networks, whose loss is a sum of
+        squares, or another convex function of each prediction for itself. It needs
+        ``curvature="gauss-newton"``, and arrays as `data`, or none. The fewer, of residuals and
+        variables, may be up to 4096.
+    momentum : float, optional
+        With ``space="residuals"``: the part of the previous step, at least 0 and below 1, from
+        which the next one departs as little as it has to [SP]_. It is meant for samples.
+    geodesic : bool, optional
+        With ``space="residuals"``: whether to add the second-order correction of the path to
+        each step, if it is small enough [GA]_. It costs a derivative of second order.
     radius : float, optional
         Initial radius of the trust region, in the units of the variables (with a preconditioner: in
         its norm).
@@ -135,6 +157,11 @@ class NewtonCG(FromKeras, OneProcess, tf.Module):
     .. [LM] D. W. Marquardt, "An algorithm for least-squares estimation of nonlinear parameters",
        Journal of SIAM 11(2), 431-441, 1963. https://doi.org/10.1137/0111030
     .. [HF] J. Martens, "Deep learning via Hessian-free optimization", ICML 2010.
+    .. [SP] G. Goldshlager, N. Abrahamsen, L. Lin, "A Kaczmarz-inspired approach to accelerate the
+       optimization of neural network wavefunctions", Journal of Computational Physics 516, 2024.
+       https://doi.org/10.1016/j.jcp.2024.113351
+    .. [GA] M. K. Transtrum, J. P. Sethna, "Improvements to the Levenberg-Marquardt algorithm for
+       nonlinear least-squares minimization", 2012. https://arxiv.org/abs/1201.5885
 
     Examples
     --------
@@ -161,12 +188,18 @@ class NewtonCG(FromKeras, OneProcess, tf.Module):
         curvature: Curvature = "hessian",
         hessian_batch_size: int | None = None,
         gradient_batch_size: int | None = None,
+        space: Literal["variables", "residuals"] = "variables",
+        momentum: float = 0.0,
+        geodesic: bool = False,
         radius: float = 1.0,
         damping: float = 0.0,
         forcing: float | Literal["eisenstat-walker"] = "eisenstat-walker",
         max_cg_iterations: int = 250,
-        preconditioner: Literal["diagonal", "nystrom", "recycled"] | None = None,
+        preconditioner: Any = None,
         rank: int = 20,
+        x_scale: Any = None,
+        bounds: Any = None,
+        fixed: Any = None,
         seed: int = 0,
         on_stale: Literal["raise", "refresh"] = "raise",
         **options: Any,
@@ -184,6 +217,7 @@ class NewtonCG(FromKeras, OneProcess, tf.Module):
             seed=seed,
         )
         loss = check_operator(loss, variables, data, curvature, options)
+        in_residuals = check_space(space, momentum, geodesic, loss, preconditioner, options)
         options["on_stale"] = on_stale
         if hessian_batch_size is None:
             if gradient_batch_size is not None:
@@ -191,6 +225,8 @@ class NewtonCG(FromKeras, OneProcess, tf.Module):
                     "gradient_batch_size is given without hessian_batch_size",
                     "both, with a gradient over no fewer examples than the Hessian",
                 )
+            if in_residuals:
+                options["products"] = False
             model = WholeModel(Points.of(loss, variables, data, **options))
         else:
             if isinstance(loss, SymmetricOperator):
@@ -203,11 +239,21 @@ class NewtonCG(FromKeras, OneProcess, tf.Module):
             )
         position = model.points.position
         rank = min(rank, position.size)
-        subproblem = Subproblem(preconditioner, rank, max_cg_iterations, seed)
+        box = box_of(bounds, fixed, position)
+        scale = scale_of(x_scale, preconditioner, position)
+        kind = kind_of(preconditioner, scale, box, position)
+        residuals = None
+        if in_residuals:
+            terms = terms_of(loss, data, model, options.get("weight"))
+            nest, given = collect_variables(variables), 1.0 if scale is None else scale
+            residuals = ResidualSpace(terms, nest, momentum, geodesic, given)
+        subproblem = Subproblem(
+            kind, rank, max_cg_iterations, seed, residuals, masked=box is not None
+        )
         shapes = subproblem.shapes(position.size)
         # The only attribute that `tf.train.Checkpoint` saves.
         self._state = NewtonState(position.variables, radius, damping, shapes, position.dtype)
-        self._iteration = NewtonIteration(model, subproblem, self._state, forcing)
+        self._iteration = NewtonIteration(model, subproblem, self._state, forcing, box)
 
     @classmethod
     def _of_compiled(cls, compiled: CompiledModel, variables: Any) -> Sequence[Any]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import tensorflow as tf
 
 from hvp._errors import NonFiniteError
+from hvp._minimize.constraints import Box
 from hvp._minimize.forcing import next_forcing
 from hvp._minimize.models import WholeModel
 from hvp._minimize.newton_state import NewtonState
@@ -44,7 +46,9 @@ class NewtonIteration:
         subproblem: Subproblem,
         state: NewtonState,
         forcing: float | Literal["eisenstat-walker"],
+        box: Box | None,
     ) -> None:
+        self._box = box
         self.model, self.position = model, model.points.position
         self._subproblem, self._state, self._forcing = subproblem, state, forcing
         self._eps = float(np.finfo(self.position.dtype).eps)
@@ -65,18 +69,18 @@ class NewtonIteration:
                 "the loss or its gradient is not finite where the variables are",
                 "values at which both are finite",
             )
-        return point
+        return self._confined(point)
 
     def step(self, point: Point, target: float) -> NewtonStep:
         """Take one step.
 
         The gradient norm `target`, at which the run ends, bounds the forcing term.
         """
-        gradient, norm = point.gradient_tensor, point.gradient_norm
+        gradient, norm = point.free_gradient, point.gradient_norm
         forcing = self._next_forcing(norm, target)
         if norm == 0:
             no_step = SteihaugResult(tf.zeros_like(gradient), SolveOutcome.CONVERGED, 0, 0.0, 0.0)
-            return self._try(point, no_step, forcing)
+            return self._try(point, None, no_step, forcing)
         start = time.perf_counter()
         state, number = self._state, self._number
         hessian = self.model.hessian(number)
@@ -87,14 +91,18 @@ class NewtonIteration:
             hessian,
             gradient,
             state.preconditioner,
+            mask=point.free,
             radius=float(state.radius),
             tolerance=max(forcing, _model_error(hessian)) * norm,
             damping=float(state.damping),
         )
-        self._subproblem.recycle(solution, state.preconditioner)
         self.cg_seconds += time.perf_counter() - start
         state.preconditioner_iterations.assign_add(solution.iterations)
-        return self._try(point, solution, forcing)
+        result = self._try(point, hessian, solution, forcing)
+        start = time.perf_counter()
+        self._subproblem.learn(solution, result.accepted, state.preconditioner)
+        self.cg_seconds += time.perf_counter() - start
+        return result
 
     def saddle_step(self, point: Point) -> NewtonStep | None:
         """Take a step along a direction of negative curvature; return None if none was found.
@@ -104,8 +112,8 @@ class NewtonIteration:
 
             `p = radius d`,  and the model predicts the decrease `-g' p - c radius**2 / 2`.
         """
-        hessian, gradient = self.model.hessian(self._number), point.gradient_tensor
-        negative = self._subproblem.negative_curvature(hessian, gradient, self._number)
+        hessian, gradient = self.model.hessian(self._number), point.free_gradient
+        negative = self._subproblem.negative_curvature(hessian, gradient, self._number, point.free)
         if negative is None:
             return None
         radius = float(self._state.radius)
@@ -115,7 +123,7 @@ class NewtonIteration:
         solution = SteihaugResult(
             step, SolveOutcome.NEGATIVE_CURVATURE, negative.products, radius, predicted
         )
-        return self._try(point, solution, float(self._state.forcing))
+        return self._try(point, hessian, solution, float(self._state.forcing))
 
     def is_exhausted(self) -> bool:
         """Return whether the trust region is so small that no step changes the variables."""
@@ -129,7 +137,9 @@ class NewtonIteration:
         """The number of the next step, counted from 1."""
         return int(self._state.iterations) + 1
 
-    def _try(self, point: Point, solution: SteihaugResult, forcing: float) -> NewtonStep:
+    def _try(
+        self, point: Point, hessian: Any, solution: SteihaugResult, forcing: float
+    ) -> NewtonStep:
         """Evaluate the loss at the trial point, accept or reject it, and adapt the state."""
         if solution.outcome == SolveOutcome.NOT_FINITE or not math.isfinite(solution.predicted):
             raise NonFiniteError(
@@ -140,9 +150,16 @@ class NewtonIteration:
         state = self._state
         ratio, end = math.nan, point
         accepted = from_gradients = False
+        before = self.position.read()
+        target = before + solution.step
+        if self._box is not None and solution.predicted > 0:
+            inside = self._box.clipped(target)
+            stopped = inside != target
+            if tf.reduce_any(stopped):
+                solution = self._shortened(point, hessian, solution, inside - before, stopped)
+                target = tf.where(solution.step != 0, inside, before)
         if solution.predicted > 0:
-            before = self.position.read()
-            trial = self.model.trial_point(before + solution.step)
+            trial = self._confined(self.model.trial_point(target))
             from_gradients = self._is_below_rounding(point, trial, solution)
             ratio = self._ratio(point, trial, solution, from_gradients)
             accepted = is_accepted(ratio)
@@ -169,6 +186,33 @@ class NewtonIteration:
             outcome=str(solution.outcome),
             from_gradients=from_gradients,
         )
+
+    def _confined(self, point: Point) -> Point:
+        """Confine steps from a point, at which the variables are, to the box."""
+        if self._box is not None and point.finite:
+            point.confine(self._box.free(self.position.read(), point.gradient_tensor))
+        return point
+
+    def _shortened(
+        self,
+        point: Point,
+        hessian: Any,
+        solution: SteihaugResult,
+        step: tf.Tensor,
+        stopped: tf.Tensor,
+    ) -> SteihaugResult:
+        """Return a solution with a step that ends at bounds, and its predicted decrease.
+
+        If the model does not decrease, since other entries have counted on those that bounds have
+        `stopped`, only these move, as far as they may.
+        """
+        damping, gradient = float(self._state.damping), point.free_gradient
+        alone = tf.where(stopped & (gradient * step < 0), step, tf.zeros_like(step))
+        for shorter in (step, alone):
+            predicted = self._subproblem.predicted(hessian, gradient, shorter, damping)
+            if predicted > 0:
+                break
+        return dataclasses.replace(solution, step=shorter, predicted=predicted)
 
     def _is_below_rounding(self, point: Point, trial: Point, solution: SteihaugResult) -> bool:
         """Return whether the predicted decrease is lost in the rounding error of the losses."""

@@ -44,7 +44,8 @@ class Point:
     """The loss and its Hessian at one point.
 
     `x` is the point in the variables' type, or None before the first evaluation. `value` is
-    infinite if the loss or its gradient is not finite.
+    infinite if the loss or its gradient is not finite. `free` is the mask of entries that steps may
+    change; None stands for all of them.
     """
 
     def __init__(self, snapshot: Snapshot, work: WorkCounts) -> None:
@@ -56,6 +57,7 @@ class Point:
         self._gradient: np.ndarray | None = None
         self._gradient_tensor: tf.Tensor | None = None
         self._gradient_norm: float | None = None
+        self.free: tf.Tensor | None = None
 
     @property
     def finite(self) -> bool:
@@ -81,11 +83,21 @@ class Point:
         return self._gradient_tensor
 
     @property
+    def free_gradient(self) -> tf.Tensor:
+        """The gradient, with zeros for the entries that steps may not change."""
+        gradient = self.gradient_tensor
+        return gradient if self.free is None else gradient * self.free
+
+    @property
     def gradient_norm(self) -> float:
-        """The Euclidean norm of the gradient."""
+        """The Euclidean norm of the free gradient."""
         if self._gradient_norm is None:
-            self._gradient_norm = float(tf.norm(tf.cast(self.gradient_tensor, tf.float64)))
+            self._gradient_norm = float(tf.norm(tf.cast(self.free_gradient, tf.float64)))
         return self._gradient_norm
+
+    def confine(self, free: tf.Tensor) -> None:
+        """Confine steps from this point to the entries where the mask `free` is one."""
+        self.free, self._gradient_norm = free, None
 
     @Uninterrupted()
     def product(self, v: np.ndarray) -> np.ndarray:
@@ -126,7 +138,7 @@ class Point:
 
     def _forget(self) -> None:
         self.x, self.value = None, math.inf
-        self._gradient = self._gradient_tensor = self._gradient_norm = None
+        self._gradient = self._gradient_tensor = self._gradient_norm = self.free = None
 
 
 class Points:

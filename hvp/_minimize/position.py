@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 from scipy.sparse.linalg import LinearOperator
 
+from hvp._errors import InvalidVectorError
 from hvp._graphs.compiled import Compiled
 from hvp._vectors.arrays import check_array
 from hvp._vectors.resources import restored
@@ -35,6 +36,23 @@ class Position:
     def checked(self, x: Any, name: str = "x") -> np.ndarray:
         """Check a vector from the user, and return it as an array of type `dtype`."""
         return check_array(x, self.size, self.dtype, ndims=(1,), name=name)
+
+    def vector_of(self, value: Any, name: str) -> np.ndarray:
+        """Return a number, a flat vector or a nest like the variables as one array in float64.
+
+        Infinities are allowed. The errors call the argument by its `name`.
+        """
+        if isinstance(value, (list, tuple)) and all(np.ndim(entry) == 0 for entry in value):
+            value = np.asarray(value)
+        if not tf.nest.is_nested(value) and np.ndim(value) == 0:
+            array = np.full(self.size, float(value))
+        else:
+            flat = self._space.is_flat(value)
+            parts = [value] if flat else self._space.parts_of_nest(value, name)
+            array = np.concatenate([np.ravel(np.asarray(part, np.float64)) for part in parts])
+        if np.isnan(array).any():
+            raise InvalidVectorError(f"{name} has entries that are NaN", "real numbers")
+        return array
 
     def read(self) -> tf.Tensor:
         """Return the values of the variables as one vector."""

@@ -11,10 +11,11 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from hvp._operators.symmetric import SymmetricOperator
+from hvp._minimize.residuals import ResidualSpace
+from hvp._operators.symmetric import SymmetricOperator, evaluation_of
 from hvp._solve.nystrom import nystrom_eigen, nystrom_factors
 from hvp._solve.outcome import SolveOutcome
-from hvp._solve.preconditioners import PRECONDITIONERS
+from hvp._solve.preconditioners import PRECONDITIONERS, Kind
 from hvp._solve.recycled import merged
 from hvp._solve.steihaug import Steihaug, SteihaugResult
 
@@ -57,19 +58,33 @@ class Subproblem:
     """Minimizes quadratic models, with or without a preconditioner.
 
     It is kept out of `NewtonCG`, since checkpoints save the attributes of a `tf.Module`. `kind` is
-    a key of `PRECONDITIONERS`, `RECYCLED`, or None. `maxiter` bounds the iterations of conjugate
-    gradients in one step. `seed` is for preconditioners and for the search for negative curvature.
+    a kind of preconditioner, a key of `PRECONDITIONERS`, `RECYCLED`, or None. `maxiter` bounds the
+    iterations of conjugate gradients in one step. `seed` is for preconditioners and for the search
+    for negative curvature. `residuals` takes the place of conjugate gradients. If it is `masked`,
+    all methods take masks of the entries that steps may change.
     """
 
-    def __init__(self, kind: str | None, rank: int, maxiter: int, seed: int) -> None:
-        self._recycles = kind == RECYCLED
-        self._kind = PRECONDITIONERS["nystrom" if self._recycles else kind] if kind else None
+    def __init__(
+        self,
+        kind: str | Kind | None,
+        rank: int,
+        maxiter: int,
+        seed: int,
+        residuals: ResidualSpace | None = None,
+        masked: bool = False,
+    ) -> None:
+        self._recycles, self._residuals, self._masked = kind == RECYCLED, residuals, masked
+        named = "nystrom" if self._recycles else kind if residuals is None else None
+        self._kind = PRECONDITIONERS[named] if isinstance(named, str) else named
         self._rank, self._maxiter, self._seed = rank, maxiter, seed
         self._solvers: dict[int, _Solvers] = {}
+        self._is_current = False
         self._steps, self._solve_seconds, self._recycle_seconds = 0, 0.0, 0.0
 
     def shapes(self, size: int) -> list[list[int]]:
         """Return the shapes of the preconditioner's tensors for `size` variables."""
+        if self._residuals is not None:
+            return self._residuals.shapes(size)
         if self._recycles:
             return [[size, self._rank], [self._rank]]
         return [] if self._kind is None else self._kind.shapes(size, self._rank)
@@ -82,7 +97,10 @@ class Subproblem:
         """
         if self._kind is None or self._recycles:
             return False
-        return iterations < 0 or iterations >= _LIFETIME * self._kind.products(self._rank)
+        products = self._kind.products
+        if products is None:
+            return iterations < 0 or (self._kind.calls_python and not self._is_current)
+        return iterations < 0 or iterations >= _LIFETIME * products(self._rank)
 
     def build_preconditioner(
         self, operator: SymmetricOperator, number: int, tensors: Sequence[tf.Variable]
@@ -93,6 +111,7 @@ class Subproblem:
         """
         assert self._kind is not None
         values = self._kind.make(operator, self._rank, [self._seed, number])
+        self._is_current = True
         for tensor, value in zip(tensors, values):
             tensor.assign(value)
 
@@ -101,25 +120,51 @@ class Subproblem:
         operator: SymmetricOperator,
         gradient: tf.Tensor,
         tensors: Sequence[tf.Variable],
+        *,
+        mask: tf.Tensor | None = None,
+        tolerance: float,
         **limits: float,
     ) -> SteihaugResult:
-        """Minimize the model; `limits` are those of `Steihaug.solve`."""
+        """Minimize the model; the limits are those of `Steihaug.solve`."""
         values = [tensor.read_value() for tensor in tensors]
+        if self._residuals is not None:
+            own = evaluation_of(operator).gradient()
+            return self._residuals.solve(own, mask=mask, tensors=values, **limits)
         if self._recycles:
             factors = nystrom_factors(values[1].numpy(), limits.get("damping", 0.0))
             values[1] = tf.constant(factors, gradient.dtype)
+        values += [] if mask is None else [mask]
         solver, start = self._solvers_of(operator).preconditioned, time.perf_counter()
-        result = solver.solve(gradient, tensors=values, maxiter=self._maxiter, **limits)
+        result = solver.solve(
+            gradient, tensors=values, tolerance=tolerance, maxiter=self._maxiter, **limits
+        )
         self._solve_seconds += time.perf_counter() - start
         return result
 
-    def recycle(self, result: SteihaugResult, tensors: Sequence[tf.Variable]) -> None:
-        """Precondition later steps with the directions of this one, if the kind is `RECYCLED`.
+    def predicted(
+        self, operator: SymmetricOperator, gradient: tf.Tensor, step: tf.Tensor, damping: float
+    ) -> float:
+        """Return the decrease of the model along any step; it costs a product."""
+        if self._residuals is not None:
+            return self._residuals.predicted(step, damping)
+        image = operator.product(step) + tf.constant(damping, step.dtype) * step
+        slope = to_float64(gradient) + to_float64(image) / 2
+        return -float(tf.tensordot(slope, to_float64(step), 1))
 
-        `tensors`, which hold eigenvectors as columns and eigenvalues, are overwritten. If this
-        takes longer than the solves, a warning is logged, but it goes on: what a run computes must
-        not depend on how busy the machine is.
+    def learn(self, result: SteihaugResult, accepted: bool, tensors: Sequence[tf.Variable]) -> None:
+        """Keep of a step what later ones use, in `tensors`.
+
+        This is the step itself if it was accepted, for its momentum; or, for `RECYCLED`, the
+        eigenvectors as columns and the eigenvalues of what its directions show of the matrix. If
+        that takes longer than the solves, a warning is logged, but it goes on: what a run computes
+        must not depend on how busy the machine is.
         """
+        self._is_current = not accepted
+        if self._residuals is not None:
+            step = result.step if accepted else tf.zeros_like(result.step)
+            for tensor, value in zip(tensors, self._residuals.kept(step)):
+                tensor.assign(value)
+            return
         if not self._recycles or result.directions is None or result.images is None:
             return
         if not (np.isfinite(result.directions).all() and np.isfinite(result.images).all()):
@@ -149,7 +194,11 @@ class Subproblem:
             )
 
     def negative_curvature(
-        self, operator: SymmetricOperator, gradient: tf.Tensor, number: int
+        self,
+        operator: SymmetricOperator,
+        gradient: tf.Tensor,
+        number: int,
+        mask: tf.Tensor | None = None,
     ) -> NegativeCurvature | None:
         """Search for a direction of negative curvature along which the loss does not rise.
 
@@ -159,10 +208,17 @@ class Subproblem:
         """
         dtype = gradient.dtype
         start = tf.random.stateless_normal(gradient.shape, [self._seed, number], dtype=dtype)
+        start *= 1.0 if mask is None else mask
+        if not tf.reduce_any(start != 0):
+            return None  # nothing may move
         start /= tf.norm(start)
         scale = euclidean_norm(operator.product(start))
         result = self._solvers_of(operator).plain.solve(
-            start, radius=_SEARCH_RADIUS, tolerance=0.0, maxiter=_SEARCH_ITERATIONS
+            start,
+            radius=_SEARCH_RADIUS,
+            tolerance=0.0,
+            maxiter=_SEARCH_ITERATIONS,
+            tensors=[] if mask is None else [mask],
         )
         if result.outcome != SolveOutcome.NEGATIVE_CURVATURE:
             return None
@@ -179,11 +235,16 @@ class Subproblem:
     def _solvers_of(self, operator: SymmetricOperator) -> _Solvers:
         solvers = self._solvers.get(id(operator))
         if solvers is None:
-            plain = Steihaug(operator)
+            plain = Steihaug(operator, masked=self._masked)
             preconditioned = plain
             if self._kind is not None:
-                recorded = self._rank if self._recycles else 0
-                preconditioned = Steihaug(operator, self._kind.solve, recorded)
+                preconditioned = Steihaug(
+                    operator,
+                    self._kind.solve,
+                    self._rank if self._recycles else 0,
+                    masked=self._masked,
+                    calls_python=self._kind.calls_python,
+                )
             solvers = self._solvers[id(operator)] = _Solvers(operator, preconditioned, plain)
         return solvers
 

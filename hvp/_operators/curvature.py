@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
+from hvp._data.data_sets import by_data_sets
 from hvp._data.elements import checked_loss
 from hvp._engines.gauss_newton import GaussNewtonRule
 from hvp._engines.rule import HessianRule, Rule
@@ -35,6 +36,8 @@ def rule_of(loss: Any, curvature: Curvature, data: Any, options: Mapping[str, An
     divide the data into batches.
     """
     check_curvature(curvature)
+    if isinstance(loss, Mapping):
+        return by_data_sets(loss, lambda one: rule_of(one, curvature, (), options))
     is_pair = isinstance(loss, (tuple, list)) and len(loss) == 2
     if curvature == "hessian":
         if is_pair:
@@ -51,20 +54,28 @@ def rule_of(loss: Any, curvature: Curvature, data: Any, options: Mapping[str, An
             "a pair (model, output_loss), because curvature='gauss-newton'",
             "pass what hvp.GaussNewtonOperator takes; of a compiled Keras model use from_keras",
         )
-    refuse_dict(data)
     model, output_loss = loss
     return gauss_newton_rule(model, output_loss, data, options)
 
 
 def gauss_newton_rule(
     model: Any, output_loss: Any, data: Any, options: Mapping[str, Any], *, convex: bool = False
-) -> GaussNewtonRule:
-    """Return the rule of a Gauss-Newton matrix, of functions that are checked here."""
+) -> Rule:
+    """Return the rule of a Gauss-Newton matrix, of functions that are checked here.
+
+    Of dicts of functions, it is that of the sum over their data sets.
+    """
+    if isinstance(model, Mapping) and isinstance(output_loss, Mapping):
+        pairs = {name: (one, output_loss.get(name)) for name, one in model.items()}
+        return by_data_sets(
+            pairs, lambda pair: gauss_newton_rule(pair[0], pair[1], (), options, convex=convex)
+        )
+    refuse_dict(data)
     divided = not isinstance(data, tuple) or any(options.get(o) is not None for o in _DIVIDING)
     return GaussNewtonRule(
         checked_model(model),
         checked_output_loss(output_loss),
-        options.get("weight"),
+        None if isinstance(options.get("weight"), Mapping) else options.get("weight"),
         divided=divided,
         convex=convex,
     )

@@ -11,7 +11,6 @@ from hvp._keras.from_keras import FromKeras
 from hvp._operators.curvature import gauss_newton_rule
 from hvp._operators.damping import check_damping
 from hvp._operators.matrix import evaluated
-from hvp._operators.predictions import refuse_dict
 from hvp._operators.symmetric import SymmetricOperator
 from hvp._runtime.arguments import check_flag
 from hvp._runtime.strategies import outside_strategies
@@ -100,7 +99,6 @@ class GaussNewtonOperator(FromKeras, SymmetricOperator):
     ) -> None:
         checked = Options.of(type(self).__name__, options)
         damping = check_damping(damping)
-        refuse_dict(data)
         convex = check_flag(convex, "convex")
         rule = gauss_newton_rule(model, output_loss, data, options, convex=convex)
         super().__init__(evaluated(rule, variables, data, checked).damped(damping))

@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from hvp._data.elements import checked_loss
+from hvp._data.data_sets import hessian_rule
 from hvp._engines.options import Options, declared
-from hvp._engines.rule import HessianRule
 from hvp._keras.from_keras import FromKeras
 from hvp._operators.damping import check_damping
 from hvp._operators.matrix import evaluated
@@ -34,7 +33,8 @@ class HessianOperator(FromKeras, SymmetricOperator):
     loss : callable
         A function that returns a real scalar tensor; it may be a `tf.function`. Without `data` it
         takes no arguments. With `data` it takes the elements of a batch and returns the mean over
-        its examples.
+        its examples. A dict of such functions is the sum of their losses, each over a data set of
+        its own: `data` is then a dict with the same keys.
     variables : nest
         The variables that the second derivatives are taken with respect to: any nest of
         `tf.Variable` and `keras.Variable`. A `tf.Module`, Keras layer or model stands for its
@@ -130,8 +130,7 @@ class HessianOperator(FromKeras, SymmetricOperator):
     ) -> None:
         damping = check_damping(damping)
         checked = Options.of(type(self).__name__, options)
-        rule = HessianRule(checked_loss(loss))
-        super().__init__(evaluated(rule, variables, data, checked).damped(damping))
+        super().__init__(evaluated(hessian_rule(loss), variables, data, checked).damped(damping))
 
 
 @outside_strategies

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvp._data.elements import retraced
+from hvp._data.elements import Elements, retraced
 from hvp._engines.options import Options, declared, without
 from hvp._engines.restricted import Restricted, Selection
 from hvp._engines.rule import PullbackRule
 from hvp._errors import InvalidLossError, InvalidVectorError, TooLargeError
+from hvp._operators.example_rows import ExampleRows
 from hvp._operators.operator import EvaluatedOperator
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.strategies import outside_strategies
@@ -26,6 +27,8 @@ OPTIONS = without("reduction", "regularization", "weight", "devices", "device_ti
 
 # A Jacobian of so many entries is kept as a whole to multiply it by its transpose.
 _KEPT_ENTRIES = 2**26
+# Passes over single examples are traced for no fewer.
+_MANY_EXAMPLES = 64
 
 
 @declared(OPTIONS)
@@ -118,8 +121,12 @@ class JacobianOperator(EvaluatedOperator):
     ) -> None:
         checked = Options.of(type(self).__name__, options, OPTIONS)
         rule = PullbackRule(_checked(function))
-        snapshot = Problem.of(rule, variables, data, checked).snapshot()
+        problem = Problem.of(rule, variables, data, checked)
+        snapshot = problem.snapshot()
         self._value = snapshot.value()
+        source = problem.source
+        self._elements = source if isinstance(source, Elements) and source.has_examples else None
+        self._example_rows = ExampleRows(rule.function, snapshot.plan.nest)
         super().__init__(snapshot.T, snapshot)
 
     @property
@@ -273,8 +280,8 @@ class JacobianOperator(EvaluatedOperator):
     def gram(self, *, max_size: int = 4096) -> np.ndarray:
         """Return `J @ J.T`, for functions with fewer values than variables.
 
-        It takes a product with the transpose for each value, and one with `J` as well if `J` has
-        more than 2**26 entries, so that no more than a block of rows is in memory.
+        It takes as long as `to_dense`. If `J` has more than 2**26 entries, no more than a block of
+        rows is in memory, and two products are needed for each value.
 
         Parameters
         ----------
@@ -307,9 +314,7 @@ class JacobianOperator(EvaluatedOperator):
                 f"pass max_size={count} if {count} products are what you want",
             )
         if count * size <= _KEPT_ENTRIES:
-            rows = np.empty(self.shape, self.dtype)
-            for taken, columns in self._products_of_unit_vectors(self.linear_map.T):
-                rows[taken] = columns.T
+            rows = self._whole()
             return rows @ rows.T
         gram = np.empty((count, count), self.dtype)
         for taken, columns in self._products_of_unit_vectors(self.linear_map.T):
@@ -320,6 +325,29 @@ class JacobianOperator(EvaluatedOperator):
         """Evaluate again, at the values the variables have now."""
         super().refresh()
         self._value = self._snapshot.value()
+
+    def _whole(self) -> np.ndarray:
+        rows = self._rows_of_examples()
+        return super()._whole() if rows is None else rows
+
+    def _rows_of_examples(self) -> np.ndarray | None:
+        """Return the matrix from one pass over each example; None if that is not the matrix."""
+        shapes, elements = self.linear_map.codomain.shapes, self._elements
+        if elements is None or elements.examples < _MANY_EXAMPLES:
+            return None
+        if any(shape[:1] != (elements.examples,) for shape in shapes):
+            return None
+        rng = np.random.default_rng(0)
+        vector = rng.standard_normal(self.shape[1]).astype(self.dtype)
+        expected = self @ vector
+        with self._snapshot.preserving():
+            rows = self._example_rows.of(elements)
+        if rows is None:
+            return None
+        dense = rows.astype(self.dtype, copy=False)
+        # If values depended on other examples too, even weakly, the product would tell.
+        allowed = np.sqrt(np.finfo(self.dtype).eps) / 4 * np.linalg.norm(expected)
+        return dense if np.linalg.norm(dense @ vector - expected) <= allowed else None
 
 
 def _checked(function: Any) -> Callable[..., Any]:

@@ -269,16 +269,7 @@ class Operator(OneProcess, DtypePreserving):
                 f"pass max_size={least} if {min(rows, columns)} products and "
                 f"{rows * columns * self.dtype.itemsize / 2**30:.2g} GiB are what you want",
             )
-        by_rows = rows < columns
-        dense = np.empty(self.shape, self.dtype)
-        for taken, block in self._products_of_unit_vectors(
-            self.linear_map.T if by_rows else self.linear_map
-        ):
-            if by_rows:
-                dense[taken] = block.T
-            else:
-                dense[:, taken] = block
-        return dense
+        return self._whole()
 
     @Uninterrupted()
     def flatten(self, nest: Any) -> Any:
@@ -400,6 +391,19 @@ class Operator(OneProcess, DtypePreserving):
         """Return what `repr` shows."""
         rows, columns = self.shape
         return [f"{rows} x {columns}", self.dtype.name]
+
+    def _whole(self) -> np.ndarray:
+        """Return the whole matrix, from products with unit vectors of its shorter side."""
+        by_rows = self.shape[0] < self.shape[1]
+        dense = np.empty(self.shape, self.dtype)
+        for taken, block in self._products_of_unit_vectors(
+            self.linear_map.T if by_rows else self.linear_map
+        ):
+            if by_rows:
+                dense[taken] = block.T
+            else:
+                dense[:, taken] = block
+        return dense
 
     def _products_of_unit_vectors(self, held: LinearMap) -> Any:
         """Iterate over the indices of columns, and the products that are these columns."""

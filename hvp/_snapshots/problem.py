@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 
 from hvp._data.batches import Batches, OneBatch
+from hvp._data.data_sets import Terms, hessian_rule
 from hvp._data.elements import (
     NO_DATA,
     Elements,
-    checked_loss,
     convert_batch,
     explain_dtypes,
 )
@@ -26,6 +26,7 @@ from hvp._engines.prediction_rule import PredictionRule
 from hvp._engines.rule import HessianRule, Rule, WeightedSum, Within
 from hvp._engines.single_plan import SinglePlan
 from hvp._errors import (
+    HvpError,
     InvalidDataError,
     InvalidLossError,
     NonFiniteError,
@@ -81,7 +82,15 @@ class Problem:
                 "leave it out, and let the loss itself sum",
             )
         source: Elements | Batches
-        if data is None:
+        if isinstance(rule, Terms):
+            rule, source = rule.on(data, options)
+        elif isinstance(options.weight, Mapping):
+            raise HvpError(
+                "the argument weight is a dict",
+                "a function, because the loss has no terms",
+                "pass the loss as a dict with the same keys, or multiply it yourself",
+            )
+        elif data is None:
             source = NO_DATA
         elif isinstance(data, Elements) or (not divides and isinstance(data, (tuple, dict))):
             source = convert_batch(data, "data")
@@ -117,6 +126,11 @@ class Problem:
         """Return a few examples that differ, from all data if these are arrays."""
         arrays = self.source.arrays if isinstance(self.source, Batches) else None
         return varied_examples(self.first_batch() if arrays is None else arrays, EXAMPLES)
+
+    def _few_of_each(self) -> Iterator[tuple[str, Elements]]:
+        """Iterate over the data sets of a sum, by name, with a few examples of each."""
+        for name, data in self.data.items():
+            yield name, varied_examples(convert_batch(data, name), EXAMPLES)
 
     def snapshot(self, inputs: Sequence[tf.Variable] = (), **changes: Any) -> Snapshot:
         """Evaluate at the current values of the variables.
@@ -220,9 +234,14 @@ class Problem:
     def _refuse_other_means(self, snapshot: Snapshot) -> None:
         """Reject a loss that is not a mean over the examples of a batch, if it has to be."""
         plan, rule = snapshot.plan, self.rule
-        if self.source is NO_DATA or not isinstance(rule, (HessianRule, PredictionRule)):
-            return
         source, divided = self.source, plan.divides and plan.batches != 1
+        if isinstance(rule, Terms) and divided:
+            for name, few in self._few_of_each():
+                if rule.rules[name].is_hessian:
+                    refuse_sum(rule.rules[name], snapshot, few)
+                refuse_coupling(rule.rules[name], snapshot, few)
+        if source is NO_DATA or not isinstance(rule, (HessianRule, PredictionRule)):
+            return
         if self.options.weight is not None or not (self.total or divided):
             return
         few = self.few_examples()
@@ -280,7 +299,7 @@ def evaluate_loss(
     data: a change of these does not make the snapshot stale. `products` tells whether to prepare
     products. All other arguments are as for `HessianOperator`, and so are the errors.
     """
-    rule = loss if isinstance(loss, Rule) else HessianRule(checked_loss(loss))
+    rule = loss if isinstance(loss, Rule) else hessian_rule(loss)
     return Problem.of(rule, variables, data, Options(products=products, **options)).snapshot(inputs)
 
 

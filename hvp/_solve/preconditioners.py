@@ -44,13 +44,15 @@ class Kind:
 
     `make` returns the tensors of the preconditioner, whose shapes `shapes` computes from `n` and
     the rank. `solve` applies the inverse to a vector or to rows. `products` is the number of
-    products that `make` needs for a rank.
+    products that `make` needs for a rank; None if the tensors serve every point, or are made by
+    the caller at each. `calls_python` says that `solve` calls Python.
     """
 
     make: Callable[[SymmetricOperator, int, Any], list[tf.Tensor]]
     shapes: Callable[[int, int], list[list[int]]]
     solve: Callable[[tf.Tensor, Tensors], tf.Tensor]
-    products: Callable[[int], int]
+    products: Callable[[int], int] | None = None
+    calls_python: bool = False
 
 
 # Key of a preconditioner that is an opaque operator of scipy's.

@@ -102,8 +102,10 @@ class Steihaug:
     The decrease of the model is `m(0) - m(p) = -p' (g + r) / 2`.
 
     The operator may be refreshed between solves. `precondition` takes a vector and the
-    preconditioner's tensors, and multiplies the vector by `inv(M)`. The directions of the first
-    `recorded` iterations are returned with their products.
+    preconditioner's tensors, and multiplies the vector by `inv(M)`; `calls_python` says that it
+    does so in Python. The directions of the first `recorded` iterations are returned with their
+    products. If the method is `masked`, the last of the tensors is a mask of zeros and ones, and
+    the step changes only the entries where it is one; so must the gradient.
 
     References
     ----------
@@ -117,11 +119,14 @@ class Steihaug:
         operator: SymmetricOperator,
         precondition: Callable[[tf.Tensor, Sequence[tf.Tensor]], tf.Tensor] | None = None,
         recorded: int = 0,
+        *,
+        masked: bool = False,
+        calls_python: bool = False,
     ) -> None:
-        self._operator, self._recorded = operator, recorded
+        self._operator, self._recorded, self._masked = operator, recorded, masked
         self._precondition = precondition
         stats = operator.stats
-        self._in_python = stats.engine == "tape" or stats.batches is not None
+        self._in_python = calls_python or stats.engine == "tape" or stats.batches is not None
         self._per_call = _ITERATIONS_PER_CALL_IN_PYTHON if self._in_python else _ITERATIONS_PER_CALL
         self._functions: dict[bool, tuple[Compiled, Compiled]] = {}
 
@@ -207,7 +212,11 @@ class Steihaug:
         return functions
 
     def _inverse(self, vector: tf.Tensor, tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-        return vector if self._precondition is None else self._precondition(vector, tensors)
+        if self._precondition is None:
+            return vector
+        own = tensors[:-1] if self._masked else tensors
+        product = self._precondition(vector, own)
+        return product * tensors[-1] if self._masked else product
 
     def _initial_state(self, gradient: tf.Tensor, tensors: Sequence[tf.Tensor]) -> _State:
         """Return the state at the center of the trust region."""
@@ -270,6 +279,8 @@ class Steihaug:
             image = self._operator.product(direction)
             vectors = direction, image
             written = [a.write(iterations - first, v) for a, v in zip(recorded, vectors)]
+            if self._masked:
+                image *= tensors[-1]
             if damped:
                 image += damping * direction
             curvature = _dot(direction, image)

@@ -269,3 +269,55 @@ def test_what_is_refused():
         with pytest.raises(hvp.TooLargeError, match="max_size=31"):
             J.to_dense(max_size=10)
         assert (J @ np.ones((n, 0))).shape == (m, 0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_rows_of_many_examples_take_one_pass(dtype):
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((100, 3)).astype(dtype)
+    w = tf.Variable(rng.standard_normal((3, 2)), dtype=dtype)
+    b = tf.Variable(rng.standard_normal(2), dtype=dtype)
+
+    def function(x):
+        return {"sum": tf.tanh(x @ w + b), "product": tf.reduce_prod(x @ w, axis=1)}
+
+    J = hvp.JacobianOperator(function, [w, b], (x,))
+    before = J.stats.products
+    dense = J.to_dense()
+    assert J.stats.products - before == 1  # which the rows are compared with
+    z = x @ w.numpy()
+    slope = 1 / np.cosh(z + b.numpy()) ** 2
+    units = np.eye(2)
+    by_w = np.einsum("nj,ni,jk->nkij", slope, x, units)
+    by_b = np.einsum("nj,jk->nkj", slope, units)
+    tanh = np.concatenate([by_w.reshape(200, 6), by_b.reshape(200, 2)], axis=1)
+    product = np.concatenate(
+        [(x[:, :, np.newaxis] * z[:, np.newaxis, ::-1]).reshape(100, 6), np.zeros((100, 2))], axis=1
+    )
+    expected = np.concatenate([product, tanh])  # the order of keys
+    rtol = 1e-4 if dtype == "float32" else 1e-10
+    np.testing.assert_allclose(dense, expected, rtol=rtol, atol=rtol)
+    np.testing.assert_allclose(J.gram(), expected @ expected.T, rtol=rtol, atol=100 * rtol)
+
+
+@pytest.mark.parametrize("strength", [1.0, 1e-3])
+def test_rows_of_examples_that_are_mixed_are_those_of_products(strength):
+    x = np.random.default_rng(0).standard_normal((100, 3))
+    w = tf.Variable([1.0, 2.0, 3.0], dtype=tf.float64)
+
+    def function(x):
+        values = tf.linalg.matvec(x, w)
+        return values - strength * tf.reduce_mean(values)
+
+    dense = hvp.JacobianOperator(function, w, (x,)).to_dense()
+    np.testing.assert_allclose(dense, x - strength * x.mean(axis=0), rtol=1e-12)
+
+
+def test_rows_after_a_change_are_those_of_the_evaluation():
+    x = np.random.default_rng(0).standard_normal((100, 1))
+    w = tf.Variable([3.0], dtype=tf.float64)
+    J = hvp.JacobianOperator(lambda x: tf.sin(x * w), w, (x,), on_stale="ignore")
+    w.assign([5.0])
+    np.testing.assert_allclose(J.to_dense(), x * np.cos(3 * x), rtol=1e-10)
+    J.refresh()
+    np.testing.assert_allclose(J.to_dense(), x * np.cos(5 * x), rtol=1e-10)

@@ -1,0 +1,339 @@
+"""Gauss-Newton steps from a factorization as large as there are residuals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import scipy.linalg
+import tensorflow as tf
+
+from hvp._data.data_sets import Terms, parts_of
+from hvp._data.elements import NO_DATA, Elements, convert_batch
+from hvp._derivatives.exact import exact_functions
+from hvp._engines.options import Options
+from hvp._engines.rule import Rule
+from hvp._engines.taped import TapedGradient
+from hvp._errors import InvalidLossError, NonFiniteError, TooLargeError
+from hvp._minimize.models import SampledModel, WholeModel
+from hvp._operators.example_rows import ExampleRows
+from hvp._operators.jacobian import JacobianOperator
+from hvp._solve.outcome import SolveOutcome
+from hvp._solve.steihaug import SteihaugResult
+from hvp._taylor.curves import Curves
+from hvp._taylor.series import Series
+from hvp._taylor.traced import TracedFunction
+from hvp._vectors.space import Space
+from hvp._vectors.variables import VariableNest
+
+# The largest matrix that is factorized, and the largest Jacobian that is kept, in entries.
+_LARGEST, _MOST_ENTRIES = 4096, 2**27
+# The length of a step on the boundary is right to this accuracy, after so many factorizations.
+_ON_BOUNDARY, _FACTORIZATIONS = 0.1, 20
+# An acceleration is used if it is at most this part of the length of the step.
+_ACCELERATION = 0.375
+# How far the gradient of the loss may be from that of the residuals, relative to their scale.
+_APART = {np.dtype(np.float64): 1e-8, np.dtype(np.float32): 1e-4}
+
+
+class LossTerm(NamedTuple):
+    """The loss of a model's predictions, its weight, and the examples that it is a mean over.
+
+    The rule is a `PredictionRule`.
+    """
+
+    rule: Any
+    weight: float
+    elements: Callable[[], Elements]
+
+
+def terms_of(rule: Rule, data: Any, model: WholeModel, weights: Any) -> list[LossTerm]:
+    """Return the terms of which a loss consists: one, or one for each data set."""
+    whole: Any = NO_DATA
+    if isinstance(rule, Terms):
+        rule, whole = rule.on(data, Options(weight=weights))
+    elif data is not None:
+        whole = convert_batch(data, "data")
+    elements = model.elements if isinstance(model, SampledModel) else lambda: whole
+    if not isinstance(rule, Terms):
+        return [LossTerm(rule, 1.0, elements)]
+
+    def of(name: str) -> Callable[[], Elements]:
+        return lambda: dict(parts_of(elements()))[name]
+
+    pairs = rule.rules.items()
+    return [LossTerm(one, rule.factors.get(name, 1.0), of(name)) for name, one in pairs]
+
+
+class ResidualSpace:
+    """Minimizes Gauss-Newton models in a trust region, through the space of residuals.
+
+    Let `J` be the Jacobian of the predictions, and `c` and `diag(b)` the gradient and Hessian of
+    the output loss in them. With `A = sqrt(b) J` and `y = c / sqrt(b)`, the Gauss-Newton model is
+    `norm(y + A p)**2 / 2` up to a constant, and its minimizer with damping `mu` is
+
+        `p = q - A' z`,  where  `(A A' + mu I) z = y + A q`
+
+    and `q` is zero, or `momentum` times the previous step [1]_. The matrix `A A'` is as large as
+    there are residuals; if there are fewer variables, `A' A` takes its place. The damping is the
+    smallest one that is at least that of the caller and for which `norm(p - q) <= radius`. All
+    this is in units of `scale`.
+
+    With `accelerates`, half the second-order correction of the path [2]_ is added.
+
+    References
+    ----------
+    .. [1] G. Goldshlager, N. Abrahamsen, L. Lin, "A Kaczmarz-inspired approach to accelerate the
+       optimization of neural network wavefunctions", Journal of Computational Physics 516, 2024.
+       https://doi.org/10.1016/j.jcp.2024.113351
+    .. [2] M. K. Transtrum, J. P. Sethna, "Improvements to the Levenberg-Marquardt algorithm for
+       nonlinear least-squares minimization", 2012. https://arxiv.org/abs/1201.5885
+    """
+
+    def __init__(
+        self,
+        terms: Sequence[LossTerm],
+        nest: VariableNest,
+        momentum: float,
+        accelerates: bool,
+        scale: np.ndarray | float,
+    ) -> None:
+        self._space = Space.of_variables(nest)
+        self._terms = [TermResiduals(term, nest, self._space) for term in terms]
+        self._momentum, self._accelerates, self._scale = momentum, accelerates, scale
+        self._gradient: np.ndarray | None = None
+        self._mu = 0.0
+
+    def shapes(self, size: int) -> list[list[int]]:
+        """Return the shapes of what is kept: the damping of the last step, and the step itself."""
+        return [[1], [size]] if self._momentum else [[1]]
+
+    def kept(self, step: tf.Tensor) -> list[tf.Tensor]:
+        """Return the values of these tensors after a step."""
+        return [tf.constant([self._mu], step.dtype), *([step] if self._momentum else [])]
+
+    def solve(
+        self,
+        gradient: tf.Tensor,
+        *,
+        radius: float,
+        damping: float = 0.0,
+        mask: tf.Tensor | None = None,
+        tensors: Sequence[tf.Tensor],
+    ) -> SteihaugResult:
+        """Minimize the model at the current values; `tensors` are those of `shapes`.
+
+        Entries of the step where the `mask` is zero are zero.
+        """
+        self._evaluate(gradient.numpy(), None if mask is None else mask.numpy())
+        matrix, offset = self._matrix, self._offset
+        start = np.zeros(matrix.shape[1])
+        self._mu = float(tensors[0][0])
+        if self._momentum:
+            previous = self._momentum * tensors[1].numpy().astype(np.float64) / self._scale
+            previous *= 1.0 if mask is None else mask.numpy()
+            length = float(np.linalg.norm(previous))
+            start = previous if length <= radius else previous * (radius / length)
+        solve, mu, count = self._within(radius, damping, offset + matrix @ start)
+        moved = -solve(offset + matrix @ start)
+        length = float(np.linalg.norm(moved))
+        if length > (1 + 2 * _ON_BOUNDARY) * radius:  # there were too few factorizations
+            length, moved = radius, moved * (radius / length)
+        step = start + moved
+        before, after = offset @ offset, offset + matrix @ step
+        predicted = (before - after @ after - damping * (moved @ moved)) / 2
+        if self._accelerates:
+            parts = self._space.split(tf.constant(self._scale * step, self._space.dtype))
+            curved = np.concatenate([term.accelerations(parts) for term in self._terms])
+            correction = -solve(curved) / 2
+            if np.linalg.norm(correction) <= _ACCELERATION * np.linalg.norm(step):
+                step = step + correction
+        on_boundary = mu > max(damping, self._least)
+        return SteihaugResult(
+            tf.constant(self._scale * step, gradient.dtype),
+            SolveOutcome.BOUNDARY if on_boundary else SolveOutcome.CONVERGED,
+            count,
+            length,
+            float(predicted),
+        )
+
+    def predicted(self, step: tf.Tensor, damping: float) -> float:
+        """Return the decrease of the last model along a step."""
+        own = step.numpy().astype(np.float64) / self._scale
+        after = self._offset + self._matrix @ own
+        return float(self._offset @ self._offset - after @ after - damping * (own @ own)) / 2
+
+    def _evaluate(self, gradient: np.ndarray, mask: np.ndarray | None) -> None:
+        """Compute the residuals and their Jacobian, unless the gradient is that of before."""
+        if self._gradient is not None and np.array_equal(gradient, self._gradient):
+            return
+        self._gradient = None
+        pairs = [term.evaluate() for term in self._terms]
+        self._offset = np.concatenate([offset for offset, _ in pairs])
+        matrix = self._matrix = np.concatenate([rows for _, rows in pairs])
+        if not (np.isfinite(self._offset).all() and np.isfinite(matrix).all()):
+            raise NonFiniteError(
+                "a residual or its gradient is not finite",
+                "a model that is differentiable where the variables are",
+                "look for norms and square roots near zero, and for overflow",
+            )
+        error = np.linalg.norm(self._offset @ matrix - gradient)
+        scale = np.linalg.norm(matrix) * np.linalg.norm(self._offset)
+        if error > _APART.get(gradient.dtype, 1e-4) * scale:
+            raise InvalidLossError(
+                "the gradient of the loss is not that of its residuals (they differ by "
+                f"{error:.3g}, and the gradient has the norm {np.linalg.norm(gradient):.3g})",
+                "a model that treats examples independently, and an output loss without further "
+                "terms",
+                "leave out space='residuals' and keep the loss as it is",
+            )
+        matrix *= self._scale if mask is None else self._scale * mask
+        self._is_wide = matrix.shape[0] <= matrix.shape[1]
+        self._square = matrix @ matrix.T if self._is_wide else matrix.T @ matrix
+        eps = np.finfo(np.float64).eps
+        self._least = float(10 * eps * self._square.trace())
+        self._gradient = gradient
+
+    def _within(
+        self, radius: float, damping: float, residual: np.ndarray
+    ) -> tuple[Callable[[np.ndarray], np.ndarray], float, int]:
+        """Return what solves for a right-hand side within the trust region, and its damping.
+
+        Newton's method for `1 / norm(p) = 1 / radius` as a function of the damping, which is
+        concave, converges in a few factorizations from that of the last step.
+        """
+        least, diagonal = max(damping, self._least), np.arange(len(self._square))
+        mu = max(self._mu, least)
+        for count in range(1, _FACTORIZATIONS + 1):
+            shifted = self._square.copy()
+            shifted[diagonal, diagonal] += mu
+            try:
+                factor = scipy.linalg.cho_factor(shifted, lower=True, overwrite_a=True)
+            except scipy.linalg.LinAlgError:
+                mu *= 10
+                continue
+            right = residual if self._is_wide else residual @ self._matrix
+            z = scipy.linalg.cho_solve(factor, right)
+            w = scipy.linalg.cho_solve(factor, z)
+            squared = z @ (self._square @ z if self._is_wide else z)
+            length = float(np.sqrt(max(squared, 0.0)))
+            short = length < (1 - _ON_BOUNDARY) * radius and length > 0 and mu > least
+            if (not short and length <= (1 + _ON_BOUNDARY) * radius) or count == _FACTORIZATIONS:
+                break
+            slope = z @ (self._square @ w if self._is_wide else w)
+            mu = max(least, mu + float(squared / slope * (length - radius) / radius))
+        self._mu = mu
+
+        def solve(right: np.ndarray) -> np.ndarray:
+            if self._is_wide:
+                return scipy.linalg.cho_solve(factor, right) @ self._matrix
+            return scipy.linalg.cho_solve(factor, right @ self._matrix)
+
+        return solve, mu, count
+
+
+class TermResiduals:
+    """The residuals of one term."""
+
+    def __init__(self, term: LossTerm, nest: VariableNest, space: Space) -> None:
+        self._term, self._nest, self._space = term, nest, space
+        self._rows = ExampleRows(term.rule.predict, nest)
+        self._scale = tf.function(self._of_tensors, autograph=False)
+        self._jacobian: JacobianOperator | None = None
+        self._pushed = tf.function(self._push, autograph=False)
+
+    def evaluate(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return `y`, and `A` of shape `(residuals, n)`, in float64."""
+        elements = self._term.elements()
+        gradient, curvature, is_diagonal = self._scale(*elements.tensors)
+        c, b = (part.numpy().astype(np.float64) for part in (gradient, curvature))
+        if not is_diagonal or b.min() < 0 or (c[b == 0] != 0).any():
+            problem = (
+                "is negative"
+                if b.min() < 0
+                else "is zero where the loss is not stationary"
+                if is_diagonal
+                else "is not diagonal"
+            )
+            raise InvalidLossError(
+                f"the second derivative of the output loss in the predictions {problem}",
+                "a convex loss of each prediction for itself, such as the mean of squares",
+                "leave out space='residuals', which is for least squares and the like",
+            )
+        size = self._space.size
+        if min(len(b), size) > _LARGEST or len(b) * size > _MOST_ENTRIES:
+            raise TooLargeError(
+                f"there are {len(b)} residuals of {size} variables",
+                f"at most {_LARGEST} of the fewer, and {_MOST_ENTRIES} derivatives",
+                "pass preconditioner='nystrom' in place of space='residuals': conjugate gradients "
+                "search in the same space, without these matrices",
+            )
+        root, weighted = np.sqrt(b), np.sqrt(self._term.weight)
+        y = np.divide(c, root, out=np.zeros_like(c), where=root > 0)
+        return weighted * y, weighted * root[:, np.newaxis] * self._dense(elements, len(b))
+
+    def accelerations(self, step: Sequence[tf.Tensor]) -> np.ndarray:
+        """Return the second derivatives of the residuals along a step, in units of `y`."""
+        elements = self._term.elements()
+        _, curvature, _ = self._scale(*elements.tensors)
+        second = self._pushed(elements.tensors, list(step))
+        b = self._term.weight * curvature.numpy().astype(np.float64)
+        return np.sqrt(b) * second.numpy()
+
+    def _dense(self, elements: Elements, count: int) -> np.ndarray:
+        rows = self._rows.of(elements) if elements.has_examples else None
+        if rows is None:
+            if self._jacobian is None:
+                data = elements if elements.has_examples else None
+                self._jacobian = JacobianOperator(
+                    self._term.rule.predict, self._nest.source, data, on_stale="ignore"
+                )
+            else:
+                self._jacobian.refresh()
+            rows = self._jacobian.to_dense(max_size=max(count, self._space.size))
+        return rows.astype(np.float64)
+
+    def _of_tensors(self, *tensors: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """Return the gradient and the diagonal of the Hessian of the loss in the predictions."""
+        elements, rule = self._term.elements().with_tensors(tensors), self._term.rule
+        with exact_functions():
+            predictions = elements.call(rule.predict)
+            # A copy has no logits attached, which a loss would take instead.
+            values = [tf.identity(part) for part in tf.nest.flatten(predictions)]
+            packed = tf.nest.pack_sequence_as(predictions, values)
+            output = TapedGradient(
+                lambda: elements.call(lambda *own: rule.output_loss(packed, *own[1:])), values
+            )
+            ones = output.vjp([tf.ones_like(part) for part in values])
+            signs = [
+                tf.cast(
+                    2 * tf.random.stateless_uniform(tf.shape(part), [i, 0], 0, 2, tf.int32) - 1,
+                    part.dtype,
+                )
+                for i, part in enumerate(values)
+            ]
+            images = output.vjp(signs)
+        flat = [self._joined(parts, values) for parts in (output.outputs, ones, signs, images)]
+        gradient, diagonal, signs_flat, images_flat = flat
+        error = tf.norm(images_flat - signs_flat * diagonal)
+        return gradient, diagonal, error <= 1e-4 * tf.norm(diagonal)
+
+    def _joined(self, parts: Sequence[Any], like: Sequence[tf.Tensor]) -> tf.Tensor:
+        full = [tf.zeros_like(x) if part is None else part for part, x in zip(parts, like)]
+        return tf.concat([tf.cast(tf.reshape(x, [-1]), self._space.dtype) for x in full], 0)
+
+    def _push(self, tensors: Sequence[tf.Tensor], step: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Return the second derivatives of the predictions along a step."""
+        elements, variables = self._term.elements(), self._nest.variables
+
+        def predict(*given: tf.Tensor) -> Any:
+            return tf.nest.flatten(elements.with_tensors(given).call(self._term.rule.predict))
+
+        specs = [tf.TensorSpec(t.shape, t.dtype) for t in tensors]
+        traced, curves = TracedFunction(predict, specs, variables), Curves(1, 2, collapsed=True)
+        inputs = [curves.constant(tensor) for tensor in tensors]
+        pairs = zip(variables, step)
+        inputs += [Series(tf.identity(v), (part[tf.newaxis], None)) for v, part in pairs]
+        results = [series.with_full_terms() for series in traced.push(inputs, curves)]
+        return self._joined([one.terms[1] for one in results], [one.value for one in results])

@@ -1,0 +1,245 @@
+"""Bounds, fixed entries, units and own preconditioners, against scipy and closed forms."""
+
+import numpy as np
+import pytest
+import scipy.optimize
+import scipy.sparse
+import tensorflow as tf
+from scipy.sparse.linalg import LinearOperator
+
+import hvp
+
+SIZE = 12
+
+
+class Quartic:
+    """A convex loss of two variables whose minimum bounds move."""
+
+    def __init__(self, dtype="float64"):
+        rng = np.random.default_rng(0)
+        root = rng.standard_normal((SIZE, SIZE))
+        self.matrix = root @ root.T / SIZE + 0.1 * np.eye(SIZE)
+        self.slope = rng.standard_normal(SIZE)
+        self.variables = {
+            "a": tf.Variable(tf.zeros([2, 3], dtype)),
+            "b": tf.Variable(tf.zeros([6], dtype)),
+        }
+
+    def flat(self):
+        parts = [tf.reshape(self.variables[name], [-1]) for name in "ab"]
+        return tf.concat(parts, 0)
+
+    def loss(self):
+        x = self.flat()
+        image = tf.linalg.matvec(tf.constant(self.matrix, x.dtype), x)
+        linear = tf.tensordot(tf.constant(self.slope, x.dtype), x, 1)
+        return tf.tensordot(x, image, 1) / 2 - linear + tf.reduce_sum(x**4) / 10
+
+    def gradient(self, x):
+        return self.matrix @ x - self.slope + 0.4 * x**3
+
+    def solution(self, bounds):
+        def f(x):
+            return x @ self.matrix @ x / 2 - self.slope @ x + (x**4).sum() / 10
+
+        options = {"ftol": 1e-16, "gtol": 1e-12, "maxiter": 1000}
+        start = np.clip(np.zeros(SIZE), *bounds)
+        return scipy.optimize.minimize(
+            f, start, jac=self.gradient, bounds=list(zip(*bounds)), options=options
+        ).x
+
+
+LOWER = np.where(np.arange(SIZE) % 3, -0.2, -np.inf)
+UPPER = np.full(SIZE, 0.3)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"preconditioner": "diagonal"},
+        {"x_scale": np.linspace(0.5, 2, SIZE)},
+        {"damping": 0.1},
+        {"engine": "tape"},
+    ],
+)
+def test_bounds(options):
+    problem = Quartic()
+    newton = hvp.NewtonCG(problem.loss, problem.variables, bounds=(LOWER, UPPER), **options)
+    result = newton.minimize(gtol=1e-9)
+    assert result.success, result.message
+    assert ((result.x >= LOWER) & (result.x <= UPPER)).all()
+    assert (result.x == UPPER).any()
+    assert (result.x == LOWER).any()
+    np.testing.assert_allclose(result.x, problem.solution((LOWER, UPPER)), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        scipy.optimize.Bounds(-0.2, 0.3),
+        (-0.2, {"a": np.full((2, 3), 0.3), "b": np.full(6, 0.3)}),
+        ([-0.2] * SIZE, 0.3),
+    ],
+    ids=["scipy", "nest", "list"],
+)
+def test_forms_of_bounds(bounds):
+    problem = Quartic("float32")
+    result = hvp.NewtonCG(problem.loss, problem.variables, bounds=bounds).minimize(gtol=1e-4)
+    expected = problem.solution((np.full(SIZE, -0.2), np.full(SIZE, 0.3)))
+    np.testing.assert_allclose(result.x, expected, atol=1e-3)
+
+
+def test_a_saddle_at_a_bound_is_left_inside():
+    w = tf.Variable([0.0, 0.0], dtype=tf.float64)
+    newton = hvp.NewtonCG(
+        lambda: -(w[0] ** 2) + w[1] ** 2 + w[0] ** 4, w, bounds=([-0.5, -1.0], [0.6, 1.0])
+    )
+    result = newton.minimize(gtol=1e-9)
+    assert result.success, result.message
+    # The minima at 0.707 and -0.707 are outside; the ends of the interval are what is left.
+    assert abs(result.x[0]) in (0.5, 0.6)
+    assert result.x[1] == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    "preconditioner",
+    [None, "diagonal", "nystrom", "recycled", "array", "operator", "function", "ours"],
+)
+@pytest.mark.few(4)
+def test_fixed_entries_and_preconditioners(preconditioner):
+    problem = Quartic()
+    fixed = np.arange(SIZE) % 2 == 0
+    problem.variables["a"].assign(np.full((2, 3), 0.1))
+    before = problem.flat().numpy()
+    inverse = np.linalg.inv(problem.matrix)
+    operator = LinearOperator((SIZE, SIZE), matvec=lambda v: inverse @ v, dtype=np.float64)
+    points = []
+
+    def made(H):
+        points.append(problem.flat().numpy())
+        return np.linalg.inv(H.to_dense())
+
+    given = {
+        "array": inverse,
+        "operator": operator,
+        "function": made,
+        "ours": lambda H: hvp.NystromPreconditioner(H, rank=3, damping=0.1),
+    }
+    newton = hvp.NewtonCG(
+        problem.loss,
+        problem.variables,
+        preconditioner=given.get(preconditioner, preconditioner),
+        rank=4,
+        fixed=fixed,
+    )
+    result = newton.minimize(gtol=1e-9)
+    assert result.success, result.message
+    np.testing.assert_array_equal(result.x[fixed], before[fixed])
+    assert np.abs(problem.gradient(result.x)[~fixed]).max() < 1e-9
+    if preconditioner == "function":  # made once at each point
+        assert len(points) > 1
+        assert all((p != q).any() for p, q in zip(points, points[1:]))
+
+
+def test_an_exact_preconditioner_needs_one_iteration():
+    problem = Quartic()
+
+    def inverse(H):
+        return np.linalg.inv(H.to_dense())
+
+    newton = hvp.NewtonCG(
+        problem.loss, problem.variables, preconditioner=inverse, forcing=1e-8, radius=100.0
+    )
+    assert newton.step().cg_iterations == 1
+
+
+def test_units_are_those_of_the_trust_region():
+    w = tf.Variable([0.0, 0.0], dtype=tf.float64)
+    newton = hvp.NewtonCG(
+        lambda: -w[0] - w[1] + 1e-9 * tf.reduce_sum(w**2), w, x_scale=[1.0, 100.0], radius=1.0
+    )
+    newton.step()
+    # The steepest descent in these units: the gradient times the squares of the units.
+    expected = np.array([1.0, 1e4]) / np.sqrt(1 + 1e4)
+    np.testing.assert_allclose(w.numpy(), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("widths", [3, 40])
+def test_the_space_of_residuals_takes_them_too(widths):
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((20, widths))
+    y = x @ np.full(widths, 1.0) + rng.standard_normal(20)
+    w = tf.Variable(np.zeros(widths))
+    pair = lambda x: tf.linalg.matvec(x, w), lambda p, y: tf.reduce_mean((p - y) ** 2)
+    fixed = np.arange(widths) == 1
+    newton = hvp.NewtonCG(
+        pair,
+        w,
+        (x, y),
+        curvature="gauss-newton",
+        space="residuals",
+        bounds=(-0.3, 0.7),
+        fixed=fixed,
+        x_scale=np.linspace(1, 2, widths),
+        damping=1e-6,
+    )
+    result = newton.minimize(gtol=1e-7, maxiter=200)
+    assert result.success, result.message
+    free = ~fixed
+    best = scipy.optimize.lsq_linear(x[:, free], y, (-0.3, 0.7), tol=1e-14)
+    assert result.fun == pytest.approx(2 * best.cost / 20, rel=1e-6)
+    assert w.numpy()[1] == 0
+
+
+def test_a_new_run_follows_other_variables():
+    w, target = tf.Variable([1.0, 2.0], dtype=tf.float64), tf.Variable(3.0, dtype=tf.float64)
+    newton = hvp.NewtonCG(lambda: tf.reduce_sum((w - target) ** 2), w)
+    for value in (3.0, 5.0):
+        target.assign(value)
+        assert newton.minimize(gtol=1e-10).success
+        np.testing.assert_allclose(w.numpy(), value)
+    target.assign(7.0)
+    newton.reset()
+    assert newton.minimize(gtol=1e-10).success
+    np.testing.assert_allclose(w.numpy(), 7.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"bounds": (0.1, 1.0)}, ["12 of 12", "bounds"]),
+        ({"bounds": (1.0, -1.0)}, ["bounds"]),
+        ({"bounds": 3.0}, ["bounds", "float"]),
+        ({"bounds": (np.nan, 1.0)}, ["NaN"]),
+        ({"bounds": (-1.0, np.ones(3))}, ["3", "12"]),
+        ({"fixed": np.zeros(3, bool)}, ["3", "12"]),
+        ({"x_scale": 0.0}, ["x_scale"]),
+        ({"x_scale": 2.0, "preconditioner": "nystrom"}, ["x_scale", "preconditioner"]),
+        ({"bounds": (-1.0, 1.0), "preconditioner": "nystrom"}, ["bounds", "preconditioner"]),
+        ({"preconditioner": "jacobi"}, ["'jacobi'", "'nystrom'"]),
+    ],
+)
+def test_refuses_arguments(options, words):
+    problem = Quartic()
+    with pytest.raises(hvp.HvpError) as error:
+        hvp.NewtonCG(problem.loss, problem.variables, **options)
+    assert all(word in str(error.value) for word in words)
+
+
+@pytest.mark.parametrize(
+    ("preconditioner", "words"),
+    [
+        (-np.eye(SIZE), ["positive definite"]),
+        (np.triu(np.ones((SIZE, SIZE))) + 20 * np.eye(SIZE), ["symmetric"]),
+        (np.eye(3), ["(3, 3)", "(12, 12)"]),
+        (lambda H: scipy.sparse.eye(5), ["(5, 5)", "(12, 12)"]),
+    ],
+)
+def test_refuses_preconditioners(preconditioner, words):
+    problem = Quartic()
+    newton = hvp.NewtonCG(problem.loss, problem.variables, preconditioner=preconditioner)
+    with pytest.raises(hvp.HvpError) as error:
+        newton.step()
+    assert all(word in str(error.value) for word in words)
+    assert not problem.flat().numpy().any()
