@@ -1,18 +1,19 @@
-"""Products belong to the point of an operator: they have no derivative in the variables.
+"""Products belong to the point of an operator: what their gradient in the variables is.
 
 To a tape, a product is a function of the vector alone. Its gradient in the variables, which is a
 third derivative of the loss, would be None, as if it were zero. Products therefore pass through an
-operation that also takes the variables' handles, and whose gradient in these raises an error.
+operation that also takes the variables' handles. Its gradient in these is that derivative where it
+is known, and raises an error where it is not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from hvp._errors import SecondDerivativeError
+from hvp._errors import HvpError, SecondDerivativeError
 from hvp._graphs.private import gradient_of_type, record, replace_gradient_of_type
 
 _KIND = "IdentityN"
@@ -20,13 +21,21 @@ _KIND = "IdentityN"
 _MARK = tf.uint16
 
 
+# Takes the cotangents of a product, and returns its gradients in the variables.
+Gradient = Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]]
+
+
 def belonging_to(
-    result: Any, variables: Sequence[tf.Variable], evaluated: Sequence[Any] = ()
+    result: Any,
+    variables: Sequence[tf.Variable],
+    evaluated: Sequence[Any] = (),
+    recorded: Callable[[], Gradient] | None = None,
 ) -> Any:
-    """Return the tensors of a product, whose gradient in the variables raises an error.
+    """Return the tensors of a product, with a gradient in the variables, or one that raises.
 
     `evaluated` is what was computed from the variables before the product. A tape that recorded it
-    has recorded the product as well.
+    has recorded the product as well. `recorded` is called if a tape records the product here, and
+    returns its gradient in the variables.
     """
     if tf.executing_eagerly():
         tensors = [tensor for tensor in evaluated if tensor is not None]
@@ -38,8 +47,23 @@ def belonging_to(
         variable.value()  # so that a tape which watches what is read watches this
     tensors = tf.nest.flatten(result)
     handles = [variable.handle for variable in copies]
-    linked = tf.raw_ops.IdentityN(input=[*tensors, *handles, tf.constant(0, _MARK)])
-    return tf.nest.pack_sequence_as(result, linked[: len(tensors)])
+    inputs = [*tensors, *handles, tf.constant(0, _MARK)]
+    if recorded is None:
+        linked = tf.raw_ops.IdentityN(input=inputs)
+        return tf.nest.pack_sequence_as(result, linked[: len(tensors)])
+    gradient = recorded()
+    with record.stop_recording():
+        linked = tf.raw_ops.IdentityN(input=inputs)[: len(tensors)]
+
+    def backward(*upstream: tf.Tensor) -> list[Any]:
+        try:
+            return [*upstream, *gradient(upstream)]
+        except HvpError as error:
+            # As long as nobody uses it, there is no error: see `_Refused`.
+            return [*upstream, *(_Refused(error) for _ in handles)]
+
+    record.record_operation("HessianVectorProduct", linked, [*tensors, *handles], backward)
+    return tf.nest.pack_sequence_as(result, linked)
 
 
 class _Refused(tf.IndexedSlices):
@@ -49,12 +73,15 @@ class _Refused(tf.IndexedSlices):
     `tape.gradient` did not list them. Raising at once would forbid gradients in the vector.
     """
 
-    def __init__(self) -> None:
-        pass
+    def __init__(self, error: HvpError | None = None) -> None:
+        self.error = error
 
     def __getattribute__(self, name: str) -> Any:
         if name in ("__class__", "__del__"):
             return object.__getattribute__(self, name)
+        error = object.__getattribute__(self, "error")
+        if error is not None:
+            raise error
         raise SecondDerivativeError(
             "this is the gradient of a product in the variables of its operator, which would be a "
             "third derivative of the loss",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from hvp._data.data_sets import hessian_rule
 from hvp._engines.options import Options, declared
@@ -15,6 +16,7 @@ from hvp._operators.matrix import evaluated
 from hvp._operators.symmetric import SymmetricOperator
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.strategies import outside_strategies
+from hvp._taylor.third import third_derivative
 from hvp._vectors.arrays import check_array
 from hvp._vectors.space import Space
 from hvp._vectors.variables import collect_variables
@@ -130,7 +132,32 @@ class HessianOperator(FromKeras, SymmetricOperator):
     ) -> None:
         damping = check_damping(damping)
         checked = Options.of(type(self).__name__, options)
-        super().__init__(evaluated(hessian_rule(loss), variables, data, checked).damped(damping))
+        matrix = evaluated(hessian_rule(loss), variables, data, checked)
+        super().__init__(matrix.damped(damping))
+        assert matrix.problem is not None
+        whole = None if checked.on_stale == "ignore" else matrix.problem.whole_loss()
+        nest = matrix.snapshot.plan.nest
+        self._third = None if whole is None else third_derivative(whole, nest)
+
+    def _belonging(self, product: Any, vector: Any = None) -> Any:
+        third, space, snapshot = self._third, self.linear_map.domain, self._snapshot
+        if vector is None or third is None:
+            return super()._belonging(product)
+
+        def recorded() -> Callable[..., list[tf.Tensor]]:
+            values = [variable.read_value() for variable in snapshot.plan.nest.variables]
+
+            def gradient(upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+                if tf.executing_eagerly():
+                    snapshot.make_sure()
+                cotangents = upstream[0] if tf.is_tensor(product) else upstream
+                both = [space.split(x) if tf.is_tensor(x) else x for x in (cotangents, vector)]
+                cast = [[tf.cast(p, x.dtype) for p, x in zip(parts, values)] for parts in both]
+                return third(*cast, values)
+
+            return gradient
+
+        return snapshot.belonging(product, recorded)
 
 
 @outside_strategies

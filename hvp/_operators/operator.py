@@ -104,13 +104,17 @@ class Operator(OneProcess, DtypePreserving):
         engine, and with data in several batches, products in graphs run through `tf.py_function`,
         which XLA cannot compile either.
 
-        The operator belongs to one point: for a tape around it the product is a function of `v`. A
-        gradient in the variables raises a `SecondDerivativeError`.
+        For a tape around it, the product is a function of `v`. The product of a `HessianOperator`
+        whose data are one batch, if any, is a function of the variables as well: its gradient is a
+        third derivative of the loss, as in `third_order_product`. The loss is traced again for the
+        first one, and a gradient costs a few of the loss if the tape watches variables. All other
+        gradients in the variables raise a `SecondDerivativeError`.
 
         Unlike `H @ v`, this does not check whether entries are finite, which would mean waiting for
         the device.
         """
-        product = self._belonging(self.linear_map.apply(self.linear_map.domain.vector_of(v)))
+        vector = self.linear_map.domain.vector_of(v)
+        product = self._belonging(self.linear_map.apply(vector), vector)
         return product if tf.is_tensor(product) else self.linear_map.codomain.nest_of_parts(product)
 
     def matvec(self, x: Any) -> np.ndarray:
@@ -383,8 +387,11 @@ class Operator(OneProcess, DtypePreserving):
         rows = self.linear_map.apply(tf.transpose(block), adjoint=adjoint)
         return self._belonging(tf.transpose(rows))
 
-    def _belonging(self, product: Any) -> Any:
-        """Return the tensors of a product as a tape around it should see them."""
+    def _belonging(self, product: Any, vector: Any = None) -> Any:
+        """Return the tensors of a product as a tape around it should see them.
+
+        `vector` is what was multiplied, unless that was a block.
+        """
         return product
 
     def _properties(self) -> list[str]:
@@ -480,7 +487,7 @@ class EvaluatedOperator(Operator):
     def _over(self, linear_map: LinearMap) -> EvaluatedOperator:
         return EvaluatedOperator(linear_map, self._snapshot)
 
-    def _belonging(self, product: Any) -> Any:
+    def _belonging(self, product: Any, vector: Any = None) -> Any:
         return self._snapshot.belonging(product)
 
     def _properties(self) -> list[str]:

@@ -9,10 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvp._data.elements import NO_DATA, checked_loss, convert_batch
-from hvp._derivatives.gradient import check_scalar
-from hvp._taylor.curves import Curves
-from hvp._taylor.series import Series
-from hvp._taylor.traced import TracedFunction
+from hvp._taylor.third import third_derivative
 from hvp._vectors.arrays import check_array
 from hvp._vectors.space import Space
 from hvp._vectors.variables import collect_variables
@@ -62,21 +59,8 @@ def third_order_product(
     loss = checked_loss(loss)
     elements = NO_DATA if data is None else convert_batch(data, "data")
 
-    @tf.function(autograph=False)
-    def multiply(first: list[tf.Tensor], second: list[tf.Tensor]) -> list[tf.Tensor]:
-        traced = TracedFunction(lambda: check_scalar(elements.call(loss)), [], nest.variables)
-        # u' H v = ((u + v)' H (u + v) - (u - v)' H (u - v)) / 4
-        curves = Curves(2, 2, collapsed=True, weights=tf.constant([0.25, -0.25], space.dtype))
-        values = [tf.identity(variable) for variable in nest.variables]
-        pairs = zip(values, first, second)
-        inputs = [Series(x, (tf.stack([a + b, a - b]), None)) for x, a, b in pairs]
-        [result] = traced.push(inputs, curves)
-        curvature = result.terms[1]
-        if curvature is None:
-            return [tf.zeros_like(value) for value in values]
-        return tf.gradients(curvature, values, unconnected_gradients=tf.UnconnectedGradients.ZERO)
-
-    products = multiply(*directions)
+    values = [variable.read_value() for variable in nest.variables]
+    products = third_derivative(lambda: elements.call(loss), nest)(*directions, values)
     if not space.is_flat(u):
         return space.nest_of_parts(products)
     flat = space.join(products)

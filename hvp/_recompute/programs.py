@@ -22,6 +22,7 @@ from hvp._derivatives.replace import replace_operations
 from hvp._graphs.graph import Graph
 from hvp._graphs.inline import inline_calls
 from hvp._graphs.private import GRADIENT_TYPE
+from hvp._graphs.variable_reads import read_from_inputs
 from hvp._recompute.captured import CapturedVariable
 from hvp._recompute.compile_part import compile_part
 from hvp._recompute.order import spec_of
@@ -29,7 +30,6 @@ from hvp._recompute.postpone import postpone
 from hvp._recompute.replay import replay, with_effects
 from hvp._recompute.retrace import match_traces, names_of_state
 from hvp._recompute.seeded_draws import draw_from_seeds
-from hvp._recompute.variable_reads import read_from_inputs
 
 
 @dataclass(frozen=True)

@@ -116,6 +116,19 @@ class Problem:
         """Whether the matrix is known to have no negative eigenvalue."""
         return self.rule.is_positive_semidefinite and self.regularization is None
 
+    def whole_loss(self) -> Callable[[], Any] | None:
+        """Return the loss as a function of no arguments; None if the data are many batches."""
+        rule, source, added = self.rule, self.source, self.options.regularization
+        if not (rule.is_hessian and isinstance(source, Elements)) or self.options.devices:
+            return None
+        factor = float(source.examples) if self.total and source.has_examples else 1.0
+
+        def whole() -> tf.Tensor:
+            value = rule.value(source) * factor
+            return value if added is None else value + tf.cast(_as_tensor(added)(), value.dtype)
+
+        return whole
+
     def first_batch(self) -> Elements:
         """Return the first batch, or all examples if there is only one batch."""
         if isinstance(self.source, Elements):

@@ -29,6 +29,7 @@ from hvp._graphs.simplify import simplified
 from hvp._graphs.sizes import graph_def_with_shapes, shapes_of
 from hvp._graphs.source_lines import source_line
 from hvp._graphs.split import has_effects
+from hvp._graphs.variable_reads import ON_VALUE, read_from_inputs
 from hvp._taylor.curves import Curves
 from hvp._taylor.rules import push
 from hvp._taylor.series import Series
@@ -63,8 +64,7 @@ class TracedFunction:
         flat, rename = inline_calls(replace_operations(definition))
         self.structure = self.concrete.structured_outputs
         self._specs = list(specs)
-        # For each input, the tensors that hold it: one, or as often as a variable is read.
-        self._inputs = [[rename(tensor.name)] for tensor in self.concrete.inputs[: len(specs)]]
+        self._inputs = [rename(tensor.name) for tensor in self.concrete.inputs[: len(specs)]]
         self._results = [rename(tensor.name) for tensor in self.concrete.outputs]
         self._captured = {rename(t.name): outside for t, outside in captures(self.concrete)}
         self._shapes = {
@@ -72,12 +72,11 @@ class TracedFunction:
             for node in flat.node
             for place, shape in enumerate(shapes_of(node))
         }
-        graph = simplified(flat, self._results)
         self._variables = list(variables)
-        self._inputs += [self._reads_of(variable, graph) for variable in variables]
-        started = [name for names in self._inputs for name in names]
-        graph = graph.computing(self._results, [*started, *self._captured])
-        moving = graph.descendants(map(node_of, started))
+        self._inputs += self._values_of(variables, flat)
+        graph = simplified(flat, self._results)
+        graph = graph.computing(self._results, [*self._inputs, *self._captured])
+        moving = graph.descendants(map(node_of, self._inputs))
         self._graph, order = graph, in_topological_order(graph.nodes)
         self._moving = [node.name for node in order if node.name in moving]
         self._fixed = graph.part(graph.nodes.keys() - moving)
@@ -86,20 +85,26 @@ class TracedFunction:
         needed |= {*self._results}
         self._constants = sorted(name for name in needed if node_of(name) in self._fixed.nodes)
 
-    def _reads_of(self, variable: tf.Variable, graph: Graph) -> list[str]:
-        """Return the tensors that hold the value of a variable."""
-        handle = variable.handle
-        inside = [name for name, outside in self._captured.items() if outside is handle]
-        readers = [reader for name in inside for reader, _ in graph.consumers[with_index(name)]]
-        for reader in readers:
-            if reader.op != "ReadVariableOp":
+    def _values_of(self, variables: Sequence[tf.Variable], flat: Any) -> list[str]:
+        """Turn reads of variables into uses of inputs, and return the names of these."""
+        names, on_value = [], {}
+        for i, variable in enumerate(variables):
+            names.append(f"value_{i}:0")
+            node = flat.node.add(name=f"value_{i}", op="Placeholder")
+            node.attr["dtype"].type = variable.dtype.as_datatype_enum
+            inside = [name for name, t in self._captured.items() if t is variable.handle]
+            on_value.update(dict.fromkeys(inside, (names[-1], variable.dtype)))
+        for node in flat.node:
+            used = [name for name in node.input if with_index(name) in on_value]
+            if used and node.op not in {*ON_VALUE, *CONTROL_FLOW, *CALLS}:
                 raise SecondDerivativeError(
-                    f"the variable {variable.name} is used by {reader.op} ({reader.name}), through "
-                    "which a third derivative is not supported",
-                    "variables that are read as a whole, outside of loops and branches",
-                    "use tf.gather(tf.convert_to_tensor(variable), ...) to take rows",
+                    f"a variable is used by {node.op} ({node.name}), through which a third "
+                    "derivative is not supported",
+                    "variables that are read outside of loops and branches",
+                    "write a loop in Python, and a branch with tf.where",
                 )
-        return [f"{reader.name}:0" for reader in readers]
+        read_from_inputs(flat, on_value)
+        return names
 
     def _with_shapes(self, graph: Graph) -> list[tf.Operation]:
         """Return what depends on the inputs as operations of a graph that nobody runs.
@@ -107,7 +112,7 @@ class TracedFunction:
         Constants are part of it, and placeholders stand for all other tensors that they take.
         """
         specs = [*self._specs, *(tf.TensorSpec(v.shape, v.dtype) for v in self._variables)]
-        given = {name: spec for names, spec in zip(self._inputs, specs) for name in names}
+        given = dict(zip(self._inputs, specs))
         constants = {name for name, node in self._fixed.nodes.items() if node.op == "Const"}
         part = graph.part({*self._moving, *constants})
         taken = [with_index(x) for node in part.graph_def.node for x in data_inputs(node)]
@@ -139,7 +144,7 @@ class TracedFunction:
         """Add the series of the results to the graph being traced."""
         for variable in self.concrete.variables:
             variable.value()  # so that tapes around the call watch it
-        known = {name: one for names, one in zip(self._inputs, inputs) for name in names}
+        known = dict(zip(self._inputs, inputs))
         for name, outside in self._captured.items():
             known[name] = curves.constant(tf.compat.v1.get_default_graph().capture(outside))
         values = self._fixed.imported(self._captured, self._constants)
@@ -176,7 +181,7 @@ class TracedFunction:
         draws = any(has_effects(node, graph.functions) for node in graph.graph_def.node)
         if symbolic or draws or count == 1:
             return
-        [[start]] = self._inputs
+        [start] = self._inputs
 
         @tf.function(autograph=False)
         def values(x: tf.Tensor) -> list[tf.Tensor]:

@@ -512,3 +512,25 @@ def test_a_variable_inside_a_loop_is_refused():
 
     with pytest.raises(hvp.SecondDerivativeError, match="While"):
         hvp.third_order_product(loss, w, tf.ones(2), tf.ones(2))
+
+
+def test_third_order_products_of_rows_that_are_gathered():
+    rng = np.random.default_rng(0)
+    table = tf.Variable(rng.standard_normal((5, 3)))
+    ids, kernel = np.array([[0, 1, 1], [4, 2, 0]]), tf.Variable(rng.standard_normal((3, 1)))
+
+    def loss(ids):
+        rows = tf.nn.embedding_lookup(table, ids)
+        return tf.reduce_mean(tf.exp(tf.tanh(rows) @ kernel))
+
+    variables = [table, kernel]
+    H = hvp.HessianOperator(loss, variables, (ids,))
+    u, v, direction = rng.standard_normal((3, H.shape[0]))
+    product = hvp.third_order_product(loss, variables, u, v, (ids,))
+    ends = []
+    for step in (1e-5, -2e-5):
+        for variable, part in zip(variables, H.unflatten(tf.constant(direction))):
+            variable.assign_add(step * part)
+        H.refresh()
+        ends.append(u @ (H @ v))
+    assert product @ direction == pytest.approx((ends[0] - ends[1]) / 2e-5, rel=1e-6)

@@ -26,7 +26,7 @@ _Variables = dict[str, tuple[str, tf.DType]]
 
 # From an operation on a variable's handle to the operation that does the same with its value, and
 # the name of the attribute that holds the value's type.
-_ON_VALUE = {
+ON_VALUE = {
     "Identity": ("Identity", "T"),
     "ReadVariableOp": ("Identity", "T"),
     "ResourceGather": ("GatherV2", "Tparams"),
@@ -75,7 +75,7 @@ class _Rewriter:
                 node.input[i] = variables[node.input[i]][0]
             if node.op in CONTROL_FLOW | CALLS:
                 self._rewrite_call(node, types)
-            elif node.op in _ON_VALUE:
+            elif node.op in ON_VALUE:
                 if node.op == "ReadVariableOp" and in_function:
                     renamed[f"{node.name}:value:0"] = f"{node.name}{output}:0"
                 if node.op == "ResourceGather":
@@ -167,7 +167,7 @@ def _apply_to_value(node: Any, dtype: tf.DType) -> None:
         if name in node.attr
     }
     shapes = shapes_of(node)
-    node.op, type_attribute = _ON_VALUE[node.op]
+    node.op, type_attribute = ON_VALUE[node.op]
     node.attr.clear()
     note_shapes(node, shapes)
     for name, value in copies.items():
