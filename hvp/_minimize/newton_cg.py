@@ -59,7 +59,7 @@ class NewtonCG(FromKeras, OneProcess, tf.Module):
 
     Parameters
     ----------
-    loss : callable, pair of callables, or HessianOperator
+    loss : callable, pair of callables, dict of these, or HessianOperator
         As for `HessianOperator`; the pair `(model, output_loss)`, as for `GaussNewtonOperator`, if
         `curvature` is ``"gauss-newton"``. An operator stands for its loss, variables and data; a
         `GaussNewtonOperator` or `FisherOperator` takes the place of the Hessian.
@@ -101,7 +101,7 @@ class NewtonCG(FromKeras, OneProcess, tf.Module):
         takes few iterations far from the minimum and many close to it.
     max_cg_iterations : int, optional
         Maximum number of iterations of conjugate gradients in one step.
-    preconditioner : {"diagonal", "nystrom", "recycled"}, optional
+    preconditioner : {"diagonal", "nystrom", "recycled"}, LinearOperator or callable, optional
         ``"diagonal"`` is the absolute value of the diagonal, estimated from 16 products with random
         signs. ``"nystrom"`` is a sketch of the largest positive eigenvalues from `rank` products
         [NY]_. Either is rebuilt when conjugate gradients have used four times the products that it
@@ -109,8 +109,19 @@ class NewtonCG(FromKeras, OneProcess, tf.Module):
         their products, and costs no further product. It pays if a product takes longer than the
         algebra of `rank` vectors, and if the Hessian changes slowly. If that algebra takes longer
         than conjugate gradients do, a warning with both times is logged after ten steps.
+        A symmetric, positive definite operator or matrix stands for the inverse of the Hessian; a
+        function takes the operator of the Hessian, and makes such a one at each new point.
     rank : int, optional
         Rank of the approximation. For ``"recycled"``, 100 is a good choice.
+    x_scale : number, array or nest, optional
+        Units of the entries of the variables, of shape `(n,)` or shaped like the variables. The
+        trust region is a ball in these units.
+    bounds : pair of numbers, arrays or nests, or scipy.optimize.Bounds, optional
+        Lower and upper bounds of the entries, which may be infinite. The variables must be between
+        them at the start. Steps leave out entries that are at a bound and would cross it, and are
+        cut off at the bounds of others. A preconditioner has to be diagonal.
+    fixed : array or nest of bool, optional
+        Which entries stay as they are.
     seed : int, optional
         Seed of samples and sketches.
     on_stale : {"raise", "refresh"}, optional
@@ -136,7 +147,8 @@ class NewtonCG(FromKeras, OneProcess, tf.Module):
     step ends on the boundary [TR]_. The damping is multiplied by `3/2` and `2/3` in these cases,
     regardless of the boundary [HF]_. If the predicted decrease is below the rounding error of the
     loss, the decrease is computed from the gradients at both ends of the step, so that the gradient
-    converges to its own rounding error.
+    converges to its own rounding error. The norm of the gradient is that of the entries that may
+    move, if there are bounds or fixed entries.
 
     `NewtonCG` is a `tf.Module`: ``tf.train.Checkpoint(optimizer=newton)`` saves the variables and
     the state of the method. A run that is stopped between two steps and restored continues with the

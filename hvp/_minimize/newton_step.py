@@ -30,7 +30,8 @@ class NewtonStep:
     forcing : float
         Tolerance of conjugate gradients, relative to the norm of the gradient.
     cg_iterations : int
-        Number of iterations of conjugate gradients, each with one Hessian-vector product.
+        Number of iterations of conjugate gradients, each with one Hessian-vector product; or of
+        factorizations, in the space of residuals.
     outcome : str
         Why conjugate gradients ended: ``"converged"``, ``"boundary"`` (of the trust region),
         ``"negative curvature"`` or ``"maxiter"``.

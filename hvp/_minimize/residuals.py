@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -239,9 +240,10 @@ class TermResiduals:
     def __init__(self, term: LossTerm, nest: VariableNest, space: Space) -> None:
         self._term, self._nest, self._space = term, nest, space
         self._rows = ExampleRows(term.rule.predict, nest)
-        self._scale = tf.function(self._of_tensors, autograph=False)
+        # Partial functions, since TensorFlow counts traces of methods together, and would warn.
+        self._scale = tf.function(functools.partial(self._of_tensors), autograph=False)
+        self._pushed = tf.function(functools.partial(self._push), autograph=False)
         self._jacobian: JacobianOperator | None = None
-        self._pushed = tf.function(self._push, autograph=False)
 
     def evaluate(self) -> tuple[np.ndarray, np.ndarray]:
         """Return `y`, and `A` of shape `(residuals, n)`, in float64."""

@@ -33,7 +33,8 @@ class GaussNewtonOperator(FromKeras, SymmetricOperator):
         takes no arguments.
     output_loss : callable
         Takes the predictions and the other elements of `data`; returns the mean over the examples,
-        a real scalar tensor.
+        a real scalar tensor. Dicts of models and of output losses, with a dict of data sets, stand
+        for the sum of the losses.
     variables : nest
         The variables that `J` is taken with respect to, as for `HessianOperator`.
     data : tuple of arrays, or iterable of such, optional

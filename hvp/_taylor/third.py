@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -24,7 +25,6 @@ def third_derivative(loss: Callable[[], Any], nest: VariableNest) -> Callable[..
     """
     dtype = Space.of_variables(nest).dtype
 
-    @tf.function(autograph=False)
     def multiply(first: Parts, second: Parts, values: Parts) -> list[tf.Tensor]:
         traced = TracedFunction(lambda: check_scalar(loss()), [], nest.variables)
         # u' H v = ((u + v)' H (u + v) - (u - v)' H (u - v)) / 4
@@ -39,4 +39,5 @@ def third_derivative(loss: Callable[[], Any], nest: VariableNest) -> Callable[..
         gradients = tf.gradients(curvature, values, unconnected_gradients=zeros)
         return [densify(gradient, x.shape) for gradient, x in zip(gradients, values)]
 
-    return cast(Callable[..., list[tf.Tensor]], multiply)
+    # A partial function, since TensorFlow counts traces of all functions from here together.
+    return cast(Any, tf.function(functools.partial(multiply), autograph=False))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -567,3 +568,112 @@ def float32(s: Subject) -> None:
 
 
 assert all(inspect.isfunction(f) or isinstance(f, functools.partial) for f in USES.values())
+
+
+# Why third derivatives and derivatives in the inputs are refused, always with the name of an
+# operation.
+_REFUSED = r"(While|If|Case|PartitionedCall|TensorList\w*|\w+Pool\w*|custom_gradient)\b"
+
+
+def must_say(error: Exception, words: str) -> None:
+    """Require words of an error, as a regular expression."""
+    assert re.search(words, str(error)), error
+
+
+@use
+def laplacian_in_the_inputs(s: Subject) -> None:
+    """Sum the second derivatives of the logits in the inputs, or refuse by name."""
+    x = tf.constant(s.family.x)
+    if not x.dtype.is_floating:
+        return
+    try:
+        found = hvp.laplacian(s.family.model, x)
+    except hvp.SecondDerivativeError as error:
+        must_say(error, _REFUSED)
+        return
+    except hvp.InvalidLossError as error:
+        must_say(error, "mixes examples")
+        return
+    exact = FAMILIES[s.name]("float64")
+    points, h = np.asarray(exact.x, np.float64), 1e-4
+    size = int(np.prod(points.shape[1:]))
+    total: Any = 0
+    for unit in np.eye(size).reshape(size, 1, *points.shape[1:]):
+        ends = [np.asarray(exact.model(tf.constant(points + t * unit))) for t in (h, -h)]
+        total += (sum(ends) - 2 * np.asarray(exact.model(tf.constant(points)))) / h**2
+    assert np.abs(found.laplacian - total).max() <= 1e-4 * (1 + np.abs(total).max())
+
+
+@use
+def gradient_of_a_product(s: Subject) -> None:
+    """Differentiate a product in the variables, or refuse by name."""
+    family, h = s.fresh(), 1e-4 if s.dtype == "float64" else 1e-2
+    variables = family.problem.tensorflow_variables()
+    H = hvp.HessianOperator(family.loss, family.variables, family.data)
+    u, v, direction = (tf.constant(random(seed, *H.shape[:1], dtype=s.dtype)) for seed in (1, 2, 3))
+
+    def value() -> Any:
+        return tf.tensordot(u, H.product(v), 1)
+
+    with tf.GradientTape() as tape:
+        tape.watch(variables)
+        scalar = value()
+    try:
+        parts = [tf.convert_to_tensor(part) for part in tape.gradient(scalar, variables)]
+    except hvp.SecondDerivativeError as error:
+        must_say(error, _REFUSED)
+        return
+    gradient = np.concatenate([np.ravel(part) for part in parts])
+    ends = []
+    for step in (h, -2 * h):
+        for variable, part in zip(
+            variables, tf.split(direction, [len(np.ravel(v)) for v in parts])
+        ):
+            variable.assign_add(tf.reshape(step * part, variable.shape))
+        H.refresh()
+        ends.append(float(value()))
+    expected = (ends[0] - ends[1]) / (2 * h)
+    difference = abs(gradient @ direction.numpy() - expected)
+    assert difference <= (1e-5 if s.dtype == "float64" else 2e-2) * (1 + abs(expected))
+
+
+@use
+def newton_in_the_space_of_residuals(s: Subject) -> None:
+    """Take a Gauss-Newton step for squares of the logits."""
+    family, damping = s.fresh(), 0.5
+    wanted = np.eye(3, dtype=s.dtype)[LABELS]
+    pair = family.model, lambda logits, y: tf.reduce_mean((logits - y) ** 2)
+    newton = hvp.NewtonCG(
+        pair,
+        family.variables,
+        (family.x, wanted),
+        curvature="gauss-newton",
+        space="residuals",
+        radius=1e6,
+        damping=damping,
+    )
+    variables = family.problem.tensorflow_variables()
+    before = np.concatenate([np.ravel(variable) for variable in variables]).astype(np.float64)
+    try:
+        assert newton.step().ratio > 0
+    except hvp.InvalidLossError as error:
+        must_say(error, "examples independently")
+        return
+    after = np.concatenate([np.ravel(variable) for variable in variables]).astype(np.float64)
+    J, c = s.jacobian, (2 / wanted.size) * (s.logits - wanted).ravel()
+    matrix = (2 / wanted.size) * J.T @ J + damping * np.eye(J.shape[1])
+    if (after != before).any():
+        close(after - before, -np.linalg.solve(matrix, J.T @ c), 10 * s.tol)
+
+
+@use
+def data_sets(s: Subject) -> None:
+    """Add up a loss over two data sets."""
+    f = s.family
+    H = hvp.HessianOperator(
+        {"some": f.loss, "others": f.loss},
+        f.variables,
+        {"some": f.data, "others": f.data},
+        weight={"some": 0.25, "others": 0.75},
+    )
+    close(H @ s.v, s.dense @ s.v, s.tol)
