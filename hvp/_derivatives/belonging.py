@@ -26,44 +26,67 @@ Gradient = Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]]
 
 
 def belonging_to(
-    result: Any,
-    variables: Sequence[tf.Variable],
-    evaluated: Sequence[Any] = (),
-    recorded: Callable[[], Gradient] | None = None,
+    result: Any, variables: Sequence[tf.Variable], evaluated: Sequence[Any] = ()
 ) -> Any:
-    """Return the tensors of a product, with a gradient in the variables, or one that raises.
+    """Return the tensors of a product, whose gradient in the variables raises an error.
 
     `evaluated` is what was computed from the variables before the product. A tape that recorded it
-    has recorded the product as well. `recorded` is called if a tape records the product here, and
-    returns its gradient in the variables.
+    has recorded the product as well.
     """
-    if tf.executing_eagerly():
-        tensors = [tensor for tensor in evaluated if tensor is not None]
-        if not record.could_possibly_record() or record.should_record_backprop(tensors):
-            return result
+    if tf.executing_eagerly() and not is_recorded(evaluated):
+        return result
+    tensors = tf.nest.flatten(result)
+    return tf.nest.pack_sequence_as(result, _linked(tensors, _handles(variables)))
+
+
+def is_recorded(evaluated: Sequence[Any]) -> bool:
+    """Return whether a tape records a product, and has not recorded what it is computed from."""
+    tensors = [tensor for tensor in evaluated if tensor is not None]
+    return record.could_possibly_record() and not record.should_record_backprop(tensors)
+
+
+def recorded_product(
+    multiply: Callable[[Any], Any],
+    vector: Any,
+    variables: Sequence[tf.Variable],
+    gradient: Gradient,
+) -> Any:
+    """Multiply by a symmetric matrix, and record the product as a function of variables as well.
+
+    `multiply` takes and returns vectors in one layout. If `gradient` raises an error, the gradient
+    in the variables raises it when it is used.
+    """
+    handles = _handles(variables)
+    with record.stop_recording():
+        result = multiply(vector)
+        linked = _linked(tf.nest.flatten(result), handles)
+
+    def backward(*upstream: tf.Tensor) -> list[Any]:
+        cotangent = tf.nest.pack_sequence_as(result, upstream)
+        by_vector = recorded_product(multiply, cotangent, variables, gradient)
+        try:
+            by_variables = gradient(upstream)
+        except HvpError as error:
+            by_variables = [_Refused(error) for _ in handles]
+        return [*tf.nest.flatten(by_vector), *by_variables]
+
+    inputs = [*tf.nest.flatten(vector), *handles]
+    record.record_operation("HessianVectorProduct", linked, inputs, backward)
+    return tf.nest.pack_sequence_as(result, linked)
+
+
+def _handles(variables: Sequence[tf.Variable]) -> list[tf.Tensor]:
     # Of a variable of a strategy, the copy of this process.
     copies = [getattr(variable, "values", (variable,))[0] for variable in variables]
     for variable in copies:
         variable.value()  # so that a tape which watches what is read watches this
-    tensors = tf.nest.flatten(result)
-    handles = [variable.handle for variable in copies]
-    inputs = [*tensors, *handles, tf.constant(0, _MARK)]
-    if recorded is None:
-        linked = tf.raw_ops.IdentityN(input=inputs)
-        return tf.nest.pack_sequence_as(result, linked[: len(tensors)])
-    gradient = recorded()
-    with record.stop_recording():
-        linked = tf.raw_ops.IdentityN(input=inputs)[: len(tensors)]
+    return [variable.handle for variable in copies]
 
-    def backward(*upstream: tf.Tensor) -> list[Any]:
-        try:
-            return [*upstream, *gradient(upstream)]
-        except HvpError as error:
-            # As long as nobody uses it, there is no error: see `_Refused`.
-            return [*upstream, *(_Refused(error) for _ in handles)]
 
-    record.record_operation("HessianVectorProduct", linked, [*tensors, *handles], backward)
-    return tf.nest.pack_sequence_as(result, linked)
+def _linked(tensors: Sequence[tf.Tensor], handles: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Return tensors that a graph sees as functions of variables, too."""
+    linked = tf.raw_ops.IdentityN(input=[*tensors, *handles, tf.constant(0, _MARK)])
+    return list(linked[: len(tensors)])
 
 
 class _Refused(tf.IndexedSlices):

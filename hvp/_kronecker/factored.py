@@ -252,7 +252,7 @@ class FactoredOperator(Operator):
         """Return the eigenvalues in the order of what `rotate` returns; shape `(n,)`."""
         return np.concatenate([block.scales.reshape(-1) for block in self._blocks])
 
-    def _belonging(self, product: Any, vector: Any = None) -> Any:
+    def _belonging(self, product: Any) -> Any:
         return belonging_to(product, self._nest.variables)
 
     def _of_scales(self, function: Callable[[np.ndarray], np.ndarray]) -> FactoredOperator:

@@ -28,7 +28,7 @@ from hvp._minimize.newton_step import NewtonStep
 from hvp._minimize.norms import kind_of, scale_of
 from hvp._minimize.objective import OPERATOR_OPTIONS
 from hvp._minimize.points import Points
-from hvp._minimize.residuals import ResidualSpace, terms_of
+from hvp._minimize.residuals import ResidualSpace, residuals_of
 from hvp._minimize.subproblem import Subproblem
 from hvp._operators.curvature import Curvature
 from hvp._operators.symmetric import SymmetricOperator
@@ -36,7 +36,6 @@ from hvp._runtime.guard import OneProcess, refuse_forks
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.progress import check_progress, progress_bar
 from hvp._runtime.strategies import outside_strategies
-from hvp._vectors.variables import collect_variables
 
 __all__ = ["NewtonCG", "NewtonStep"]
 
@@ -256,9 +255,8 @@ class NewtonCG(FromKeras, OneProcess, tf.Module):
         kind = kind_of(preconditioner, scale, box, position)
         residuals = None
         if in_residuals:
-            terms = terms_of(loss, data, model, options.get("weight"))
-            nest, given = collect_variables(variables), 1.0 if scale is None else scale
-            residuals = ResidualSpace(terms, nest, momentum, geodesic, given)
+            terms = residuals_of(loss, variables, data, model, options.get("weight"))
+            residuals = ResidualSpace(terms, momentum, geodesic, 1.0 if scale is None else scale)
         subproblem = Subproblem(
             kind, rank, max_cg_iterations, seed, residuals, masked=box is not None
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -59,7 +58,7 @@ def kind_of(
         )
     if named:
         return preconditioner
-    return _Given(preconditioner, position).kind
+    return _given(preconditioner, position)
 
 
 def _bounds(box: Box) -> bool:
@@ -67,48 +66,43 @@ def _bounds(box: Box) -> bool:
     return bool(tf.reduce_any(tf.math.is_finite(box.lower) | tf.math.is_finite(box.upper)))
 
 
-class _Given:
-    """A preconditioner of the caller: an operator, or a function that makes one at each point."""
+def _given(preconditioner: Any, position: Position) -> Kind:
+    """Return the kind of the caller's operator, or of what the caller's function makes."""
+    size, dtype = position.size, np.dtype(position.dtype)
+    kinds = (LinearOperator, np.ndarray)
+    is_operator = isinstance(preconditioner, kinds) or scipy.sparse.issparse(preconditioner)
+    current: list[LinearOperator] = []
 
-    def __init__(self, given: Any, position: Position) -> None:
-        kinds = (LinearOperator, np.ndarray)
-        self._is_operator = isinstance(given, kinds) or scipy.sparse.issparse(given)
-        self._given, self._size = given, position.size
-        self._space = Space([0], ["vector"], [(position.size,)], [tf.as_dtype(position.dtype)])
-        self._inverse: LinearOperator | None = None
-        multiply = ArrayMap(self._multiply, self._space)
-        self.kind = Kind(
-            make=self._make,
-            shapes=lambda size, rank: [],
-            solve=lambda vector, tensors: multiply.apply(vector),
-            calls_python=True,
-        )
-
-    def _make(self, operator: SymmetricOperator, rank: int, seed: Sequence[int]) -> list[tf.Tensor]:
-        del rank
-        self._inverse = None
-        made = aslinearoperator(self._given if self._is_operator else self._given(operator))
-        if made.shape != (self._size, self._size):
+    def make(operator: SymmetricOperator, rank: int, seed: Any) -> list[tf.Tensor]:
+        current.clear()
+        made = aslinearoperator(preconditioner if is_operator else preconditioner(operator))
+        if made.shape != (size, size):
             raise HvpError(
                 f"the preconditioner has the shape {made.shape}",
-                f"the shape ({self._size}, {self._size}), that of the inverse of the Hessian",
+                f"the shape ({size}, {size}), that of the inverse of the Hessian",
             )
-        one, other = np.random.default_rng(seed).standard_normal((2, self._size))
-        images = [
-            np.ravel(made.matvec(v.astype(self._space.dtype.as_numpy_dtype))) for v in (one, other)
-        ]
-        lengths = one @ images[0], other @ images[1]
-        difference = abs(one @ images[1] - other @ images[0])
-        if not (min(lengths) > 0 and difference <= _ASYMMETRY * max(lengths)):
+        vectors = np.random.default_rng(seed).standard_normal((size, 2)).astype(dtype)
+        products = vectors.T @ made.matmat(vectors)
+        difference = abs(products[0, 1] - products[1, 0])
+        lengths = products.diagonal()
+        if not (lengths.min() > 0 and difference <= _ASYMMETRY * lengths.max()):
             raise HvpError(
                 "the preconditioner is not symmetric and positive definite: of two random vectors, "
                 f"u' M u = {lengths[0]:.3g}, v' M v = {lengths[1]:.3g}, and "
                 f"|u' M v - v' M u| = {difference:.3g}",
                 "an approximation of the inverse of a positive definite matrix",
             )
-        self._inverse = made
+        current.append(made)
         return []
 
-    def _multiply(self, rows: np.ndarray) -> np.ndarray:
-        assert self._inverse is not None
-        return np.asarray(self._inverse.matmat(rows.T)).T
+    def multiply(rows: np.ndarray) -> np.ndarray:
+        return np.asarray(current[0].matmat(rows.T)).T
+
+    space = Space([0], ["vector"], [(size,)], [tf.as_dtype(dtype)])
+    product = ArrayMap(multiply, space)
+    return Kind(
+        make=make,
+        shapes=lambda size, rank: [],
+        solve=lambda vector, tensors: product.apply(vector),
+        calls_python=True,
+    )

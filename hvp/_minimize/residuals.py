@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import scipy.linalg
@@ -14,7 +14,6 @@ from hvp._data.data_sets import Terms, parts_of
 from hvp._data.elements import NO_DATA, Elements, convert_batch
 from hvp._derivatives.exact import exact_functions
 from hvp._engines.options import Options
-from hvp._engines.rule import Rule
 from hvp._engines.taped import TapedGradient
 from hvp._errors import InvalidLossError, NonFiniteError, TooLargeError
 from hvp._minimize.models import SampledModel, WholeModel
@@ -26,7 +25,7 @@ from hvp._taylor.curves import Curves
 from hvp._taylor.series import Series
 from hvp._taylor.traced import TracedFunction
 from hvp._vectors.space import Space
-from hvp._vectors.variables import VariableNest
+from hvp._vectors.variables import VariableNest, collect_variables
 
 # The largest matrix that is factorized, and the largest Jacobian that is kept, in entries.
 _LARGEST, _MOST_ENTRIES = 4096, 2**27
@@ -38,33 +37,25 @@ _ACCELERATION = 0.375
 _APART = {np.dtype(np.float64): 1e-8, np.dtype(np.float32): 1e-4}
 
 
-class LossTerm(NamedTuple):
-    """The loss of a model's predictions, its weight, and the examples that it is a mean over.
-
-    The rule is a `PredictionRule`.
-    """
-
-    rule: Any
-    weight: float
-    elements: Callable[[], Elements]
-
-
-def terms_of(rule: Rule, data: Any, model: WholeModel, weights: Any) -> list[LossTerm]:
-    """Return the terms of which a loss consists: one, or one for each data set."""
+def residuals_of(
+    rule: Any, variables: Any, data: Any, model: WholeModel, weights: Any
+) -> list[TermResiduals]:
+    """Return the residuals of a loss: those of its only term, or of each data set."""
     whole: Any = NO_DATA
     if isinstance(rule, Terms):
         rule, whole = rule.on(data, Options(weight=weights))
     elif data is not None:
         whole = convert_batch(data, "data")
     elements = model.elements if isinstance(model, SampledModel) else lambda: whole
+    nest = collect_variables(variables)
     if not isinstance(rule, Terms):
-        return [LossTerm(rule, 1.0, elements)]
+        return [TermResiduals(rule, 1.0, elements, nest)]
 
     def of(name: str) -> Callable[[], Elements]:
         return lambda: dict(parts_of(elements()))[name]
 
     pairs = rule.rules.items()
-    return [LossTerm(one, rule.factors.get(name, 1.0), of(name)) for name, one in pairs]
+    return [TermResiduals(one, rule.factors.get(k, 1.0), of(k), nest) for k, one in pairs]
 
 
 class ResidualSpace:
@@ -94,14 +85,12 @@ class ResidualSpace:
 
     def __init__(
         self,
-        terms: Sequence[LossTerm],
-        nest: VariableNest,
+        terms: Sequence[TermResiduals],
         momentum: float,
         accelerates: bool,
         scale: np.ndarray | float,
     ) -> None:
-        self._space = Space.of_variables(nest)
-        self._terms = [TermResiduals(term, nest, self._space) for term in terms]
+        self._terms, self._space = terms, terms[0].space
         self._momentum, self._accelerates, self._scale = momentum, accelerates, scale
         self._gradient: np.ndarray | None = None
         self._mu = 0.0
@@ -235,11 +224,17 @@ class ResidualSpace:
 
 
 class TermResiduals:
-    """The residuals of one term."""
+    """The residuals of one term of a loss, a `PredictionRule`, at the elements that it is over.
 
-    def __init__(self, term: LossTerm, nest: VariableNest, space: Space) -> None:
-        self._term, self._nest, self._space = term, nest, space
-        self._rows = ExampleRows(term.rule.predict, nest)
+    `weight` multiplies the term.
+    """
+
+    def __init__(
+        self, rule: Any, weight: float, elements: Callable[[], Elements], nest: VariableNest
+    ) -> None:
+        self._rule, self._weight, self._elements, self._nest = rule, weight, elements, nest
+        self.space = Space.of_variables(nest)
+        self._rows = ExampleRows(rule.predict, nest)
         # Partial functions, since TensorFlow counts traces of methods together, and would warn.
         self._scale = tf.function(functools.partial(self._of_tensors), autograph=False)
         self._pushed = tf.function(functools.partial(self._push), autograph=False)
@@ -247,7 +242,7 @@ class TermResiduals:
 
     def evaluate(self) -> tuple[np.ndarray, np.ndarray]:
         """Return `y`, and `A` of shape `(residuals, n)`, in float64."""
-        elements = self._term.elements()
+        elements = self._elements()
         gradient, curvature, is_diagonal = self._scale(*elements.tensors)
         c, b = (part.numpy().astype(np.float64) for part in (gradient, curvature))
         if not is_diagonal or b.min() < 0 or (c[b == 0] != 0).any():
@@ -263,7 +258,7 @@ class TermResiduals:
                 "a convex loss of each prediction for itself, such as the mean of squares",
                 "leave out space='residuals', which is for least squares and the like",
             )
-        size = self._space.size
+        size = self.space.size
         if min(len(b), size) > _LARGEST or len(b) * size > _MOST_ENTRIES:
             raise TooLargeError(
                 f"there are {len(b)} residuals of {size} variables",
@@ -271,16 +266,16 @@ class TermResiduals:
                 "pass preconditioner='nystrom' in place of space='residuals': conjugate gradients "
                 "search in the same space, without these matrices",
             )
-        root, weighted = np.sqrt(b), np.sqrt(self._term.weight)
+        root, weighted = np.sqrt(b), np.sqrt(self._weight)
         y = np.divide(c, root, out=np.zeros_like(c), where=root > 0)
         return weighted * y, weighted * root[:, np.newaxis] * self._dense(elements, len(b))
 
     def accelerations(self, step: Sequence[tf.Tensor]) -> np.ndarray:
         """Return the second derivatives of the residuals along a step, in units of `y`."""
-        elements = self._term.elements()
+        elements = self._elements()
         _, curvature, _ = self._scale(*elements.tensors)
         second = self._pushed(elements.tensors, list(step))
-        b = self._term.weight * curvature.numpy().astype(np.float64)
+        b = self._weight * curvature.numpy().astype(np.float64)
         return np.sqrt(b) * second.numpy()
 
     def _dense(self, elements: Elements, count: int) -> np.ndarray:
@@ -289,16 +284,16 @@ class TermResiduals:
             if self._jacobian is None:
                 data = elements if elements.has_examples else None
                 self._jacobian = JacobianOperator(
-                    self._term.rule.predict, self._nest.source, data, on_stale="ignore"
+                    self._rule.predict, self._nest.source, data, on_stale="ignore"
                 )
             else:
                 self._jacobian.refresh()
-            rows = self._jacobian.to_dense(max_size=max(count, self._space.size))
+            rows = self._jacobian.to_dense(max_size=max(count, self.space.size))
         return rows.astype(np.float64)
 
     def _of_tensors(self, *tensors: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """Return the gradient and the diagonal of the Hessian of the loss in the predictions."""
-        elements, rule = self._term.elements().with_tensors(tensors), self._term.rule
+        elements, rule = self._elements().with_tensors(tensors), self._rule
         with exact_functions():
             predictions = elements.call(rule.predict)
             # A copy has no logits attached, which a loss would take instead.
@@ -323,14 +318,14 @@ class TermResiduals:
 
     def _joined(self, parts: Sequence[Any], like: Sequence[tf.Tensor]) -> tf.Tensor:
         full = [tf.zeros_like(x) if part is None else part for part, x in zip(parts, like)]
-        return tf.concat([tf.cast(tf.reshape(x, [-1]), self._space.dtype) for x in full], 0)
+        return tf.concat([tf.cast(tf.reshape(x, [-1]), self.space.dtype) for x in full], 0)
 
     def _push(self, tensors: Sequence[tf.Tensor], step: Sequence[tf.Tensor]) -> tf.Tensor:
         """Return the second derivatives of the predictions along a step."""
-        elements, variables = self._term.elements(), self._nest.variables
+        elements, variables = self._elements(), self._nest.variables
 
         def predict(*given: tf.Tensor) -> Any:
-            return tf.nest.flatten(elements.with_tensors(given).call(self._term.rule.predict))
+            return tf.nest.flatten(elements.with_tensors(given).call(self._rule.predict))
 
         specs = [tf.TensorSpec(t.shape, t.dtype) for t in tensors]
         traced, curves = TracedFunction(predict, specs, variables), Curves(1, 2, collapsed=True)

@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvp._data.data_sets import hessian_rule
+from hvp._derivatives.belonging import is_recorded, recorded_product
 from hvp._engines.options import Options, declared
 from hvp._keras.from_keras import FromKeras
 from hvp._operators.damping import check_damping
@@ -139,25 +140,22 @@ class HessianOperator(FromKeras, SymmetricOperator):
         nest = matrix.snapshot.plan.nest
         self._third = None if whole is None else third_derivative(whole, nest)
 
-    def _belonging(self, product: Any, vector: Any = None) -> Any:
+    def _multiplied(self, vector: Any) -> Any:
         third, space, snapshot = self._third, self.linear_map.domain, self._snapshot
-        if vector is None or third is None:
-            return super()._belonging(product)
+        if third is None or not is_recorded(snapshot.evaluated):
+            return super()._multiplied(vector)
+        variables = snapshot.plan.nest.variables
+        values = [variable.read_value() for variable in variables]
 
-        def recorded() -> Callable[..., list[tf.Tensor]]:
-            values = [variable.read_value() for variable in snapshot.plan.nest.variables]
+        def gradient(upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+            if tf.executing_eagerly():
+                snapshot.make_sure()
+            pair = (upstream[0] if tf.is_tensor(vector) else upstream), vector
+            parts = [space.split(v) if tf.is_tensor(v) else v for v in pair]
+            cast = [[tf.cast(p, x.dtype) for p, x in zip(of_one, values)] for of_one in parts]
+            return third(*cast, values)
 
-            def gradient(upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-                if tf.executing_eagerly():
-                    snapshot.make_sure()
-                cotangents = upstream[0] if tf.is_tensor(product) else upstream
-                both = [space.split(x) if tf.is_tensor(x) else x for x in (cotangents, vector)]
-                cast = [[tf.cast(p, x.dtype) for p, x in zip(parts, values)] for parts in both]
-                return third(*cast, values)
-
-            return gradient
-
-        return snapshot.belonging(product, recorded)
+        return recorded_product(self.linear_map.apply, vector, variables, gradient)
 
 
 @outside_strategies

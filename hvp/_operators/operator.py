@@ -113,8 +113,7 @@ class Operator(OneProcess, DtypePreserving):
         Unlike `H @ v`, this does not check whether entries are finite, which would mean waiting for
         the device.
         """
-        vector = self.linear_map.domain.vector_of(v)
-        product = self._belonging(self.linear_map.apply(vector), vector)
+        product = self._multiplied(self.linear_map.domain.vector_of(v))
         return product if tf.is_tensor(product) else self.linear_map.codomain.nest_of_parts(product)
 
     def matvec(self, x: Any) -> np.ndarray:
@@ -387,11 +386,12 @@ class Operator(OneProcess, DtypePreserving):
         rows = self.linear_map.apply(tf.transpose(block), adjoint=adjoint)
         return self._belonging(tf.transpose(rows))
 
-    def _belonging(self, product: Any, vector: Any = None) -> Any:
-        """Return the tensors of a product as a tape around it should see them.
+    def _multiplied(self, vector: Any) -> Any:
+        """Multiply by a vector in any layout, as a tape around it should see it."""
+        return self._belonging(self.linear_map.apply(vector))
 
-        `vector` is what was multiplied, unless that was a block.
-        """
+    def _belonging(self, product: Any) -> Any:
+        """Return the tensors of a product as a tape around it should see them."""
         return product
 
     def _properties(self) -> list[str]:
@@ -487,7 +487,7 @@ class EvaluatedOperator(Operator):
     def _over(self, linear_map: LinearMap) -> EvaluatedOperator:
         return EvaluatedOperator(linear_map, self._snapshot)
 
-    def _belonging(self, product: Any, vector: Any = None) -> Any:
+    def _belonging(self, product: Any) -> Any:
         return self._snapshot.belonging(product)
 
     def _properties(self) -> list[str]:

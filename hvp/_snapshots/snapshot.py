@@ -275,15 +275,20 @@ class Snapshot(OneProcess, LinearMap):
         find = functools.partial(_alive, weakref.ref(self))
         return apply_in_python(find, vector, space, adjoint)
 
-    def belonging(self, result: Any, recorded: Any = None) -> Any:
-        """Return the tensors of a product, with a gradient in the variables, or one that raises.
+    def belonging(self, result: Any) -> Any:
+        """Return the tensors of a product, whose gradient in the variables raises an error.
 
         See the module `hvp._derivatives.belonging`.
         """
-        evaluated = () if self._results is None else self._results.gradient
-        if evaluated is None and self._results is not None:
-            evaluated = tf.nest.flatten(self._results.value)
-        return belonging_to(result, self.plan.nest.variables, evaluated or (), recorded)
+        return belonging_to(result, self.plan.nest.variables, self.evaluated)
+
+    @property
+    def evaluated(self) -> list[tf.Tensor | None]:
+        """What was evaluated from the variables; empty if nothing is held."""
+        if self._results is None:
+            return []
+        gradient = self._results.gradient
+        return tf.nest.flatten(self._results.value) if gradient is None else list(gradient)
 
     def _probe_symmetry(self) -> None:
         """Check symmetry with two products, if the loss has user-defined gradients.

@@ -124,8 +124,23 @@ def test_third_derivatives_that_do_not_exist_are_an_error_when_they_are_used():
     with tf.GradientTape(persistent=True) as tape:
         tape.watch(v)
         product = H.product(v)
+        both = tf.reduce_sum(product) + tf.reduce_sum(w)
     np.testing.assert_allclose(tape.gradient(product, v), 12 * W**2)
-    with pytest.raises(hvp.SecondDerivativeError, match="While"):
+    for target in (product, both):
+        with pytest.raises(hvp.SecondDerivativeError, match="While"):
+            np.asarray(tape.gradient(target, w))
+
+
+def test_reads_of_variables_in_a_loop_are_not_counted_twice():
+    w = tf.Variable(W)
+
+    def loss():
+        return tf.while_loop(lambda i, x: i < 2, lambda i, x: (i + 1, x * w[0]), [0, w[1]])[1]
+
+    H = hvp.HessianOperator(tf.function(loss), w, engine="tape")
+    with tf.GradientTape() as tape:
+        product = H.product(tf.constant([1.0, 0.0, 0.0], F))
+    with pytest.raises(hvp.SecondDerivativeError):
         np.asarray(tape.gradient(product, w))
 
 
