@@ -112,7 +112,7 @@ axes[1].hist(
 )
 axes[1].axvline(exact, color="k", linewidth=0.8)
 axes[1].set(xlabel="local energy", ylabel="points", yscale="log")
-axes[1].legend(frameon=False)
+axes[1].legend(frameon=False, loc="upper left")
 for ax in axes:
     ax.spines[["top", "right"]].set_visible(False)
     ax.grid(alpha=0.25)

@@ -454,8 +454,10 @@ def save(key: str, result: Any) -> None:
     ordered = {name: found["workloads"][name] for name in WORKLOADS if name in found["workloads"]}
     found["workloads"] = ordered
     JSON.write_text(json.dumps(found, indent=1) + "\n")
-    names = ["hvp", "hvp, auto", "JAX", "curvlinops", "hessian-eigenthings"]
-    lines = [",".join(["workload", "matrix", *names])]
+    names = ["hvp", "hvp, auto", "JAX", "PyTorch, compiled", "curvlinops", "hessian-eigenthings"]
+    measured = {row["variant"] for rows in ordered.values() for row in rows}
+    names = [name for name in names if name in measured]
+    lines = [",".join(["workload", "matrix", *(f'"{name}"' for name in names)])]
     for name, rows in ordered.items():
         for matrix in MATRICES[:-1]:
             costs = {r["variant"]: r.get("per_gradient") for r in rows if r["matrix"] == matrix}
