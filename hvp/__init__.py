@@ -27,8 +27,8 @@ The public names:
     Solves with one operator, each of which uses what the earlier ones have learned.
 `NystromPreconditioner`, `DiagonalPreconditioner`, `BlockDiagonalPreconditioner`
     Approximate inverses that make such systems easier; they also serve as scipy's `M`.
-`ExactInverse`, `NeumannInverse`
-    Inverses as operators: by all eigenvalues, and by a series.
+`ExactInverse`, `SparseInverse`, `NeumannInverse`
+    Inverses as operators: by all eigenvalues, by sparse factors, and by a series.
 `trace`, `diagonal`, `norm`, `logdet`, `quadratic_forms`
     Numbers that describe any symmetric operator, with their standard errors.
 `eigsh`
@@ -100,6 +100,7 @@ from hvp._operators.gauss_newton import GaussNewtonOperator
 from hvp._operators.hessian import HessianOperator, hessian_vector_product
 from hvp._operators.jacobian import JacobianOperator
 from hvp._operators.linearization import Linearization, linearize
+from hvp._operators.sparse import Sparsity
 from hvp._operators.third_order import third_order_product
 from hvp._recompute.keras_segments import recompute_model
 from hvp._recompute.recompute import recompute
@@ -112,6 +113,7 @@ from hvp._solve.preconditioners import (
 )
 from hvp._solve.solve import SolveResult, solve
 from hvp._solve.solver import Solver
+from hvp._solve.sparse import SparseInverse
 from hvp._spectra.density import SpectralDensity, spectral_density
 from hvp._spectra.diagonal import diagonal
 from hvp._spectra.eigsh import EigenResult, eigsh
@@ -178,6 +180,8 @@ __all__ = [
     "SecondDerivativeError",
     "SolveResult",
     "Solver",
+    "SparseInverse",
+    "Sparsity",
     "SpectralDensity",
     "StaleOperatorError",
     "Statistics",

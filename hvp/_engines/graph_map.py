@@ -131,6 +131,10 @@ class GraphMap(LinearMap):
         parts = zip(self.domain.shapes, self.domain.dtypes)
         return [tf.zeros(shape, dtype) for shape, dtype in itertools.islice(parts, count)]
 
+    def pattern(self) -> Any:
+        """Return what the graph tells, given the integers among the residuals."""
+        return self.program.pattern(self.residuals, self.codomain.sizes)
+
     def close(self) -> None:
         """Release the residuals."""
         self.residuals = []

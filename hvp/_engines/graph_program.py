@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import scipy.sparse
 import tensorflow as tf
 
 from hvp._derivatives.replace import replace_operations
@@ -37,6 +38,7 @@ from hvp._graphs.matrix_products import for_many_vectors, on_all_cores
 from hvp._graphs.schedule import in_order_if_large
 from hvp._graphs.simplify import simplified
 from hvp._graphs.sizes import BORROWED, nbytes
+from hvp._graphs.sparsity import pattern_of
 from hvp._graphs.split import has_effects, split
 from hvp._graphs.target import LOCAL, ExecutionTarget
 from hvp._graphs.wide import in_float64
@@ -279,6 +281,17 @@ class GraphProgram:
         if self._packing is None or len(tensors) == len(self.residuals):
             return list(tensors)
         return self._packing.unpack(tensors)[len(self._reads) :]
+
+    def pattern(self, tensors: Sequence[tf.Tensor], sizes: Sequence[int]) -> Any:
+        """Return where products depend on vectors, by rows; `sizes` are those of products."""
+        known = {**self._handles, **dict(zip(self.residuals, self.unpack(tensors)))}
+        vectors = dict(zip(self._vectors, self._traced.vector_specs))
+        found = iter(pattern_of(self._product_in_any_order, vectors, known, self._products))
+        of_parts = [None if name is None else next(found) for name in self._traced.products]
+        width = sum(spec.shape.num_elements() for spec in vectors.values())
+        empty = [scipy.sparse.csr_array((size, width), dtype=bool) for size in sizes]
+        parts = [none if part is None else part for part, none in zip(of_parts, empty)]
+        return scipy.sparse.vstack(parts, format="csr")
 
     def changed(self, *residuals: tf.Tensor) -> tf.Tensor:
         """Return whether variables differ from the values that are packed with the residuals."""

@@ -16,6 +16,7 @@ import abc
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
+import scipy.sparse
 import tensorflow as tf
 
 from hvp._vectors.space import Space
@@ -73,6 +74,10 @@ class LinearMap(abc.ABC):
         """The transpose, which shares the residuals."""
         return Adjoint(self)
 
+    def pattern(self) -> Any:
+        """Return where the matrix may be nonzero, as a sparse boolean matrix; None if unknown."""
+        return None
+
     def as_function(self) -> TensorFunction | None:
         """Return the map as a function of the tensors it holds; None if it cannot be one."""
         return None
@@ -116,6 +121,11 @@ class Adjoint(LinearMap):
         """Multiply by a vector in any layout."""
         return self._plain.apply(vector, adjoint=not adjoint)
 
+    def pattern(self) -> Any:
+        """Return the transposed pattern."""
+        pattern = self._plain.pattern()
+        return None if pattern is None else pattern.T.tocsr()
+
     @property
     def T(self) -> LinearMap:  # noqa: N802
         """The map itself."""
@@ -158,6 +168,11 @@ class Sum(LinearMap):
             total = product if total is None else added(total, product)
         return tf.zeros([*vector.shape[:-1], space.size], space.dtype) if total is None else total
 
+    def pattern(self) -> Any:
+        """Return the union of the terms' patterns."""
+        patterns = [term.pattern() for _, term in self._terms]
+        return None if None in patterns else sum(patterns[1:], patterns[0])
+
     def close(self) -> None:
         """Release the terms."""
         for _, term in self._terms:
@@ -189,6 +204,10 @@ class Identity(LinearMap):
         """Return the vector."""
         del adjoint
         return vector
+
+    def pattern(self) -> Any:
+        """Return the diagonal."""
+        return scipy.sparse.csr_array(scipy.sparse.identity(self.domain.size, dtype=bool))
 
 
 def damped(plain: LinearMap, damping: float) -> LinearMap:

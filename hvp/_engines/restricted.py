@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from hvp._engines.linear_map import LinearMap
@@ -45,6 +46,11 @@ class Selection:
         pieces = [vector[..., start:end] for start, end in self.runs]
         joined = pieces[0] if len(pieces) == 1 else tf.concat(pieces, axis=-1)
         return tf.cast(joined, self.space.dtype)
+
+    @property
+    def entries(self) -> np.ndarray:
+        """The numbers of the entries in a flat vector of the whole space."""
+        return np.concatenate([np.arange(start, end) for start, end in self.runs])
 
     def _find_runs(self) -> list[tuple[int, int]]:
         runs: list[tuple[int, int]] = []
@@ -90,3 +96,8 @@ class Restricted(LinearMap):
         """Multiply by a vector in any layout."""
         into, out = (self._rows, self._columns) if adjoint else (self._columns, self._rows)
         return out.taken(self._whole.apply(into.widened(vector), adjoint=adjoint))
+
+    def pattern(self) -> Any:
+        """Return rows and columns of the whole pattern."""
+        pattern = self._whole.pattern()
+        return None if pattern is None else pattern[self._rows.entries][:, self._columns.entries]

@@ -275,6 +275,12 @@ class Snapshot(OneProcess, LinearMap):
         find = functools.partial(_alive, weakref.ref(self))
         return apply_in_python(find, vector, space, adjoint)
 
+    def pattern(self) -> Any:
+        """Return where the matrix may be nonzero at the current point; None if unknown."""
+        self._refuse_graphs("pattern")
+        with self._guard, self._guard.lock:
+            return self._current()[1].pattern()
+
     def belonging(self, result: Any) -> Any:
         """Return the tensors of a product, whose gradient in the variables raises an error.
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from hvp._engines.linear_map import TensorFunction
 from hvp._operators.matrix import Matrix
+from hvp._operators.operator import Operator
 from hvp._runtime.checkpoint import Checkpoint
 from hvp._runtime.interrupts import deliver_interrupt
 from hvp._runtime.progress import progress_bar
@@ -21,6 +22,7 @@ from hvp._solve.outcome import SolveOutcome
 from hvp._solve.preconditioners import NO_PRECONDITION
 from hvp._solve.recycled import RecycledSpace
 from hvp._solve.rows import norms, system_residual
+from hvp._solve.sparse import SparseInverse
 
 # Upper bounds on the columns of a block and on the memory of its vectors, and the number of vectors
 # that an iteration needs for each column.
@@ -122,7 +124,20 @@ def solve_exactly(equations: Equations, b: np.ndarray) -> Solution:
     return solution
 
 
-def _multiply_rows(inverse: ExactInverse, b: np.ndarray) -> np.ndarray:
+def solve_sparsely(equations: Equations, b: np.ndarray, inverse: SparseInverse) -> Solution:
+    """Solve with the factors of a sparse matrix, with one step of iterative refinement."""
+    solution = Solution.begin(b)
+    solution.x = _multiply_rows(inverse, b)
+    solution.x += _multiply_rows(inverse, equations.residual(b, solution.x))
+    solution.residual_norms = norms(equations.residual(b, solution.x))
+    solution.products = 2 * len(b)
+    converged = solution.residual_norms <= equations.tolerance
+    outcomes = int(SolveOutcome.CONVERGED), int(SolveOutcome.STALLED)
+    solution.outcome = np.where(converged, *outcomes)
+    return solution
+
+
+def _multiply_rows(inverse: Operator, b: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(inverse.matmat(b.T).T)
 
 

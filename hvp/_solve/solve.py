@@ -30,7 +30,13 @@ from hvp._runtime.progress import check_progress
 from hvp._runtime.user_warning import warn
 from hvp._solve.block_conjugate_gradients import BLOCK_CONJUGATE_GRADIENTS
 from hvp._solve.conjugate_gradients import CONJUGATE_GRADIENTS
-from hvp._solve.equations import Equations, Solution, solve_exactly, solve_iteratively
+from hvp._solve.equations import (
+    Equations,
+    Solution,
+    solve_exactly,
+    solve_iteratively,
+    solve_sparsely,
+)
 from hvp._solve.method import Method
 from hvp._solve.minres import MINRES
 from hvp._solve.nystrom import NystromSketch, nystrom_factors
@@ -46,9 +52,10 @@ from hvp._solve.rank import RankPlan
 from hvp._solve.recycled import RecycledSpace
 from hvp._solve.right_hand_sides import RightHandSides
 from hvp._solve.rows import norms
+from hvp._solve.sparse import SparseInverse
 
 _KRYLOV = {m.name: m for m in (CONJUGATE_GRADIENTS, BLOCK_CONJUGATE_GRADIENTS, MINRES)}
-_NAMES = ("auto", *_KRYLOV, "exact")
+_NAMES = ("auto", *_KRYLOV, "exact", "sparse")
 _PRECONDITIONERS: dict[str, Any] = {
     "nystrom": NystromPreconditioner,
     "diagonal": DiagonalPreconditioner,
@@ -119,7 +126,7 @@ def solve(
     H: Any,
     b: Any,
     *,
-    method: Literal["auto", "cg", "block_cg", "minres", "exact"] = "auto",
+    method: Literal["auto", "cg", "block_cg", "minres", "exact", "sparse"] = "auto",
     damping: float = 0.0,
     rtol: float = 1e-5,
     atol: float = 0.0,
@@ -139,13 +146,14 @@ def solve(
     b : array_like of shape `(n,)` or `(n, k)`, tf.Tensor, or nest
         A single right-hand side, or one in each column, or a nest with the structure of the
         variables.
-    method : {"auto", "cg", "block_cg", "minres", "exact"}, optional
+    method : {"auto", "cg", "block_cg", "minres", "exact", "sparse"}, optional
         - ``"cg"`` is the method of conjugate gradients, for positive definite operators. Columns
           that have converged are removed from the block.
         - ``"block_cg"`` is the method of block conjugate gradients, in which every column searches
           the Krylov space of all columns. It needs the fewest products for many columns.
         - ``"minres"`` is for indefinite and singular operators.
         - ``"exact"`` computes all eigenvalues, for small `n`.
+        - ``"sparse"`` factorizes a matrix whose entries are mostly zero; see `SparseInverse`.
         - ``"auto"``, the default, chooses ``"exact"`` if that is cheapest, otherwise ``"cg"`` for
           a single column and ``"block_cg"`` for more columns. The columns in which these meet
           negative curvature are then solved by ``"exact"`` for `n` up to 2048, and by ``"minres"``
@@ -307,6 +315,10 @@ def solve_with(
                 "settings": repr(settings),
             }
             file = Checkpoint(checkpoint, fingerprint)
+        if method == "sparse":
+            inverse = SparseInverse(H, damping)
+            solution = solve_sparsely(equations, columns, inverse)
+            return _result(right_hand_sides, solution, ["sparse"])
         if method == "exact":
             saved_state = {} if file is None else file.load()
             if saved_state:
@@ -340,9 +352,9 @@ def _check(method: Any, damping: Any, rtol: Any, atol: Any, maxiter: Any, M: Any
     check_number(atol, "atol")
     if maxiter is not None:
         check_count(maxiter, "maxiter")
-    if M is not None and method == "exact":
+    if M is not None and method in ("exact", "sparse"):
         raise HvpError(
-            "the method is 'exact', which takes no preconditioner M",
+            f"the method is {method!r}, which takes no preconditioner M",
             "an iterative method",
             "leave M or method out",
         )

@@ -1,0 +1,164 @@
+"""Sparse matrices from a few products: columns without a common row share one."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import scipy.sparse
+import tensorflow as tf
+
+from hvp._engines.linear_map import LinearMap
+from hvp._errors import FailedCheckError
+
+# How far products with a sparse matrix and with its operator may be apart in a row, relative to
+# the products of absolute values: this power of the unit of rounding.
+_APART = 0.6
+# Columns of one block of products.
+_BLOCK = 64
+
+
+@dataclass(frozen=True, repr=False)
+class Sparsity:
+    """Where a matrix may have entries that are not zero, and how few products tell them.
+
+    Attributes
+    ----------
+    pattern : scipy.sparse.csr_array
+        A boolean matrix of the operator's shape.
+    colors : ndarray of int
+        The number of the product that each column takes part in; of each row, if `by_rows`.
+    products : int
+        The number of products.
+    by_rows : bool
+        Whether products are with the transpose.
+    separate : ndarray of bool
+        Rows of a symmetric matrix that are taken from its columns, which are multiplied one by one.
+    """
+
+    pattern: Any
+    colors: np.ndarray
+    products: int
+    by_rows: bool
+    separate: np.ndarray
+
+    @functools.cached_property
+    def entries(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """The entries of the pattern in the order of the products that tell them.
+
+        These are their places in the pattern, their rows and colors in products, and for each
+        color the number of entries before.
+        """
+        pattern = self.pattern.T.tocsr() if self.by_rows else self.pattern
+        i, j = np.repeat(np.arange(pattern.shape[0]), np.diff(pattern.indptr)), pattern.indices
+        if self.separate.any():
+            turned = self.separate[i] & ~self.separate[j]
+            i, j = np.where(turned, j, i), np.where(turned, i, j)
+        color = self.colors[j]
+        order = np.argsort(color, kind="stable")
+        starts = np.searchsorted(color[order], np.arange(self.products + 1))
+        return order, i[order], color[order], starts
+
+    def __repr__(self) -> str:
+        rows, columns = self.pattern.shape
+        return (
+            f"Sparsity({rows} x {columns}, {self.pattern.nnz} entries, {self.products} products"
+            f"{' with the transpose' if self.by_rows else ''})"
+        )
+
+
+def sparsity_of(pattern: Any, symmetric: bool) -> Sparsity:
+    """Return a pattern with the coloring that needs the fewest products."""
+    pattern = scipy.sparse.csr_array(pattern, dtype=bool)
+    pattern.sum_duplicates()
+    none = np.zeros(pattern.shape[0], bool)
+    if symmetric:
+        pattern = scipy.sparse.csr_array(pattern + pattern.T)
+        separate = _dense_rows(pattern)
+        colors = _colored(pattern, separate)
+        return Sparsity(pattern, colors, int(colors.max(initial=-1)) + 1, False, separate)
+    columns, rows = _colored(pattern, none), _colored(pattern.T.tocsr(), none[:0])
+    by_rows = rows.max(initial=-1) < columns.max(initial=-1)
+    colors = rows if by_rows else columns
+    return Sparsity(pattern, colors, int(colors.max(initial=-1)) + 1, by_rows, none)
+
+
+def _dense_rows(pattern: Any) -> np.ndarray:
+    """Return a mask of the rows of a symmetric pattern that are better multiplied one by one.
+
+    At least as many products are needed as a row has entries, beside one for each of these rows.
+    """
+    lengths = np.diff(pattern.indptr)
+    ordered = np.sort(lengths)[::-1]
+    needed = np.arange(len(ordered) + 1) + np.append(ordered, 0)
+    count = int(np.argmin(needed))
+    separate = np.zeros(len(lengths), bool)
+    separate[np.argsort(-lengths, kind="stable")[:count]] = True
+    return separate
+
+
+def _colored(pattern: Any, separate: np.ndarray) -> np.ndarray:
+    """Color columns so that two of a color have no common row, other than those that are separate.
+
+    Separate columns have colors of their own. The colors that a row has are the bits of a number.
+    """
+    count = pattern.shape[1]
+    by_columns = pattern.tocsc()
+    starts, rows = by_columns.indptr.tolist(), by_columns.indices.tolist()
+    skipped = separate.tolist() if len(separate) else [False] * pattern.shape[0]
+    alone = skipped if len(separate) == count else [False] * count
+    used, colors = [0] * pattern.shape[0], np.empty(count, np.int64)
+    for column in range(count):
+        if alone[column]:
+            continue
+        own = [row for row in rows[starts[column] : starts[column + 1]] if not skipped[row]]
+        taken = 0
+        for row in own:
+            taken |= used[row]
+        bit = ~taken & (taken + 1)
+        colors[column] = bit.bit_length() - 1
+        for row in own:
+            used[row] |= bit
+    mask = np.array(alone, bool)
+    first = int(colors[~mask].max(initial=-1)) + 1
+    colors[mask] = first + np.arange(mask.sum())
+    return colors
+
+
+def recovered(sparsity: Sparsity, matrix: LinearMap, dtype: np.dtype) -> Any:
+    """Return a matrix from products.
+
+    FailedCheckError is raised if its product with a random vector is not that of the map.
+    """
+    pattern = sparsity.pattern.T.tocsr() if sparsity.by_rows else sparsity.pattern
+    matrix = matrix.T if sparsity.by_rows else matrix
+    rows, columns = pattern.shape
+    order, i, color, starts = sparsity.entries
+    values, every = np.empty(len(i), dtype), np.arange(columns)
+    probe = np.random.default_rng(0).standard_normal(columns)
+    # The random vector is the last row of all blocks.
+    for first in range(0, sparsity.products + 1, _BLOCK):
+        end = min(first + _BLOCK, sparsity.products + 1)
+        seeds = np.zeros((end - first, columns), matrix.domain.dtype.as_numpy_dtype)
+        own = (sparsity.colors >= first) & (sparsity.colors < end)
+        seeds[sparsity.colors[own] - first, every[own]] = 1
+        if end > sparsity.products:
+            seeds[-1] = probe
+        products = matrix.apply(tf.constant(seeds)).numpy()
+        taken = slice(starts[first], starts[min(end, sparsity.products)])
+        values[order[taken]] = products.ravel()[(color[taken] - first) * rows + i[taken]]
+    found = scipy.sparse.csr_array((values, pattern.indices, pattern.indptr), shape=pattern.shape)
+    difference = np.abs(found @ probe - products[-1])
+    scale = abs(found) @ np.abs(probe) + np.abs(products[-1])
+    wrong = ~(difference <= np.finfo(dtype).eps ** _APART * scale)
+    if wrong.any():
+        raise FailedCheckError(
+            f"the products of {int(wrong.sum())} rows with a random vector are not those of the "
+            f"operator (the first is row {int(np.argmax(wrong))}): the pattern lacks entries, or "
+            "products are not finite",
+            "a pattern with all entries that are not zero",
+            "leave out pattern; to_dense() needs none",
+        )
+    return scipy.sparse.csr_array(found.T) if sparsity.by_rows else found
