@@ -61,6 +61,28 @@ class Sparsity:
         starts = np.searchsorted(color[order], np.arange(self.products + 1))
         return order, i[order], color[order], starts
 
+    @functools.cached_property
+    def at_once(self) -> tuple[tf.Tensor, np.ndarray]:
+        """The vectors of all products, and where in these each entry of the pattern is."""
+        order, i, color, _ = self.entries
+        places, rows = np.empty(len(i), np.int64), self.pattern.shape[1 if self.by_rows else 0]
+        places[order] = color * rows + i
+        return tf.constant(self.seeds(0, self.products + 1, self.probe)), places
+
+    @functools.cached_property
+    def probe(self) -> np.ndarray:
+        """A random vector."""
+        return np.random.default_rng(0).standard_normal(len(self.colors))
+
+    def seeds(self, first: int, end: int, probe: np.ndarray) -> np.ndarray:
+        """Return the vectors of products as rows, after all of which comes the random vector."""
+        seeds = np.zeros((end - first, len(self.colors)), probe.dtype)
+        own = np.flatnonzero((self.colors >= first) & (self.colors < end))
+        seeds[self.colors[own] - first, own] = 1
+        if end > self.products:
+            seeds[-1] = probe
+        return seeds
+
     def __repr__(self) -> str:
         rows, columns = self.pattern.shape
         return (
@@ -134,21 +156,22 @@ def recovered(sparsity: Sparsity, matrix: LinearMap, dtype: np.dtype) -> Any:
     """
     pattern = sparsity.pattern.T.tocsr() if sparsity.by_rows else sparsity.pattern
     matrix = matrix.T if sparsity.by_rows else matrix
-    rows, columns = pattern.shape
-    order, i, color, starts = sparsity.entries
-    values, every = np.empty(len(i), dtype), np.arange(columns)
-    probe = np.random.default_rng(0).standard_normal(columns)
-    # The random vector is the last row of all blocks.
-    for first in range(0, sparsity.products + 1, _BLOCK):
-        end = min(first + _BLOCK, sparsity.products + 1)
-        seeds = np.zeros((end - first, columns), matrix.domain.dtype.as_numpy_dtype)
-        own = (sparsity.colors >= first) & (sparsity.colors < end)
-        seeds[sparsity.colors[own] - first, every[own]] = 1
-        if end > sparsity.products:
-            seeds[-1] = probe
-        products = matrix.apply(tf.constant(seeds)).numpy()
-        taken = slice(starts[first], starts[min(end, sparsity.products)])
-        values[order[taken]] = products.ravel()[(color[taken] - first) * rows + i[taken]]
+    rows = pattern.shape[0]
+    probe = sparsity.probe.astype(matrix.domain.dtype.as_numpy_dtype)
+    if sparsity.products < _BLOCK:
+        seeds, places = sparsity.at_once
+        products = matrix.apply(tf.cast(seeds, matrix.domain.dtype)).numpy()
+        values = products.ravel().take(places).astype(dtype, copy=False)
+    else:
+        order, i, color, starts = sparsity.entries
+        values = np.empty(len(i), dtype)
+        # The random vector is the last row of all blocks.
+        for first in range(0, sparsity.products + 1, _BLOCK):
+            end = min(first + _BLOCK, sparsity.products + 1)
+            seeds = sparsity.seeds(first, end, probe)
+            products = matrix.apply(tf.constant(seeds)).numpy()
+            taken = slice(starts[first], starts[min(end, sparsity.products)])
+            values[order[taken]] = products.ravel()[(color[taken] - first) * rows + i[taken]]
     found = scipy.sparse.csr_array((values, pattern.indices, pattern.indptr), shape=pattern.shape)
     difference = np.abs(found @ probe - products[-1])
     scale = abs(found) @ np.abs(probe) + np.abs(products[-1])
