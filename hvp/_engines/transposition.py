@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import tensorflow as tf
 
 from hvp._derivatives.corrections import corrected_derivatives
+from hvp._derivatives.gradient import densify
 from hvp._derivatives.replace import replace_operations
 from hvp._graphs.concrete import captures
 from hvp._graphs.graph import Graph, node_of
@@ -72,7 +73,9 @@ class TransposedProduct:
             weights[:] = [tf.compat.v1.placeholder(part.dtype, part.shape) for part in products]
             with corrected_derivatives():
                 parts = tf.gradients(products, at, weights, unconnected_gradients="zero")
-            return [tf.identity(part) for part in parts]
+            # The derivative of a gather has rows with their numbers.
+            dense = (densify(part, x.shape) for part, x in zip(parts, at))
+            return [tf.identity(part) for part in dense]
 
         inputs = [*specs[:zeros], *residuals]
         concrete = tf.function(transposed, autograph=False).get_concrete_function(*inputs)

@@ -321,3 +321,16 @@ def test_rows_after_a_change_are_those_of_the_evaluation():
     np.testing.assert_allclose(J.to_dense(), x * np.cos(3 * x), rtol=1e-10)
     J.refresh()
     np.testing.assert_allclose(J.to_dense(), x * np.cos(5 * x), rtol=1e-10)
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+@pytest.mark.parametrize("engine", ["graph", "tape"])
+def test_sums_of_segments(count, engine):
+    ids = np.array([1, 0, 1])
+    w = tf.Variable(np.random.default_rng(0).standard_normal((3, 2)))
+    J = hvp.JacobianOperator(lambda: tf.math.unsorted_segment_sum(w, ids, count), w, engine=engine)
+    expected = np.kron(np.eye(count)[:, ids], np.eye(2))
+    np.testing.assert_array_equal(J.to_dense(), expected)
+    v = np.arange(6.0)
+    np.testing.assert_array_equal(J @ v, expected @ v)
+    np.testing.assert_array_equal(J.T @ np.arange(2.0 * count), expected.T @ np.arange(2.0 * count))
