@@ -183,8 +183,8 @@ def recovered(sparsity: Sparsity, matrix: LinearMap, dtype: np.dtype) -> Any:
         row = int(np.argmax(np.where(wrong, difference, -1)))
         raise FailedCheckError(
             f"the products of {int(wrong.sum())} rows with a random vector are not those of the "
-            f"operator (in row {row} by {difference[row] / scale[row]:.2g} of its size): the pattern "
-            "lacks entries, or products are not finite or not accurate",
+            f"operator (in row {row} by {difference[row] / scale[row]:.2g} of its size): the "
+            "pattern lacks entries, or products are not finite or not accurate",
             "a pattern with all entries that are not zero",
             "leave out pattern; to_dense() needs none",
         )
