@@ -17,6 +17,8 @@ The public names:
     scipy's optimizers on a loss, with the derivatives that each of them takes.
 `NewtonCG`
     A truncated Newton method whose inner iterations run in a graph.
+`fit`
+    Least squares for models with named parameters, with standard errors.
 `ScipyObjective`
     The functions that scipy's optimizers ask for, if you want to call these yourself.
 `check`
@@ -92,6 +94,7 @@ from hvp._errors import (
 from hvp._influence.influence import InfluenceFunctions, TokenScores, TopInfluences
 from hvp._kronecker.factored import FactoredOperator
 from hvp._kronecker.kfac import EKFAC, KFAC, BlockDescription
+from hvp._minimize.fit import FitResult, fit
 from hvp._minimize.minimize import minimize
 from hvp._minimize.newton_cg import NewtonCG, NewtonStep
 from hvp._minimize.objective import ScipyObjective
@@ -154,6 +157,7 @@ __all__ = [
     "FailedCheckError",
     "Finding",
     "FisherOperator",
+    "FitResult",
     "GaussNewtonOperator",
     "GraphModeError",
     "HessianOperator",
@@ -192,6 +196,7 @@ __all__ = [
     "check",
     "diagonal",
     "eigsh",
+    "fit",
     "hessian_trace",
     "hessian_vector_product",
     "jet",
