@@ -216,12 +216,13 @@ class Operator(OneProcess, DtypePreserving):
 
     @Uninterrupted()
     def diagonal(self, *, max_size: int = 4096) -> np.ndarray:
-        """Return the exact diagonal, which takes `n` products.
+        """Return the exact diagonal, which takes `n` products, or fewer if the matrix is sparse.
 
         Parameters
         ----------
         max_size : int, optional
-            The largest `n` to accept. `hvp.diagonal` estimates the diagonal of a larger matrix.
+            The largest number of products. `hvp.diagonal` estimates the diagonal of a matrix that
+            takes more.
 
         Returns
         -------
@@ -231,13 +232,17 @@ class Operator(OneProcess, DtypePreserving):
         Raises
         ------
         TooLargeError
-            If `n` is larger than `max_size`.
+            If it takes more products than `max_size`.
         HvpError
             If the operator is not square.
         """
         self._refuse_rectangular("asked for its diagonal", "")
         size = self.shape[0]
         if size > max_size:
+            with contextlib.suppress(HvpError):  # where no pattern is known, or one without zeros
+                sparsity = self.sparsity()
+                if sparsity.products <= max_size:
+                    return self.to_sparse(pattern=sparsity).diagonal()
             raise TooLargeError(
                 f"the diagonal of a matrix of {size} x {size} numbers takes {size} products",
                 f"at most {max_size}",

@@ -14,10 +14,12 @@ from hvp._operators.damping import check_damping
 from hvp._operators.operator import Operator
 from hvp._operators.symmetric import matrix_of
 from hvp._runtime.arguments import check_flag
-from hvp._runtime.interrupts import Uninterrupted
+from hvp._runtime.interrupts import Uninterrupted, deliver_interrupt
 
 # The first shift, relative to the largest diagonal entry, and the factor of the next ones.
 _SHIFT, _NEXT_SHIFT = 1e-4, 10.0
+# Right-hand sides of one solution.
+_BLOCK = 64
 
 
 class SparseInverse(Operator):
@@ -92,7 +94,50 @@ class SparseInverse(Operator):
                 "add damping",
             )
         self.log_determinant = float(np.log(np.abs(pivots)).sum())
-        super().__init__(ArrayMap(lambda rows: factors.solve(_columns(rows)).T, space))
+        self._solve = lambda rows: factors.solve(_columns(rows)).T
+        super().__init__(ArrayMap(self._solve, space))
+
+    @Uninterrupted()
+    def standard_errors(self, which: Any = None) -> np.ndarray:
+        """Return standard errors: square roots of entries of the diagonal of the inverse.
+
+        Parameters
+        ----------
+        which : array of int, optional
+            The numbers of the entries of the flat vector whose errors are wanted; all by default.
+
+        Returns
+        -------
+        ndarray
+            The errors, in float64. Each takes a solution with the factors.
+
+        Raises
+        ------
+        HvpError
+            If the matrix is not known to be positive definite, so that the variables are not at a
+            minimum; or if `which` has other numbers than those of entries.
+        """
+        if self.negative != 0 or self.shift:
+            raise HvpError(
+                f"the matrix has {self.negative} negative eigenvalues"
+                if self.negative
+                else "the matrix was not found to be positive definite",
+                "the Hessian at a minimum of the negative log-likelihood",
+                "minimize first, or pass a Gauss-Newton or Fisher matrix",
+            )
+        size = self.shape[0]
+        places = np.arange(size) if which is None else np.asarray(which)
+        if places.dtype.kind not in "iu" or not ((places >= 0) & (places < size)).all():
+            raise HvpError("which has other entries than 0 to n - 1", f"integers below {size}")
+        variances = []
+        for start in range(0, len(places), _BLOCK):
+            deliver_interrupt()
+            taken = places[start : start + _BLOCK]
+            units = np.zeros((len(taken), size))
+            units[np.arange(len(taken)), taken] = 1
+            solved = self._solve(units)
+            variances.append(solved[np.arange(len(taken)), taken])
+        return np.sqrt(np.concatenate([np.zeros(0), *variances]))
 
 
 def _columns(rows: np.ndarray) -> np.ndarray:

@@ -85,3 +85,31 @@ def test_newton_with_a_sparse_factorization_settles_a_long_string():
     assert result.success, result.message
     assert result.nit <= 15
     assert max(step.cg_iterations for step in result.history) <= 2
+
+
+def test_standard_errors_of_chosen_entries():
+    loss, w = banded()
+    H = hvp.HessianOperator(loss, w)
+    inverse = hvp.SparseInverse(H)
+    expected = np.sqrt(np.linalg.inv(H.to_dense()).diagonal())
+    np.testing.assert_allclose(inverse.standard_errors(), expected, rtol=1e-10)
+    np.testing.assert_allclose(inverse.standard_errors([3, 57]), expected[[3, 57]], rtol=1e-10)
+    with pytest.raises(hvp.HvpError, match="60"):
+        inverse.standard_errors([60])
+    loss, w = banded(shift=-1.0)
+    with pytest.raises(hvp.HvpError, match="negative eigenvalues"):
+        hvp.SparseInverse(hvp.HessianOperator(loss, w)).standard_errors()
+
+
+def test_the_diagonal_of_a_large_sparse_matrix_is_exact():
+    loss, w = banded(size=5000)
+    H = hvp.HessianOperator(loss, w)
+    before = H.stats.products
+    diagonal = H.diagonal()
+    assert H.stats.products - before < 10
+    steps = 12 * np.diff(w.numpy()) ** 2
+    np.testing.assert_allclose(diagonal, 2 + np.pad(steps, (0, 1)) + np.pad(steps, (1, 0)))
+    dense = tf.Variable(np.ones(5000))
+    full = hvp.HessianOperator(lambda: tf.reduce_sum(dense) ** 2, dense)
+    with pytest.raises(hvp.TooLargeError, match="5000"):
+        full.diagonal()
