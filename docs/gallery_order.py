@@ -2,8 +2,8 @@
 
 ORDER = """
 cg_solve persistent_tapes all_digits memory_limit gauss_newton standard_errors spectrum sharpness
-newton_logistic newton_autoencoder newton_pinn poisson_pinn schroedinger influence_digits influence_loo ekfac_influence
-influence_text laplace two_workers
+newton_logistic newton_autoencoder newton_pinn poisson_pinn schroedinger influence_digits
+influence_loo ekfac_influence influence_text laplace two_workers
 """.split()
 
 

@@ -304,14 +304,12 @@ class Operator(OneProcess, DtypePreserving):
         -----
         The pattern comes from the graph of a product, through which sets of entries are propagated,
         and may have entries that are always zero. It costs about as much as some tens of products.
-        Columns that have no row in common share a product (Curtis, Powell and Reid 1974 [1]_), and
-        rows that are nearly full are taken from columns, if the matrix is symmetric.
+        Columns that have no row in common share a product, and rows that are nearly full are taken
+        from columns, if the matrix is symmetric.
 
-        References
-        ----------
-        .. [1] A. R. Curtis, M. J. D. Powell, J. K. Reid, "On the estimation of sparse Jacobian
-           matrices", IMA Journal of Applied Mathematics 13(1), 117-119, 1974.
-           https://doi.org/10.1093/imamat/13.1.117
+        Related: A. R. Curtis, M. J. D. Powell and J. K. Reid, "On the estimation of sparse Jacobian
+        matrices", IMA Journal of Applied Mathematics 13(1), 1974,
+        https://doi.org/10.1093/imamat/13.1.117.
         """
         pattern = self.linear_map.pattern()
         if pattern is None:
