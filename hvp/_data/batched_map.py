@@ -12,6 +12,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Optional
 
+import scipy.sparse
 import tensorflow as tf
 
 from hvp._data.elements import Elements
@@ -91,6 +92,20 @@ class BatchedMap(LinearMap):
     def nbytes(self) -> int:  # type: ignore[override]
         """Bytes of what is held, including the data of its batches."""
         return sum(self._used.values())
+
+    def pattern(self) -> Any:
+        """Return the patterns of all batches together, if they are held in this process."""
+        if self.streamed or not self._pool.is_local:
+            return None
+        [terms] = self.held.values()
+        patterns = [terms[index].map.pattern() for index in sorted(terms)]
+        if self.regularization is not None:
+            patterns.append(self.regularization.pattern())
+        if any(pattern is None for pattern in patterns):
+            return None
+        if self._batches.rule.stacks:
+            return scipy.sparse.hstack(patterns, format="csr")
+        return sum(patterns[1:], patterns[0])
 
     def close(self) -> None:
         """Release what is held; what a lost device holds is gone anyway."""

@@ -171,7 +171,9 @@ class Sum(LinearMap):
     def pattern(self) -> Any:
         """Return the union of the terms' patterns."""
         patterns = [term.pattern() for _, term in self._terms]
-        return None if None in patterns else sum(patterns[1:], patterns[0])
+        if any(pattern is None for pattern in patterns):
+            return None
+        return sum(patterns[1:], patterns[0])
 
     def close(self) -> None:
         """Release the terms."""

@@ -297,8 +297,8 @@ class Operator(OneProcess, DtypePreserving):
         TooLargeError
             If the pattern would have more than 2**27 entries.
         HvpError
-            If it is not known: of other engines than ``"graph"``, of batches, and of matrices that
-            are not those of a loss or function.
+            If it is not known: of the tape engine, of batches on devices or evaluated again for
+            each product, and of matrices that are not those of a loss or function.
 
         Notes
         -----
@@ -315,7 +315,7 @@ class Operator(OneProcess, DtypePreserving):
         if pattern is None:
             raise HvpError(
                 "the pattern of the matrix is not known",
-                'the matrix of a loss or function with engine="graph", whose data are one batch',
+                'the matrix of a loss or function with engine="graph", held in this process',
                 "pass to_sparse(pattern=...), a matrix that is nonzero wherever this one may be",
             )
         return sparsity_of(pattern, self.is_symmetric)

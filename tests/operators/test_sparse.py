@@ -167,13 +167,34 @@ def example(x, w):
     return (x[:, :-1] - x[:, 1:]) * w[:-1] + w[1:] ** 2
 
 
-def test_patterns_that_are_given():
+def problem_of_batches():
     w, x = variable(15), np.random.default_rng(0).standard_normal((6, 15))
 
     def loss(x):
         return tf.reduce_mean(tf.reduce_sum(example(x, w) ** 2, axis=1))
 
-    H = hvp.HessianOperator(loss, w, (x,), batch_size=2)
+    return loss, w, (x,)
+
+
+@pytest.mark.parametrize("options", [{"batch_size": 2}, {"devices": ["CPU:0"], "batch_size": 4}])
+def test_batches(options):
+    loss, w, data = problem_of_batches()
+    options["regularization"] = lambda: tf.reduce_sum(w[2:] * w[:-2])
+    H = hvp.HessianOperator(loss, w, data, **options)
+    if "devices" in options:
+        with pytest.raises(hvp.HvpError, match="pattern"):
+            H.sparsity()
+        return
+    assert H.sparsity().products <= 5
+    np.testing.assert_allclose(H.to_sparse().toarray(), H.to_dense(), rtol=1e-9, atol=1e-12)
+    J = hvp.JacobianOperator(lambda x: example(x, w), w, data, batch_size=2)
+    assert J.sparsity().products == 2
+    np.testing.assert_allclose(J.to_sparse().toarray(), J.to_dense(), rtol=1e-9, atol=1e-12)
+
+
+def test_patterns_that_are_given():
+    loss, w, data = problem_of_batches()
+    H = hvp.HessianOperator(loss, w, data, engine="tape")
     with pytest.raises(hvp.HvpError, match="pattern"):
         H.sparsity()
     band = scipy.sparse.diags_array([np.ones(14), np.ones(15), np.ones(14)], offsets=[-1, 0, 1])
