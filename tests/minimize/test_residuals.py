@@ -42,6 +42,10 @@ def dense_step(pair, weights, data, damping):
     return -np.linalg.solve(matrix, G.gradient.astype(np.float64)), matrix
 
 
+def in_residuals(pair, weights, data=(INPUTS, TARGETS), **options):
+    return hvp.NewtonCG(pair, weights, data, curvature="gauss-newton", space="residuals", **options)
+
+
 def flat(weights):
     return np.concatenate([weight.numpy().ravel() for weight in weights]).astype(np.float64)
 
@@ -63,12 +67,10 @@ def test_a_step_is_that_of_the_dense_matrix(widths, output_loss, dtype):
     data = INPUTS.astype(dtype), TARGETS.astype(dtype)
     damping = 0.1
     expected, _ = dense_step((model, output_loss), weights, data, damping)
-    newton = hvp.NewtonCG(
+    newton = in_residuals(
         (model, output_loss),
         weights,
         data,
-        curvature="gauss-newton",
-        space="residuals",
         radius=1e6,
         damping=damping,
     )
@@ -81,12 +83,9 @@ def test_a_step_is_that_of_the_dense_matrix(widths, output_loss, dtype):
 def test_a_step_does_not_depend_on_the_engine_or_on_batches(options):
     model, weights = network("float64", (5,))
     expected, _ = dense_step((model, squares), weights, (INPUTS, TARGETS), 0.1)
-    newton = hvp.NewtonCG(
+    newton = in_residuals(
         (model, squares),
         weights,
-        (INPUTS, TARGETS),
-        curvature="gauss-newton",
-        space="residuals",
         radius=1e6,
         damping=0.1,
         **options,
@@ -108,12 +107,9 @@ def test_a_step_on_the_boundary_minimizes_the_model_there():
     g_step, matrix = dense_step((model, squares), weights, (INPUTS, TARGETS), 0.0)
     del g_step
     gradient = hvp.GaussNewtonOperator(model, squares, weights, (INPUTS, TARGETS)).gradient
-    newton = hvp.NewtonCG(
+    newton = in_residuals(
         (model, squares),
         weights,
-        (INPUTS, TARGETS),
-        curvature="gauss-newton",
-        space="residuals",
         radius=0.05,
     )
     step = taken(newton, weights)
@@ -127,12 +123,9 @@ def test_a_step_on_the_boundary_minimizes_the_model_there():
 
 def test_momentum_departs_from_the_previous_step():
     model, weights = network("float64", (40, 40))
-    newton = hvp.NewtonCG(
+    newton = in_residuals(
         (model, squares),
         weights,
-        (INPUTS, TARGETS),
-        curvature="gauss-newton",
-        space="residuals",
         radius=1e6,
         damping=1.0,
         momentum=0.5,
@@ -163,12 +156,10 @@ def test_geodesic_acceleration_is_the_second_order_correction():
     second = (values[0] - 2 * values[1] + values[2]) / h**2
     predictions(start)
     correction = -np.linalg.solve(matrix, J.T @ second * 2 / len(second)) / 2
-    newton = hvp.NewtonCG(
+    newton = in_residuals(
         pair,
         weights,
         data,
-        curvature="gauss-newton",
-        space="residuals",
         radius=1e6,
         damping=damping,
         geodesic=True,
@@ -204,13 +195,11 @@ def test_several_data_sets_with_weights():
         return tf.reduce_sum(scale * (p - y) ** 2)
 
     expected, _ = dense_step((model, whole), weights, together, 10.0)
-    newton = hvp.NewtonCG(
+    newton = in_residuals(
         {"inside": (model, squares), "edge": (model, squares)},
         weights,
         {"inside": (INPUTS, TARGETS), "edge": (at, value)},
         weight={"edge": 7.0},
-        curvature="gauss-newton",
-        space="residuals",
         radius=1e6,
         damping=10.0,
     )
@@ -219,14 +208,11 @@ def test_several_data_sets_with_weights():
 
 def test_samples_decrease_the_loss():
     model, weights = network("float64", (10, 10))
-    newton = hvp.NewtonCG(
+    newton = in_residuals(
         (model, squares),
         weights,
-        (INPUTS, TARGETS),
         hessian_batch_size=40,
         gradient_batch_size=60,
-        curvature="gauss-newton",
-        space="residuals",
         damping=1e-3,
         momentum=0.8,
     )
@@ -239,12 +225,9 @@ def test_samples_decrease_the_loss():
 def test_a_checkpoint_continues_with_the_same_steps(tmp_path):
     def made():
         model, weights = network("float64", (10,))
-        method = hvp.NewtonCG(
+        method = in_residuals(
             (model, squares),
             weights,
-            (INPUTS, TARGETS),
-            curvature="gauss-newton",
-            space="residuals",
             momentum=0.5,
         )
         return method, weights
@@ -274,12 +257,9 @@ def mixing(x):
 )
 def test_refuses_losses_without_residuals(output_loss, words):
     model, weights = network("float64", (5,))
-    newton = hvp.NewtonCG(
+    newton = in_residuals(
         (model, output_loss),
         weights,
-        (INPUTS, TARGETS),
-        curvature="gauss-newton",
-        space="residuals",
     )
     before = flat(weights)
     with pytest.raises(hvp.InvalidLossError) as error:
@@ -290,12 +270,9 @@ def test_refuses_losses_without_residuals(output_loss, words):
 
 def test_refuses_a_model_that_mixes_examples():
     model, weights = network("float64", (5,))
-    newton = hvp.NewtonCG(
+    newton = in_residuals(
         (lambda x: mixing(model(x)), squares),
         weights,
-        (INPUTS, TARGETS),
-        curvature="gauss-newton",
-        space="residuals",
     )
     with pytest.raises(hvp.InvalidLossError, match="examples independently"):
         newton.step()
