@@ -65,8 +65,10 @@ class Terms(Rule):
             )
         weights = options.weight if options.weight is not None else {}
         if not isinstance(weights, Mapping) or not set(weights) <= set(self.rules):
+            named = ", ".join(map(repr, weights)) if isinstance(weights, Mapping) else "a function"
             raise HvpError(
-                "the argument weight names other terms than the loss",
+                f"the argument weight is for {named}, and the terms of the loss are "
+                f"{', '.join(map(repr, self.rules))}",
                 "a dict such as {'boundary': 10.0}; a term without weight counts once",
             )
         if options.reduction == "sum" or options.memory_limit is not None:

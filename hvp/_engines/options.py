@@ -60,11 +60,15 @@ def _function(name: str, value: Any) -> Any:
 
 
 def _weight(name: str, value: Any) -> Any:
+    if not (value is None or callable(value) or isinstance(value, Mapping)):
+        what = f"the argument {name} is {type(value).__name__}"
+        raise HvpError(what, "a function, a dict of numbers by the terms of the loss, or None")
     if not isinstance(value, Mapping):
-        return _function(name, value)
-    for term, number in value.items():
-        check_number(number, f"{name}[{term!r}]", positive=True)
-    return dict(value)
+        return value
+    return {
+        term: float(check_number(number, f"{name}[{term!r}]", positive=True))
+        for term, number in value.items()
+    }
 
 
 def _jit_compile(name: str, value: Any) -> Any:

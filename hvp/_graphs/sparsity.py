@@ -81,8 +81,8 @@ def pattern_of(
     for facts in _facts(graph, vectors, known):
         given = {i: sets[name] for i, name in enumerate(facts.names[0]) if name in sets}
         for place, name in enumerate(facts.names[1]):
-            if facts.moved:
-                sets[name] = _gathered(given, facts.moved[place])
+            if facts.kind in _MOVES:
+                sets[name] = _gathered(facts, given, facts.moved[place])
             else:
                 sets[name] = _united(facts, given, facts.results[place])
     return [sets.get(name) for name in results]
@@ -116,7 +116,7 @@ def _facts(
                         for i, t in enumerate(operation.inputs)
                         if t.dtype.is_integer or t.dtype.is_bool
                     },
-                    _moved(operation, places) if node.op in _MOVES else [],
+                    _moved(operation, places) if node.op in _MOVES else _patches(operation, places),
                 )
             )
         return found
@@ -179,37 +179,96 @@ def _moved(operation: tf.Operation, places: Sequence[int]) -> list[tf.Tensor]:
     return list(made.outputs)
 
 
-def _gathered(given: Mapping[int, Any], numbers: np.ndarray) -> Any:
+def _patches(operation: tf.Operation, places: Sequence[int]) -> list[tf.Tensor]:
+    """Return, for each position of a convolution, the numbers of the entries in its window."""
+    place = {"Conv2D": 0, "Conv2DBackpropInput": 2}.get(operation.type)
+    if place is None or list(places) != [place]:
+        return []
+    if operation.get_attr("data_format") != b"NHWC" or operation.get_attr("padding") == b"EXPLICIT":
+        return []
+    image = operation.inputs[0] if place == 0 else operation.outputs[0]
+    height, width = operation.inputs[1].shape[:2]
+    if height is None or width is None:
+        return []
+    size = tf.cast(tf.size(image), tf.float64)
+    numbers = tf.reshape(tf.range(tf.ones([], tf.float64), 1 + size), tf.shape(image))
+    return [
+        tf.image.extract_patches(
+            numbers,
+            [1, height, width, 1],
+            operation.get_attr("strides"),
+            operation.get_attr("dilations"),
+            operation.get_attr("padding").decode(),
+        )
+    ]
+
+
+def _gathered(facts: Facts, given: Mapping[int, Any], numbers: np.ndarray) -> Any:
     """Return the sets of entries that are moved, by the numbers that they have now."""
     [total] = {pattern.shape[1] for pattern in given.values()}
     nothing = scipy.sparse.csr_array((1, total), dtype=bool)
     stacked = scipy.sparse.vstack([nothing, *given.values()], format="csr")
-    return _rows(stacked, numbers.astype(np.int64).ravel())
+    return _rows(facts, stacked, numbers.astype(np.int64).ravel())
 
 
 def _united(facts: Facts, given: Mapping[int, Any], shape: tuple[int, ...]) -> Any:
     """Return the sets of results, united over the groups of the entries that they depend on."""
     united = None
     for place, pattern in given.items():
+        pairs = _pairs(facts, place, shape)
+        if pairs is not None:
+            ones = np.ones(len(pairs[0]), bool)
+            member = scipy.sparse.csr_array((ones, pairs), (math.prod(shape), pattern.shape[0]))
+            united = member @ pattern if united is None else united + member @ pattern
+            continue
         groups, of_results = _groups(facts, place, shape)
         count = int(max(groups.max(initial=-1), of_results.max(initial=-1))) + 1
         inside = groups.ravel() >= 0
         ones = np.ones(int(inside.sum()), bool)
         pairs = groups.ravel()[inside], np.flatnonzero(inside)
         member = scipy.sparse.csr_array((ones, pairs), shape=(count, pattern.shape[0]))
-        own = _rows(member @ pattern, of_results.ravel())
+        own = _rows(facts, member @ pattern, of_results.ravel())
         united = own if united is None else united + own
     return united
 
 
-def _rows(pattern: Any, numbers: np.ndarray) -> Any:
+def _pairs(
+    facts: Facts, place: int, result: tuple[int, ...]
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return which entries of a result depend on which ones of an input, as pairs of numbers.
+
+    Return None for operations whose entries depend on each other in groups.
+    """
+    shape = facts.shapes[place]
+    if facts.kind == "SparseTensorDenseMatMul" and place == 3:
+        rows, columns = facts.integers[0].T[:: -1 if facts.attributes["adjoint_a"].b else 1]
+        adjoint = facts.attributes["adjoint_b"].b
+        given = _numbers(shape).T if adjoint else _numbers(shape)
+        return _numbers(result)[rows].ravel(), given[columns].ravel()
+    if facts.kind.startswith("Conv2D") and facts.moved:
+        # Each position depends on its window, whatever the channels.
+        windows = facts.moved[0].astype(np.int64)
+        positions = math.prod(windows.shape[:-1])
+        of_window = np.repeat(np.arange(positions), windows.shape[-1])
+        inside = windows.ravel() > 0
+        pairs = of_window[inside], windows.ravel()[inside] - 1
+        channels = (result if facts.kind == "Conv2D" else shape)[-1]
+        of_channels = pairs[0].reshape(-1, 1) * channels + np.arange(channels)
+        each = of_channels.ravel(), np.repeat(pairs[1], channels)
+        return each if facts.kind == "Conv2D" else each[::-1]
+    return None
+
+
+def _rows(facts: Facts, pattern: Any, numbers: np.ndarray) -> Any:
     """Return rows of a pattern, unless they have too many entries."""
     count = int(np.diff(pattern.indptr)[numbers].sum())
     if count > _MOST_ENTRIES:
         raise TooLargeError(
-            f"the pattern has more than {_MOST_ENTRIES} entries on the way",
-            "a matrix most of whose entries are zero",
-            "use products, or to_dense if it is small",
+            f"the pattern has more than {_MOST_ENTRIES} entries on the way, at the operation "
+            f"{facts.kind} ({facts.names[1][0]})",
+            "a matrix most of whose entries are zero, made by operations that are followed: "
+            "slices, gathers, sums, products of entries and of matrices",
+            "write it with slices, or pass pattern=..., or use products",
         )
     return pattern[numbers]
 

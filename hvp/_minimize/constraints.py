@@ -49,6 +49,11 @@ def box_of(bounds: Any, fixed: Any, position: Position) -> Box | None:
         )
     ends = bounds or (-np.inf, np.inf)
     lower, upper = (position.vector_of(end, "bounds") for end in ends)
+    if not (lower <= upper).all():
+        raise HvpError(
+            f"{int((~(lower <= upper)).sum())} lower bounds are above the upper ones",
+            "bounds=(lower, upper)",
+        )
     mask = np.zeros(position.size) if fixed is None else position.vector_of(fixed, "fixed")
     x = position.read().numpy()
     outside = int(np.sum(~((lower.astype(x.dtype) <= x) & (x <= upper.astype(x.dtype)))))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import inspect
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -179,6 +181,7 @@ class FitResult:
     _problem: FitProblem
     _refit: Callable[..., FitResult]
     _variance: float
+    _limits: Mapping[str, Any]
 
     @property
     def correlation(self) -> np.ndarray:
@@ -230,14 +233,20 @@ class FitResult:
             The values, and by how much chi-square is larger there than at the best fit, in units of
             the variance of the measurements. A parabola with the height one at one standard error
             says that the errors are what they claim; the ends of a 68 % interval are where the
-            increase is one.
+            increase is one. No value is beyond a bound of the parameter.
         """
         if name not in self._problem.free or np.ndim(self.parameters[name]):
             raise HvpError(f"there is no free parameter {name!r} that is a number", "one of them")
         points = check_count(points, "points")
         width = check_number(width, "width", positive=True)
         best, error = self.parameters[name], self.errors[name]
-        values = best + error * width * np.linspace(-1, 1, points)
+        if not 0 < error < np.inf:
+            raise HvpError(
+                f"the standard error of {name!r} is {error}",
+                "a parameter that the data determine, and that is not at a bound",
+            )
+        values = best + error * width * (np.linspace(-1, 1, points) if points > 1 else np.zeros(1))
+        values = np.clip(values, *self._limits.get(name, (-np.inf, np.inf)))
         increase = np.empty(points)
         middle = int(np.argmin(np.abs(values - best)))
         for places in (range(middle, points), range(middle - 1, -1, -1)):
@@ -308,6 +317,12 @@ def _inputs(x: Any) -> Any:
 
 
 def _as_float64(x: Any) -> tf.Tensor:
+    if np.asarray(x).dtype.kind not in "fiub":
+        raise InvalidDataError(
+            f"the data are of type {np.asarray(x).dtype}",
+            "real numbers",
+            "fit real and imaginary parts as two columns",
+        )
     return tf.constant(np.asarray(x, np.float64))
 
 
@@ -415,7 +430,8 @@ def fit(
         polished = problem.polished(at, active == 0) if success else at
         at = polished if ((lower <= polished) & (polished <= upper)).all() else at
     refit = functools.partial(_refit, model, data, sigma, bounds, fixed, tied, maxiter)
-    return _result(problem, at, active, sigma is None, success, message, refit)
+    result = _result(problem, at, active, sigma is None, success, message, refit)
+    return dataclasses.replace(result, _limits=dict(bounds or {}))
 
 
 def _refit(
@@ -459,6 +475,24 @@ def _checked(
                 f"{what} names {', '.join(map(repr, unknown))}",
                 "names of parameters: " + ", ".join(map(repr, start)),
             )
+    for name, pair in (bounds or {}).items():
+        try:
+            low, high = (np.asarray(end, np.float64) for end in pair)
+            in_order = bool((low <= high).all())
+        except (TypeError, ValueError):
+            in_order = False
+        if not in_order:
+            raise HvpError(
+                f"bounds[{name!r}] is {pair!r}",
+                "a pair (lower, upper) of numbers, which may be infinite",
+                "pass float('inf') where there is no bound",
+            )
+    if not all(map(callable, (tied or {}).values())):
+        raise HvpError(
+            "a tied parameter is not a function",
+            "functions of the dict of the other parameters, such as lambda p: 2 * p['a']",
+        )
+    _check_names(model, [*start, *(tied or {})])
     twice = [name for name in tied or {} if name in start]
     if twice:
         raise HvpError(
@@ -469,13 +503,33 @@ def _checked(
         raise InvalidDataError(f"the data are {type(data).__name__}", "a pair (x, y)")
     y = _as_float64(data[1])
     sigmas = _as_float64(1.0 if sigma is None else sigma)
-    if not (np.isfinite(y).all() and np.isfinite(sigmas).all() and (sigmas.numpy() > 0).all()):
-        raise InvalidDataError("y or sigma is not finite, or sigma is not positive", "real numbers")
+    for what, wrong in (
+        ("entries of y are not finite", ~np.isfinite(y)),
+        ("entries of sigma are not finite and positive", ~(np.isfinite(sigmas) & (sigmas > 0))),
+    ):
+        if np.any(wrong):
+            count, first = int(np.sum(wrong)), int(np.argmax(np.ravel(wrong)))
+            raise InvalidDataError(f"{count} {what}, the first of them {first}", "real numbers")
     if not sigmas.shape.rank or sigmas.shape == y.shape:
         return start, y, sigmas
     raise InvalidDataError(
         f"sigma has the shape {sigmas.shape}, and y has {y.shape}", "a number, or the shape of y"
     )
+
+
+def _check_names(model: Any, names: Sequence[str]) -> None:
+    """Refuse parameters that the model does not take, if its signature tells."""
+    try:
+        signature = inspect.signature(model)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(None, **dict.fromkeys(names))
+    except TypeError as error:
+        raise HvpError(
+            f"the model takes {signature}, and is called with x and {', '.join(names)} ({error})",
+            "a model of x and of the parameters by their names",
+        ) from error
 
 
 def _result(
@@ -501,7 +555,7 @@ def _result(
     notes += [f"the data do not determine {names[movable[i]]}" for i in np.flatnonzero(free)]
     if estimates and degrees <= 0:
         notes.append("there are no more data than parameters, so that errors cannot be estimated")
-        whole *= np.nan
+        whole = np.where(np.isinf(whole), np.inf, np.nan)
     values = {n: _number(value.numpy()) for n, value in problem.named(tf.constant(at)).items()}
     errors = np.sqrt(whole.diagonal())
     begin, by_name = 0, {}
@@ -512,7 +566,7 @@ def _result(
         begin += size
     return FitResult(
         values, by_name, names, whole, chi_square, degrees, residuals, notes,
-        bool(success), message, problem, refit, variance,
+        bool(success), message, problem, refit, variance, {},
     )  # fmt: skip
 
 

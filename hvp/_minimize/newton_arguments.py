@@ -40,6 +40,7 @@ def check_method(
         raise HvpError(
             f"the argument preconditioner is {preconditioner!r}",
             f"{', '.join(map(repr, kinds))}, a LinearOperator, or a function that makes one",
+            "for sparse matrices pass lambda H: hvp.SparseInverse(H, positive=True)",
         )
 
 

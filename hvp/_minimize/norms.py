@@ -75,7 +75,13 @@ def _given(preconditioner: Any, position: Position) -> Kind:
 
     def make(operator: SymmetricOperator, rank: int, seed: Any) -> list[tf.Tensor]:
         current.clear()
-        made = aslinearoperator(preconditioner if is_operator else preconditioner(operator))
+        given = preconditioner if is_operator else preconditioner(operator)
+        if not (isinstance(given, kinds) or scipy.sparse.issparse(given)):
+            raise HvpError(
+                f"the preconditioner is a function that returns {type(given).__name__}",
+                "a LinearOperator or matrix that approximates the inverse of the Hessian",
+            )
+        made = aslinearoperator(given)
         if made.shape != (size, size):
             raise HvpError(
                 f"the preconditioner has the shape {made.shape}",

@@ -80,6 +80,8 @@ class SparseInverse(Operator):
         damping, positive = check_damping(damping), check_flag(positive, "positive")
         space = matrix_of(H).space
         matrix = scipy.sparse.csc_array(H.to_sparse() if isinstance(H, Operator) else H)
+        if not isinstance(H, Operator) and abs(matrix - matrix.T).max() > 1e-6 * abs(matrix).max():
+            raise HvpError("the matrix is not symmetric", "a symmetric matrix")
         identity = scipy.sparse.csc_array(scipy.sparse.identity(space.size))
         matrix = matrix.astype(np.float64) + damping * identity
         self.shift, step = 0.0, _SHIFT * float(np.abs(matrix.diagonal()).max(initial=0) or 1)

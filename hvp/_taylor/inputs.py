@@ -360,6 +360,12 @@ def partial_derivatives(
     >>> print(u["xx"].numpy(), u["xt"].numpy())
     [6. 8.] [2. 4.]
     """
+    if not isinstance(coordinates, Mapping) or isinstance(names, str):
+        raise InvalidDataError(
+            f"the coordinates are {type(coordinates).__name__}, and the names {names!r}",
+            "a dict of coordinates, and a list of names",
+            'pass {"x": x, "t": t} and ["xx", "t"]',
+        )
     tensors = {name: _real(value) for name, value in coordinates.items()}
     _check_coordinates(tensors)
     keys = tuple(tensors)
@@ -469,7 +475,7 @@ def _check_coordinates(tensors: Mapping[str, tf.Tensor]) -> None:
         raise InvalidDataError(
             f"the coordinates are {described or 'empty'}",
             "coordinates of the same type and shape (n,) or (n, 1)",
-            "split tensors of several columns: x[:, 0], x[:, 1]",
+            "split tensors of several columns, x[:, 0] and x[:, 1], and cast all to one type",
         )
 
 

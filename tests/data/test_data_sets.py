@@ -125,7 +125,8 @@ def test_minimizers_take_them():
     [
         ({"inside": DATA["inside"]}, {}, ["'edge'", "'start'"]),
         (DATA["inside"], {}, ["'inside'", "tuple"]),
-        (DATA, {"weight": {"egde": 1.0}}, ["weight"]),
+        (DATA, {"weight": {"egde": 1.0}}, ["weight", "'egde'", "'edge'"]),
+        (DATA, {"weight": [1.0]}, ["weight", "list", "dict"]),
         (DATA, {"weight": {"edge": -1.0}}, ["weight['edge']"]),
         (DATA, {"weight": lambda **sets: 1.0}, ["weight"]),
         (DATA, {"reduction": "sum"}, ["reduction"]),

@@ -209,7 +209,7 @@ def test_a_new_run_follows_other_variables():
     ("options", "words"),
     [
         ({"bounds": (0.1, 1.0)}, ["12 of 12", "bounds"]),
-        ({"bounds": (1.0, -1.0)}, ["bounds"]),
+        ({"bounds": (1.0, -1.0)}, ["12 lower bounds"]),
         ({"bounds": 3.0}, ["bounds", "float"]),
         ({"bounds": (np.nan, 1.0)}, ["NaN"]),
         ({"bounds": (-1.0, np.ones(3))}, ["3", "12"]),
@@ -217,7 +217,7 @@ def test_a_new_run_follows_other_variables():
         ({"x_scale": 0.0}, ["x_scale"]),
         ({"x_scale": 2.0, "preconditioner": "nystrom"}, ["x_scale", "preconditioner"]),
         ({"bounds": (-1.0, 1.0), "preconditioner": "nystrom"}, ["bounds", "preconditioner"]),
-        ({"preconditioner": "jacobi"}, ["'jacobi'", "'nystrom'"]),
+        ({"preconditioner": "jacobi"}, ["'jacobi'", "'nystrom'", "SparseInverse"]),
     ],
 )
 def test_refuses_arguments(options, words):
@@ -234,6 +234,7 @@ def test_refuses_arguments(options, words):
         (np.triu(np.ones((SIZE, SIZE))) + 20 * np.eye(SIZE), ["symmetric"]),
         (np.eye(3), ["(3, 3)", "(12, 12)"]),
         (lambda H: scipy.sparse.eye(5), ["(5, 5)", "(12, 12)"]),
+        (lambda H: None, ["NoneType"]),
     ],
 )
 def test_refuses_preconditioners(preconditioner, words):

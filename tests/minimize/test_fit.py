@@ -185,6 +185,18 @@ def test_profiles_are_parabolas_where_the_model_is_linear():
         result.profile("hope")
 
 
+def test_profiles_keep_to_bounds():
+    x, y = points()
+    slope = hvp.fit(line, {"slope": 0.0, "offset": 0.0}, (x, y)).parameters["slope"]
+    near = slope + 0.01
+    result = hvp.fit(line, {"slope": 0.0, "offset": 0.0}, (x, y), bounds={"slope": (0, near)})
+    values, _ = result.profile("slope", points=5)
+    assert values.max() == near
+    at = hvp.fit(line, {"slope": 0.0, "offset": 0.0}, (x, y), bounds={"slope": (0, slope / 2)})
+    with pytest.raises(hvp.HvpError, match="bound"):
+        at.profile("slope")
+
+
 def test_what_the_data_do_not_determine_is_said():
     x, y = points()
     result = hvp.fit(
@@ -216,7 +228,14 @@ def test_a_figure():
         ({"parameters": {"height": np.inf, "rate": 1.0}}, ["finite"]),
         ({"bounds": {"hight": (0, 1)}}, ["'hight'", "'height'"]),
         ({"bounds": {"rate": (2, 3)}}, ["rate", "bounds"]),
+        ({"bounds": {"rate": 1.0}}, ["bounds['rate']", "pair"]),
+        ({"bounds": {"rate": (0, None)}}, ["bounds['rate']", "inf"]),
+        ({"bounds": {"rate": (2, 1)}}, ["bounds['rate']", "(2, 1)"]),
         ({"fixed": ["width"]}, ["'width'"]),
+        ({"parameters": {"height": 1.0, "speed": 1.0}}, ["speed", "rate"]),
+        ({"tied": {"floor": "height / 2"}}, ["tied", "function"]),
+        ({"data": (np.ones(3), np.array([1.0, np.nan, 2.0]))}, ["1 entries of y"]),
+        ({"data": (np.ones(3), np.ones(3) * 1j)}, ["complex"]),
         ({"tied": {"rate": lambda p: 1.0}}, ["'rate'"]),
         ({"sigma": 0.0}, ["sigma"]),
         ({"sigma": np.ones(7)}, ["igma", "7"]),

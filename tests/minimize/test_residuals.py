@@ -312,3 +312,15 @@ def test_refuses_what_is_too_large_before_it_is_computed():
     newton = hvp.NewtonCG(pair, w, (x, x), curvature="gauss-newton", space="residuals")
     with pytest.raises(hvp.TooLargeError, match="5000 residuals of 5000 variables"):
         newton.step()
+
+
+def test_weights_of_any_type_of_number():
+    model, weights = network("float64", (5,))
+    newton = in_residuals(
+        {"all": (model, squares)},
+        weights,
+        {"all": (INPUTS, TARGETS)},
+        weight={"all": np.float32(2)},
+        damping=1.0,
+    )
+    assert newton.step().accepted

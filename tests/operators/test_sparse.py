@@ -78,7 +78,38 @@ def segments():
     return lambda: tf.reduce_sum(tf.math.unsorted_segment_sum(w, np.arange(30) // 5, 6) ** 4), w, 5
 
 
-PROBLEMS = chain, string_of_second_differences, grid, periodic_grid, tree, mixed_model, segments
+def sparse_product():
+    w = variable(30)
+    rows = np.arange(28)
+    indices = np.stack([np.repeat(rows, 3), (rows[:, None] + [0, 1, 2]).ravel()], axis=1)
+    bends = tf.sparse.SparseTensor(indices, np.tile([1.0, -2.0, 1.0], 28), [28, 30])
+
+    def loss():
+        return tf.reduce_sum(tf.sparse.sparse_dense_matmul(bends, w[:, tf.newaxis]) ** 4)
+
+    return loss, w, 5
+
+
+def convolution():
+    w = variable(30)
+    kernel = tf.constant([1.0, -2.0, 1.0], F)[:, tf.newaxis, tf.newaxis]
+
+    def loss():
+        return tf.reduce_sum(tf.nn.conv1d(w[tf.newaxis, :, tf.newaxis], kernel, 1, "VALID") ** 4)
+
+    return loss, w, 5
+
+
+def convolution_of_an_image():
+    w = variable(1, 7, 6, 2)
+    kernel = tf.constant(np.random.default_rng(0).standard_normal((3, 2, 2, 3)))
+    return lambda: tf.reduce_sum(tf.nn.conv2d(w, kernel, [1, 2, 1, 1], "SAME") ** 4), w, 60
+
+
+PROBLEMS = [
+    *(chain, string_of_second_differences, grid, periodic_grid, tree, mixed_model, segments),
+    *(sparse_product, convolution, convolution_of_an_image),
+]
 
 
 @pytest.mark.parametrize("make", PROBLEMS)

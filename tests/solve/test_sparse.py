@@ -52,6 +52,8 @@ def test_a_singular_matrix_is_refused():
     singular = scipy.sparse.csr_array(np.diag([1.0, 0.0, 2.0]))
     with pytest.raises(hvp.HvpError, match="singular"):
         hvp.SparseInverse(singular)
+    with pytest.raises(hvp.HvpError, match="symmetric"):
+        hvp.SparseInverse(scipy.sparse.csr_array(np.triu(np.ones((3, 3)))))
     # The remedy.
     assert hvp.SparseInverse(singular, damping=0.5).negative == 0
     assert hvp.SparseInverse(H, positive=True).shift > 0
