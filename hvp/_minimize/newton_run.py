@@ -30,6 +30,8 @@ _MESSAGE_AT_INFINITY = (
 _ESCAPING, _GAIN, _AS_LONG = 3, 1.15, 0.8
 # The run ends after this many rejected steps in a row below the rounding error of the loss.
 _MAX_REJECTED = 3
+# And after this many steps below that error which have not made the gradient smaller than before.
+_MAX_IDLE = 20
 
 
 class NewtonRun:
@@ -70,7 +72,7 @@ class NewtonRun:
                     return self._result(
                         point, _MAXITER, "The maximum number of steps has been reached."
                     )
-                if rejected >= _MAX_REJECTED or iteration.is_exhausted():
+                if rejected >= _MAX_REJECTED or self._is_idle() or iteration.is_exhausted():
                     return self._result(
                         point, _ROUNDING, "Rounding errors of the loss allow no further step."
                     )
@@ -103,6 +105,14 @@ class NewtonRun:
                         _STOPPED_BY_CALLBACK,
                         "`callback` raised `StopIteration`.",
                     )
+
+    def _is_idle(self) -> bool:
+        """Return whether the gradient stays the same in steps below the rounding of the loss."""
+        last = self._history[-_MAX_IDLE:]
+        if len(last) < _MAX_IDLE or not all(step.from_gradients for step in last):
+            return False
+        before = min(step.gradient_norm for step in self._history[: -_MAX_IDLE + 1])
+        return min(step.gradient_norm for step in last) >= before
 
     def _escapes(self) -> bool:
         """Return whether the steps keep their length while the gradient vanishes.

@@ -244,3 +244,19 @@ def test_refuses_preconditioners(preconditioner, words):
         newton.step()
     assert all(word in str(error.value) for word in words)
     assert not problem.flat().numpy().any()
+
+
+def test_a_run_ends_when_rounding_keeps_the_gradient_where_it_is():
+    size = 1000
+    y = np.sin(np.linspace(0, 20, size)) + 0.1 * np.random.default_rng(0).standard_normal(size)
+    w = tf.Variable(np.zeros(size))
+
+    def loss():
+        bends = w[2:] - 2 * w[1:-1] + w[:-2]
+        return 1e7 * tf.reduce_sum(bends**2) + tf.reduce_sum(tf.sqrt(1 + (w - y) ** 2) - 1)
+
+    newton = hvp.NewtonCG(loss, w, preconditioner=lambda H: hvp.SparseInverse(H, positive=True))
+    result = newton.minimize(gtol=1e-12, maxiter=300)
+    assert result.status == 2
+    assert result.nit < 100
+    assert np.linalg.norm(result.jac) < 1e-5
