@@ -75,6 +75,17 @@ def recorded_product(
     return tf.nest.pack_sequence_as(result, linked)
 
 
+def recorded_result(
+    result: Sequence[tf.Tensor], variables: Sequence[tf.Variable], gradient: Gradient
+) -> list[tf.Tensor]:
+    """Return tensors, and record them as a function of variables with this gradient."""
+    handles = _handles(variables)
+    with record.stop_recording():
+        linked = _linked(result, handles)
+    record.record_operation("Gradient", linked, handles, lambda *upstream: list(gradient(upstream)))
+    return linked
+
+
 def _handles(variables: Sequence[tf.Variable]) -> list[tf.Tensor]:
     # Of a variable of a strategy, the copy of this process.
     copies = [getattr(variable, "values", (variable,))[0] for variable in variables]

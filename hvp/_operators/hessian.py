@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvp._data.data_sets import hessian_rule
-from hvp._derivatives.belonging import is_recorded, recorded_product
+from hvp._derivatives.belonging import is_recorded, recorded_product, recorded_result
 from hvp._engines.options import Options, declared
 from hvp._keras.from_keras import FromKeras
 from hvp._operators.damping import check_damping
@@ -139,6 +139,17 @@ class HessianOperator(FromKeras, SymmetricOperator):
         whole = None if checked.on_stale == "ignore" else matrix.problem.whole_loss()
         nest = matrix.snapshot.plan.nest
         self._third = None if whole is None else third_derivative(whole, nest)
+
+    def _gradient_parts(self, parts: list[tf.Tensor]) -> list[tf.Tensor]:
+        if not is_recorded(self._snapshot.evaluated):
+            return parts
+        twin = self.damped(-self.damping)
+
+        def gradient(upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+            pairs = zip(twin._multiplied(list(upstream)), parts)
+            return [tf.cast(product, part.dtype) for product, part in pairs]
+
+        return recorded_result(parts, self._snapshot.plan.nest.variables, gradient)
 
     def _multiplied(self, vector: Any) -> Any:
         third, space, snapshot = self._third, self.linear_map.domain, self._snapshot

@@ -70,6 +70,38 @@ class SymmetricOperator(EvaluatedOperator):
         """
         return self._matrix.gradient().numpy()
 
+    @Uninterrupted()
+    def gradient_tensors(self) -> Any:
+        """Return the gradient of the loss as tensors.
+
+        For a tape around it, the gradient of a `HessianOperator` is a function of the variables,
+        whose derivative is a product with the Hessian. A derivative of what other operators return
+        raises a `SecondDerivativeError`.
+
+        Returns
+        -------
+        nest of tf.Tensor
+            The gradient without damping, shaped like the variables.
+
+        Examples
+        --------
+        >>> import tensorflow as tf
+        >>> import hvp
+        >>> w = tf.Variable([1.0, 2.0, 3.0])
+        >>> H = hvp.HessianOperator(lambda: tf.reduce_sum(w**3) / 3, w)
+        >>> with tf.GradientTape() as tape:
+        ...     penalty = tf.reduce_sum(H.gradient_tensors() ** 2) / 2
+        >>> tape.gradient(penalty, w).numpy()
+        array([ 2., 16., 54.], dtype=float32)
+        """
+        parts = self._matrix.space.split(self._matrix.gradient())
+        cast = [tf.cast(x, dtype) for x, dtype in zip(parts, self._matrix.space.dtypes)]
+        return self._matrix.space.nest_of_parts(self._gradient_parts(cast))
+
+    def _gradient_parts(self, parts: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Return the parts of the gradient as a tape around them should see them."""
+        return self._snapshot.belonging(parts)
+
     def damped(self: Self, lam: float) -> Self:
         """Return this operator plus `lam` times the identity.
 

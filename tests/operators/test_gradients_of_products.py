@@ -204,3 +204,45 @@ def test_an_operator_that_is_built_under_the_tape_has_third_derivatives():
         H = hvp.HessianOperator(lambda: tf.reduce_sum(w**4), w, engine="tape")
         product = tf.reduce_sum(H.product(tf.ones(3, F)))
     np.testing.assert_allclose(tape.gradient(product, w), 24 * W)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"damping": 0.3}, {"batch_size": 3}, {"engine": "tape"}, {"recompute": False}]
+)
+def test_the_gradient_as_tensors_has_the_derivative_of_differences(options):
+    loss, variables, data = network()
+    H = hvp.HessianOperator(loss, variables, data, **options)
+
+    def penalty():
+        return sum(tf.reduce_sum(part**3) for part in H.gradient_tensors())
+
+    with tf.GradientTape() as outer, tf.GradientTape() as tape:
+        value = penalty()
+        assert H.flatten(H.gradient_tensors()).numpy() == pytest.approx(H.gradient, rel=1e-12)
+    gradient = tape.gradient(value, variables)
+    assert all(tf.is_tensor(part) for part in gradient)
+    flat = H.flatten(gradient).numpy()
+    direction = np.random.default_rng(2).standard_normal(H.shape[0])
+    parts, h, ends = H.unflatten(tf.constant(direction)), 1e-5, []
+    for sign in (1, -2):
+        for variable, part in zip(variables, parts):
+            variable.assign_add(sign * h * part)
+        H.refresh()
+        ends.append(float(penalty()))
+    assert flat @ direction == pytest.approx((ends[0] - ends[1]) / (2 * h), rel=1e-5)
+    del outer
+
+
+def test_the_gradient_of_another_matrix_has_no_derivative():
+    _loss, variables, data = network()
+
+    def squares(p, y):
+        return tf.reduce_mean((p - y) ** 2)
+
+    G = hvp.GaussNewtonOperator(
+        lambda x: tf.tanh(x @ variables[0]) @ variables[1], squares, variables, data
+    )
+    with tf.GradientTape() as tape:
+        total = sum(tf.reduce_sum(part) for part in G.gradient_tensors())
+    with pytest.raises(hvp.SecondDerivativeError):
+        np.asarray(tape.gradient(total, variables)[0])
