@@ -181,7 +181,8 @@ def called(function: Callable[..., Any], *elements: Any, **named: Any) -> Any:
             raise InvalidDataError(
                 f"the function {name}{shown} is called with {arguments}",
                 "one element of data for each argument of the function",
-                "pass data=(x, y) for two arguments, or a dict for keyword arguments"
+                "pass data=(x, y) for two arguments, or a dict for keyword arguments; several "
+                "inputs of a model are a tuple, ((a, b), y)"
                 if elements or named
                 else "pass data=(x, y) for two arguments; a loss without data takes none, and "
                 "reads the variables itself",

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvp._data.elements import retraced
+from hvp._data.elements import called, retraced
 from hvp._errors import InvalidDataError, InvalidLossError
 
 
@@ -31,7 +31,7 @@ def checked_model(model: Any) -> Callable[..., Any]:
     call = model if hasattr(model, "trainable_weights") else retraced(model)
 
     def predict(*inputs: Any) -> Any:
-        return tf.nest.map_structure(_checked_prediction, call(*inputs))
+        return tf.nest.map_structure(_checked_prediction, called(call, *inputs))
 
     return predict
 

@@ -324,3 +324,12 @@ def test_weights_of_any_type_of_number():
         damping=1.0,
     )
     assert newton.step().accepted
+
+
+def test_a_model_of_two_inputs_says_how_they_are_given():
+    x, t, wanted = np.random.default_rng(0).standard_normal((3, 20))
+    w = tf.Variable(np.ones(2))
+    pair = (lambda x, t: x * w[0] + t * w[1]), squares
+    with pytest.raises(hvp.InvalidDataError, match=r"\(\(a, b\), y\)"):
+        in_residuals(pair, w, (x, t, wanted))
+    assert in_residuals(pair, w, ((x, t), wanted)).minimize().success  # the remedy
