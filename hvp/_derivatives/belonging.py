@@ -41,8 +41,9 @@ def belonging_to(
 
 def is_recorded(evaluated: Sequence[Any]) -> bool:
     """Return whether a tape records a product, and has not recorded what it is computed from."""
-    tensors = [tensor for tensor in evaluated if tensor is not None]
-    return record.could_possibly_record() and not record.should_record_backprop(tensors)
+    if not record.could_possibly_record():
+        return False
+    return not record.should_record_backprop([t for t in evaluated if t is not None])
 
 
 def recorded_product(

@@ -133,7 +133,7 @@ class GraphMap(LinearMap):
 
     def pattern(self) -> Any:
         """Return what the graph tells, given the integers among the residuals."""
-        return self.program.pattern(self.residuals, self.codomain.sizes)
+        return self.program.pattern(self.residuals, self.domain.shapes, self.codomain.sizes)
 
     def close(self) -> None:
         """Release the residuals."""

@@ -282,13 +282,20 @@ class GraphProgram:
             return list(tensors)
         return self._packing.unpack(tensors)[len(self._reads) :]
 
-    def pattern(self, tensors: Sequence[tf.Tensor], sizes: Sequence[int]) -> Any:
-        """Return where products depend on vectors, by rows; `sizes` are those of products."""
+    def pattern(
+        self, tensors: Sequence[tf.Tensor], shapes: Sequence[Any], sizes: Sequence[int]
+    ) -> Any:
+        """Return where products depend on vectors, by rows.
+
+        `shapes` are those of the vector's parts at this point, and `sizes` those of the product's.
+        """
         known = {**self._handles, **dict(zip(self.residuals, self.unpack(tensors)))}
-        vectors = dict(zip(self._vectors, self._traced.vector_specs))
+        pairs = zip(shapes, self._traced.vector_specs)
+        specs = [tf.TensorSpec(shape, spec.dtype) for shape, spec in pairs]
+        vectors = dict(zip(self._vectors, specs))
         found = iter(pattern_of(self._product_in_any_order, vectors, known, self._products))
         of_parts = [None if name is None else next(found) for name in self._traced.products]
-        width = sum(spec.shape.num_elements() for spec in vectors.values())
+        width = sum(spec.shape.num_elements() for spec in specs)
         empty = [scipy.sparse.csr_array((size, width), dtype=bool) for size in sizes]
         parts = [none if part is None else part for part, none in zip(of_parts, empty)]
         return scipy.sparse.vstack(parts, format="csr")

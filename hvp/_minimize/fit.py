@@ -427,7 +427,8 @@ def fit(
         at, success, message = found.x, found.status > 0, found.message
         active = found.active_mask
         at = np.where(active < 0, lower, np.where(active > 0, upper, at))
-        polished = problem.polished(at, active == 0) if success else at
+        movable = active == 0
+        polished = problem.polished(at, movable) if success and movable.any() else at
         at = polished if ((lower <= polished) & (polished <= upper)).all() else at
     refit = functools.partial(_refit, model, data, sigma, bounds, fixed, tied, maxiter)
     result = _result(problem, at, active, sigma is None, success, message, refit)

@@ -239,6 +239,7 @@ class TermResiduals:
         self._scale = tf.function(functools.partial(self._of_tensors), autograph=False)
         self._pushed = tf.function(functools.partial(self._push), autograph=False)
         self._jacobian: JacobianOperator | None = None
+        self._root = np.zeros(0)
 
     def evaluate(self) -> tuple[np.ndarray, np.ndarray]:
         """Return `y`, and `A` of shape `(residuals, n)`, in float64."""
@@ -266,17 +267,17 @@ class TermResiduals:
                 "pass preconditioner='nystrom' in place of space='residuals': conjugate gradients "
                 "search in the same space, without these matrices",
             )
-        root, weighted = np.sqrt(b), np.sqrt(self._weight)
-        y = np.divide(c, root, out=np.zeros_like(c), where=root > 0)
-        return weighted * y, weighted * root[:, np.newaxis] * self._dense(elements, len(b))
+        self._root = root = np.sqrt(self._weight * b)
+        y = np.divide(self._weight * c, root, out=np.zeros_like(c), where=root > 0)
+        return y, root[:, np.newaxis] * self._dense(elements, len(b))
 
     def accelerations(self, step: Sequence[tf.Tensor]) -> np.ndarray:
-        """Return the second derivatives of the residuals along a step, in units of `y`."""
-        elements = self._elements()
-        _, curvature, _ = self._scale(*elements.tensors)
-        second = self._pushed(elements.tensors, list(step))
-        b = self._weight * curvature.numpy().astype(np.float64)
-        return np.sqrt(b) * second.numpy()
+        """Return the second derivatives of the residuals along a step, in units of `y`.
+
+        They are those of the point at which `evaluate` was called last.
+        """
+        second = self._pushed(self._elements().tensors, list(step))
+        return self._root * second.numpy()
 
     def _dense(self, elements: Elements, count: int) -> np.ndarray:
         rows = self._rows.of(elements) if elements.has_examples else None

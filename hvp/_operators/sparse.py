@@ -47,13 +47,18 @@ class Sparsity:
     separate: np.ndarray
 
     @functools.cached_property
+    def oriented(self) -> Any:
+        """The pattern of the matrix that is multiplied, which may be the transpose."""
+        return self.pattern.T.tocsr() if self.by_rows else self.pattern
+
+    @functools.cached_property
     def entries(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """The entries of the pattern in the order of the products that tell them.
 
         These are their places in the pattern, their rows and colors in products, and for each
         color the number of entries before.
         """
-        pattern = self.pattern.T.tocsr() if self.by_rows else self.pattern
+        pattern = self.oriented
         i, j = np.repeat(np.arange(pattern.shape[0]), np.diff(pattern.indptr)), pattern.indices
         if self.separate.any():
             turned = self.separate[i] & ~self.separate[j]
@@ -67,7 +72,7 @@ class Sparsity:
     def at_once(self) -> tuple[tf.Tensor, np.ndarray]:
         """The vectors of all products, and where in these each entry of the pattern is."""
         order, i, color, _ = self.entries
-        places, rows = np.empty(len(i), np.int64), self.pattern.shape[1 if self.by_rows else 0]
+        places, rows = np.empty(len(i), np.int64), self.oriented.shape[0]
         places[order] = color * rows + i
         return tf.constant(self.seeds(0, self.products + 1, self.probe)), places
 
@@ -156,7 +161,7 @@ def recovered(sparsity: Sparsity, matrix: LinearMap, dtype: np.dtype) -> Any:
 
     FailedCheckError is raised if its product with a random vector is not that of the map.
     """
-    pattern = sparsity.pattern.T.tocsr() if sparsity.by_rows else sparsity.pattern
+    pattern = sparsity.oriented
     matrix = matrix.T if sparsity.by_rows else matrix
     rows = pattern.shape[0]
     probe = sparsity.probe.astype(matrix.domain.dtype.as_numpy_dtype)

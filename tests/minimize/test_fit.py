@@ -258,3 +258,15 @@ def test_refuses_arguments(change, words):
 def test_a_start_that_is_not_finite_is_refused():
     with pytest.raises(hvp.NonFiniteError, match="start"):
         hvp.fit(lambda x, a: tf.math.log(a) * x, {"a": -1.0}, points())
+
+
+def test_nothing_that_may_move():
+    x, y = points()
+    result = hvp.fit(line, {"slope": 1.0, "offset": 0.5}, (x, y), fixed=["slope", "offset"])
+    np.testing.assert_allclose(result.residuals, x + 0.5 - y)
+    assert result.errors == {}
+    at_bounds = {"slope": (0.0, 1.0), "offset": (0.0, 0.5)}
+    result = hvp.fit(line, {"slope": 0.5, "offset": 0.25}, (x, y), sigma=0.1, bounds=at_bounds)
+    assert len(result.notes) == 2
+    assert result.covariance.shape == (2, 2)
+    assert not result.covariance.any()

@@ -281,3 +281,13 @@ def test_patterns_of_steps_of_programs_are_never_too_small(family, name):
     dense = H.to_dense()
     assert not ((dense != 0) & ~H.sparsity().pattern.toarray()).any()
     np.testing.assert_allclose(H.to_sparse().toarray(), dense, rtol=1e-8, atol=1e-8)
+
+
+def test_batches_of_many_lengths():
+    w, x = variable(15), np.random.default_rng(0).standard_normal((27, 15))
+    ends = np.cumsum([2, 3, 4, 5, 6, 7])  # more shapes than have traces of their own
+    batches = [(part,) for part in np.split(x, ends[:-1])]
+    J = hvp.JacobianOperator(lambda x: example(x, w), w, batches)
+    np.testing.assert_allclose(J.to_sparse().toarray(), J.to_dense(), rtol=1e-9, atol=1e-12)
+    H = hvp.HessianOperator(lambda x: tf.reduce_mean(example(x, w) ** 2), w, batches)
+    np.testing.assert_allclose(H.to_sparse().toarray(), H.to_dense(), rtol=1e-9, atol=1e-12)
