@@ -677,3 +677,34 @@ def data_sets(s: Subject) -> None:
         weight={"some": 0.25, "others": 0.75},
     )
     close(H @ s.v, s.dense @ s.v, s.tol)
+
+
+@use
+def sparse_form(s: Subject) -> None:
+    """Recover the matrix from its pattern, and solve with its factors."""
+    H = s.operator
+    close(H.to_sparse().toarray(), s.dense, 10 * s.tol)
+    damped = s.dense + s.damping * np.eye(len(s.dense))
+    result = hvp.solve(H, s.v, method="sparse", damping=s.damping, rtol=1e-3)
+    assert result.converged
+    close(result.x, np.linalg.solve(damped, s.v), 100 * s.tol)
+
+
+@use
+def newton_with_fixed_entries_and_bounds(s: Subject) -> None:
+    """Take steps that leave half of the entries where they are, and the others between bounds."""
+    family = s.fresh()
+    variables = family.problem.tensorflow_variables()
+
+    def flat() -> np.ndarray:
+        return np.concatenate([np.ravel(variable) for variable in variables])
+
+    start, value = flat(), float(family.loss(*family.data))
+    fixed = np.arange(len(start)) % 2 == 0
+    bounds = start - np.float32(0.01), start + np.float32(0.01)
+    newton = hvp.NewtonCG(family.loss, family.variables, family.data, fixed=fixed, bounds=bounds)
+    for _ in range(3):
+        newton.step()
+    np.testing.assert_array_equal(flat()[fixed], start[fixed])
+    assert (np.abs(flat() - start) <= 0.01 + 1e-6).all()
+    assert float(family.loss(*family.data)) < value
