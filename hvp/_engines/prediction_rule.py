@@ -63,6 +63,17 @@ class PredictionRule(Rule):
         """Multiply tangents of the predictions by `B`."""
 
     def evaluate(self, variables: Sequence[tf.Variable], batch: Arguments) -> Evaluated:
+        model, output = self.taped(variables, batch, once=self.multiplies_once)
+        state = model, self.prepare(output)
+        return Evaluated(output.taped.value, model.vjp(output.taped.outputs), state)
+
+    def taped(
+        self, variables: Sequence[tf.Variable], batch: Arguments, *, once: bool = False
+    ) -> tuple[Chosen, Output]:
+        """Return the model and the loss of its predictions on tapes.
+
+        `once` says that the Hessian of the loss is multiplied a single time.
+        """
         made: Any = None
 
         def predict(*elements: Any) -> list[tf.Tensor]:
@@ -77,10 +88,8 @@ class PredictionRule(Rule):
         predictions: Predictions = made
         read = predictions.choose(self.output_loss, batch)
         chosen = [model.outputs[i] for i in read]
-        output = TapedGradient(lambda: loss(chosen, batch), chosen, once=self.multiplies_once)
-        prepared = self.prepare(Output(output, chosen, batch, loss))
-        state = _Chosen(model, read), prepared
-        return Evaluated(output.value, state[0].vjp(output.outputs), state)
+        gradient = TapedGradient(lambda: loss(chosen, batch), chosen, once=once)
+        return Chosen(model, read), Output(gradient, chosen, batch, loss)
 
     def value(self, batch: Arguments) -> Any:
         """Return the loss of a batch alone, without derivatives."""
@@ -156,13 +165,13 @@ class PredictionRule(Rule):
         count, one = (tf.cast(batch.call(self.weight), dtype) for batch in batches)
         return count, one
 
-    def multiply(self, state: tuple[_Chosen, Any], vector: Parts) -> Parts:
+    def multiply(self, state: tuple[Chosen, Any], vector: Parts) -> Parts:
         model, prepared = state
         return model.vjp(self.curve(prepared, model.jvp(vector)))
 
 
 @dataclass(frozen=True)
-class _Chosen:
+class Chosen:
     """The model as a function whose results are the predictions that the loss reads."""
 
     model: TapedFunction

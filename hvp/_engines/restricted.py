@@ -67,13 +67,41 @@ class Selection:
         return tf.zeros(shape, flat.dtype)
 
 
+class Entries:
+    """Entries of the flat vectors of a space by their numbers, where a `Selection` has whole parts.
+
+    `space` is that of vectors of these entries alone.
+    """
+
+    def __init__(self, whole: Space, entries: np.ndarray) -> None:
+        self.entries, self._whole = entries, whole
+        self.space = Space([0], ["entries"], [(len(entries),)], [whole.dtype])
+
+    def widened(self, vector: Any) -> Any:
+        """Return a vector of the whole space, in any layout, that is zero elsewhere."""
+        if isinstance(vector, (list, tuple)):
+            return self._whole.split(self.widened(vector[0]))
+        columns = tf.transpose(vector)
+        shape = tf.concat([[self._whole.size], tf.shape(columns)[1:]], axis=0)
+        indices = self.entries[:, np.newaxis].astype(np.int32)
+        return tf.transpose(tf.scatter_nd(indices, columns, shape))
+
+    def taken(self, vector: Any) -> Any:
+        """Return the entries of a vector of the whole space, in any layout."""
+        if isinstance(vector, (list, tuple)):
+            return [self.taken(self._whole.join(self._whole.with_zeros(vector)))]
+        return tf.gather(vector, self.entries, axis=-1)
+
+
 class Restricted(LinearMap):
     """Some rows and columns of a linear map, whose products are products with the whole.
 
-    `rows` select parts of its results, and `columns` parts of its arguments.
+    `rows` select parts or entries of its results, and `columns` those of its arguments.
     """
 
-    def __init__(self, whole: LinearMap, rows: Selection, columns: Selection) -> None:
+    def __init__(
+        self, whole: LinearMap, rows: Selection | Entries, columns: Selection | Entries
+    ) -> None:
         self._whole, self._rows, self._columns = whole, rows, columns
         self.domain, self.codomain = columns.space, rows.space
 

@@ -244,6 +244,9 @@ class FactoredOperator(Operator):
             diagonal[block.entries] = block.diagonal()
         return diagonal
 
+    def _known_diagonal(self, most: int) -> tuple[np.ndarray | None, int]:
+        return self.diagonal(), 0
+
     def rotate(self, rows: tf.Tensor) -> tf.Tensor:
         """Write each row, of shape `(k, n)`, in terms of the eigenvectors, block by block."""
         return self._factored.run("rotate", Block.rotate, rows)

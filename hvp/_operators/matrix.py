@@ -414,30 +414,30 @@ class BlockEvaluation(Evaluation):
 
     def __init__(self, whole: Evaluation, places: Sequence[int]) -> None:
         super().__init__(whole.snapshot, problem=whole.problem)
-        self._whole, self.selection = whole, Selection(whole.space, places)
+        self.whole, self.selection = whole, Selection(whole.space, places)
         self.space = self.selection.space
         self.linear_map = Restricted(whole.linear_map, self.selection, self.selection)
 
     @property
     def variables(self) -> list[tf.Variable]:
         """The variables, in the order of the vectors."""
-        return [self._whole.variables[place] for place in self.selection.places]
+        return [self.whole.variables[place] for place in self.selection.places]
 
     @contextlib.contextmanager
     def in_full_precision(self) -> Iterator[Evaluation]:
         """Evaluate the same block in full precision, as `Evaluation` does."""
-        with self._whole.in_full_precision() as whole:
-            yield self if whole is self._whole else self._of(whole)
+        with self.whole.in_full_precision() as whole:
+            yield self if whole is self.whole else self._of(whole)
 
     @property
     def may_be_wide(self) -> bool:  # type: ignore[override]
         """Whether the whole matrix may be wide."""
-        return self._whole.may_be_wide
+        return self.whole.may_be_wide
 
     @contextlib.contextmanager
     def in_float64(self) -> Iterator[Evaluation | None]:
         """Evaluate the same block in float64, as `Evaluation` does."""
-        with self._whole.in_float64() as whole:
+        with self.whole.in_float64() as whole:
             yield None if whole is None else self._of(whole)
 
     def _of(self, whole: Evaluation) -> BlockEvaluation:
@@ -446,23 +446,23 @@ class BlockEvaluation(Evaluation):
     def gradients(self, places: Sequence[int] | None = None) -> Gradients | None:
         """Return the gradient as a function of the point, in the variables of the block alone."""
         own = self.selection.places
-        return self._whole.gradients(own if places is None else [own[place] for place in places])
+        return self.whole.gradients(own if places is None else [own[place] for place in places])
 
     def _of_part(self, snapshot: Snapshot) -> Evaluation:
         return self._of(Evaluation(snapshot))
 
     def fingerprint(self) -> dict[str, str]:
         """Return digests of the weights, the data and the loss, and the name of the block."""
-        return {**self._whole.fingerprint(), "block": ", ".join(self.space.names)}
+        return {**self.whole.fingerprint(), "block": ", ".join(self.space.names)}
 
     def unconnected(self) -> list[str]:
         """Return the names of the variables that the loss does not depend on."""
         own = set(self.variable_names)
-        return [name for name in self._whole.unconnected() if name in own]
+        return [name for name in self.whole.unconnected() if name in own]
 
     def gradient(self) -> tf.Tensor:
         """Return the gradient as one vector, of the length of the block."""
-        return self.selection.taken(self._whole.gradient())
+        return self.selection.taken(self.whole.gradient())
 
 
 @Uninterrupted()

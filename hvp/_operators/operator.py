@@ -31,6 +31,8 @@ Self = TypeVar("Self", bound="Operator")
 _LONG = 2**26
 # Columns in one block when a dense matrix is assembled.
 _DENSE_BLOCK = 64
+# The diagonal of no larger a matrix is computed by products, whatever its structure.
+_FEW = 256
 
 
 class Operator(OneProcess, DtypePreserving):
@@ -216,7 +218,11 @@ class Operator(OneProcess, DtypePreserving):
 
     @Uninterrupted()
     def diagonal(self, *, max_size: int = 4096) -> np.ndarray:
-        """Return the exact diagonal, which takes `n` products, or fewer if the matrix is sparse.
+        """Return the exact diagonal.
+
+        It takes `n` products, or fewer if the matrix is sparse. That of a Gauss-Newton or Fisher
+        matrix comes from the predictions of each example, and takes about as long as two gradients
+        for each prediction that an example has.
 
         Parameters
         ----------
@@ -238,11 +244,11 @@ class Operator(OneProcess, DtypePreserving):
         """
         self._refuse_rectangular("asked for its diagonal", "")
         size = self.shape[0]
+        if size > _FEW:
+            known, _ = self._known_diagonal(max_size)
+            if known is not None:
+                return known.astype(self.dtype)
         if size > max_size:
-            with contextlib.suppress(HvpError):  # where no pattern is known, or one without zeros
-                sparsity = self.sparsity()
-                if sparsity.products <= max_size:
-                    return self.to_sparse(pattern=sparsity).diagonal()
             raise TooLargeError(
                 f"the diagonal of a matrix of {size} x {size} numbers takes {size} products",
                 f"at most {max_size}",
@@ -250,6 +256,20 @@ class Operator(OneProcess, DtypePreserving):
             )
         columns = self._products_of_unit_vectors(self.linear_map)
         return np.concatenate([np.diagonal(block[taken]) for taken, block in columns])
+
+    def _known_diagonal(self, most: int) -> tuple[np.ndarray | None, int]:
+        """Return the exact diagonal if it takes fewer than `n` products, and how many it takes.
+
+        Return None in its place if it would take more than `most`. A pattern is looked for only if
+        otherwise there would be no diagonal.
+        """
+        with contextlib.suppress(HvpError):  # where no pattern is known, or one without zeros
+            if self._sparsity is None and self.shape[0] <= most:
+                return None, 0
+            sparsity = self._sparsity or self.sparsity()
+            if sparsity.products <= min(most, self.shape[0] // 2):
+                return self.to_sparse(pattern=sparsity).diagonal(), sparsity.products
+        return None, 0
 
     @Uninterrupted()
     def to_dense(self, *, max_size: int = 4096) -> np.ndarray:
@@ -598,3 +618,13 @@ class EvaluatedOperator(Operator):
         if stats.batches_kept is not None:
             properties.append(f"{stats.batches} batches")
         return [*properties, *filter(None, [status])]
+
+
+def known_diagonal(operator: Any, most: int) -> tuple[np.ndarray | None, int]:
+    """Return the exact diagonal of an operator, and the products that it took, at most `most`.
+
+    Return None in its place if it takes more, or `n` products, or if this is not an operator.
+    """
+    if isinstance(operator, np.ndarray) or scipy.sparse.issparse(operator):
+        return operator.diagonal(), 0
+    return operator._known_diagonal(most) if isinstance(operator, Operator) else (None, 0)

@@ -12,9 +12,10 @@ import tensorflow as tf
 from scipy.sparse.linalg import LinearOperator, aslinearoperator
 
 from hvp._engines.array_map import ArrayMap
-from hvp._engines.restricted import Restricted, Selection
-from hvp._errors import HvpError
+from hvp._engines.restricted import Entries, Restricted, Selection
+from hvp._errors import HvpError, InvalidVariablesError
 from hvp._operators.damping import check_damping
+from hvp._operators.example_diagonal import example_diagonal
 from hvp._operators.matrix import Evaluation, Matrix
 from hvp._operators.operator import EvaluatedOperator, Operator
 from hvp._runtime.interrupts import Uninterrupted
@@ -122,29 +123,31 @@ class SymmetricOperator(EvaluatedOperator):
 
     @Uninterrupted()
     def block(self, rows: Any, columns: Any = None) -> EvaluatedOperator:
-        """Return the block of the matrix that belongs to some of the variables.
+        """Return the block of the matrix that belongs to some variables or entries.
 
         Parameters
         ----------
-        rows : str, variable, layer, module or list of these
-            The variables. A string is a pattern for one or several successive parts of a
-            variable's path: ``"dense_2"`` stands for all variables of the layer of this name,
-            ``"kernel"`` for all kernels, ``"encoder_*/attention"`` for the attention layers in
-            several others. The variables keep the order that they have in this operator.
+        rows : str, variable, layer, module or list of these; or ndarray of int
+            The variables, or the numbers of entries of a flat vector, in any order. A string is a
+            pattern for one or several successive parts of a variable's path: ``"dense_2"`` stands
+            for all variables of the layer of this name, ``"kernel"`` for all kernels,
+            ``"encoder_*/attention"`` for the attention layers in several others. The variables keep
+            the order that they have in this operator.
         columns : like `rows`, optional
-            The variables of the columns, for a block that is not on the diagonal.
+            The variables or entries of the columns, for a block that is not on the diagonal.
 
         Returns
         -------
         BlockOperator or Operator
-            A symmetric operator like this one, with its damping; or, if `columns` is given, a
-            rectangular one. Both share the residuals, `stats`, `refresh` and `close` with this
-            operator: nothing is traced or evaluated again.
+            A symmetric operator like this one, with its damping; a rectangular one if `columns` is
+            given; or one whose vectors are entries, not variables. They share the residuals,
+            `stats`, `refresh` and `close` with this operator: nothing is traced or evaluated again.
 
         Raises
         ------
         InvalidVariablesError
-            If something is not among the operator's variables.
+            If something is not among the operator's variables, or an array has other numbers than
+            those of entries.
 
         Notes
         -----
@@ -163,12 +166,30 @@ class SymmetricOperator(EvaluatedOperator):
         >>> H.block(a, b).to_dense()
         array([[2.],
                [4.]], dtype=float32)
+        >>> H.block(np.array([0, 2])).to_dense()
+        array([[6., 2.],
+               [2., 0.]], dtype=float32)
         """
-        places = self._places(rows)
-        if columns is None:
-            return self._block(places)
-        selections = (Selection(self._matrix.space, p) for p in (places, self._places(columns)))
-        return EvaluatedOperator(Restricted(self._matrix.linear_map, *selections), self._snapshot)
+        if columns is None and not isinstance(rows, np.ndarray):
+            return self._block(self._places(rows))
+        chosen = self._selection(rows)
+        others = chosen if columns is None else self._selection(columns)
+        block = EvaluatedOperator(Restricted(self.linear_map, chosen, others), self._snapshot)
+        block.is_symmetric = others is chosen
+        return block
+
+    def _selection(self, chosen: Any) -> Selection | Entries:
+        space = self._matrix.space
+        if not isinstance(chosen, np.ndarray):
+            return Selection(space, self._places(chosen))
+        inside = chosen.dtype.kind in "iu" and ((chosen >= 0) & (chosen < space.size)).all()
+        if chosen.ndim != 1 or not len(chosen) or not inside:
+            raise InvalidVariablesError(
+                f"the entries are chosen by an array of {chosen.dtype} of shape {chosen.shape}",
+                f"a vector of integers from 0 to {space.size - 1}",
+                "np.flatnonzero(mask) has the numbers of a mask",
+            )
+        return Entries(space, chosen)
 
     @Uninterrupted()
     def blocks(self) -> dict[str, BlockOperator]:
@@ -227,6 +248,10 @@ class SymmetricOperator(EvaluatedOperator):
         array([0.333, 2.667], dtype=float32)
         """
         self._matrix.snapshot.release_gradient()
+
+    def _known_diagonal(self, most: int) -> tuple[np.ndarray | None, int]:
+        known = example_diagonal(self._matrix)
+        return super()._known_diagonal(most) if known is None else (known + self.damping, 1)
 
     def _properties(self) -> list[str]:
         size, dtype, engine, *rest = super()._properties()

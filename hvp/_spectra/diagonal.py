@@ -8,7 +8,10 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from hvp._errors import HvpError
+from hvp._operators.operator import known_diagonal
+from hvp._runtime.arguments import check_seed
 from hvp._runtime.interrupts import Uninterrupted
+from hvp._runtime.progress import check_progress
 from hvp._spectra.estimate import Estimate, estimate_of
 from hvp._spectra.leave_one_out import LeaveOneOut
 from hvp._spectra.probes import Probes, probing
@@ -18,6 +21,8 @@ from hvp._spectra.symmetric import symmetric_matrix
 DiagonalMethod = Literal["auto", "exact", "bekas", "xdiag"]
 
 _FEWEST = 16
+# Products of an estimate, and of an exact diagonal, unless `max_products` is passed.
+_MOST, _MOST_EXACT = 1000, 4096
 
 
 @Uninterrupted()
@@ -28,7 +33,7 @@ def diagonal(
     absolute: bool = False,
     rtol: float = 0.1,
     atol: float = 0.0,
-    max_products: int = 1000,
+    max_products: int | None = None,
     seed: int = 0,
     progress: bool | Literal["always"] = False,
 ) -> Estimate:
@@ -39,8 +44,11 @@ def diagonal(
     A : HessianOperator, or another operator of this package or of scipy, or a matrix
         Real and symmetric. Its damping is included.
     method : {"auto", "exact", "bekas", "xdiag"}, optional
-        - ``"auto"`` is ``"bekas"`` if that needs fewer products than the `n` of ``"exact"``.
-        - ``"exact"`` multiplies by all unit vectors.
+        - ``"auto"`` is ``"exact"`` if that takes no more than 4096 products, or `max_products` if
+          given, and otherwise ``"bekas"``.
+        - ``"exact"`` takes what an operator's ``diagonal`` does: the factors of a `KFAC`, the
+          predictions of each example for Gauss-Newton and Fisher matrices, a few products with a
+          sparse matrix, or else those with all unit vectors.
         - ``"bekas"`` is the mean of `z * (A z)` over random signs `z`, entry by entry [BeK]_. The
           variance of an entry is the sum of the squares of the other entries of its row, divided
           by the number of products.
@@ -55,7 +63,8 @@ def diagonal(
         The estimate has converged when the Euclidean norm of all standard errors is at most
         `max(rtol * norm(estimate), atol)`.
     max_products : int, optional
-        Upper bound on the number of products, at least 32, or `n` if that is less.
+        Upper bound on the number of products, at least 32, or `n` if that is less. By default it is
+        1000 for an estimate.
     seed : int, optional
         The random seed.
     progress : bool or "always", optional
@@ -64,7 +73,8 @@ def diagonal(
     Returns
     -------
     Estimate
-        With `estimate` and `standard_error` of shape `(n,)`, in float64. An operator's
+        With `estimate` and `standard_error` of shape `(n,)`, in float64. The error of an exact
+        diagonal is zero. An operator's
         ``unflatten`` turns them into nests. No estimate is negative if the matrix is known to be
         positive semi-definite.
 
@@ -101,24 +111,28 @@ def diagonal(
     if absolute and method == "xdiag":
         raise HvpError("absolute is True with the method 'xdiag'", "another method")
     size = matrix.size
-    stopping = Stopping.of(rtol, atol, max_products, min(2 * _FEWEST, size))
-    if method == "exact" and size > max_products:
+    stopping = Stopping.of(rtol, atol, max_products or _MOST, min(2 * _FEWEST, size))
+    most = _MOST_EXACT if max_products is None else stopping.max_products
+    check_progress(progress)
+    check_seed(seed)
+    if method in ("auto", "exact") and not absolute and size > 2 * _FEWEST:
+        known, products = known_diagonal(A, most)
+        if known is not None:
+            return Estimate(known.astype(np.float64), np.zeros(size), products, True, "exact", 0)
+    if method == "exact" and size > most:
         raise HvpError(
             f"the exact diagonal of a {size} x {size} matrix takes {size} products",
-            f"at most max_products = {max_products}",
+            f"at most max_products = {most}",
             "raise max_products, or leave out method",
         )
-    with probing(matrix, progress, seed, stopping.max_products) as probes:
+    exact = method == "exact" or (method == "auto" and size <= most)
+    with probing(matrix, progress, seed, size if exact else stopping.max_products) as probes:
+        if exact:
+            return _exact(probes, size, absolute)
         if method == "xdiag":
             estimate = _xdiag(probes, size, stopping)
-        elif method == "exact" or (method == "auto" and size <= 2 * _FEWEST):
-            return _exact(probes, size, absolute)
         else:
-            # An estimate that needs more products than there are entries is given up for these.
-            found = _bekas(probes, absolute, stopping, size if method == "auto" else None)
-            if found is None:
-                return _exact(probes, size, absolute)
-            estimate = found
+            estimate = _bekas(probes, stopping, absolute)
     if matrix.is_positive_semidefinite:
         estimate = replace(estimate, estimate=np.maximum(estimate.estimate, 0))
     return estimate
@@ -138,8 +152,7 @@ def _exact(probes: Probes, size: int, absolute: bool) -> Estimate:
     return Estimate(value, np.zeros(size), probes.products, True, "exact", 0)
 
 
-def _bekas(probes: Probes, absolute: bool, stopping: Stopping, most: int | None) -> Estimate | None:
-    """Estimate the diagonal; None as soon as more than `most` products are likely to be needed."""
+def _bekas(probes: Probes, stopping: Stopping, absolute: bool) -> Estimate:
     count, target = 0, _FEWEST
     mean = squares = 0.0
     while True:
@@ -157,14 +170,10 @@ def _bekas(probes: Probes, absolute: bool, stopping: Stopping, most: int | None)
         if absolute:  # the error of a root, to first order
             value = np.sqrt(value)
             error = np.divide(error, 2 * value, out=np.zeros_like(error), where=value > 0)
-        size = float(np.linalg.norm(error))
-        allowed = stopping.allowed(value)
-        is_dear = size > allowed and most is not None and count * size**2 > most * allowed**2
-        if is_dear and count + (most or 0) <= stopping.max_products:
-            return None
-        target = min(stopping.sufficient(count, size, value), stopping.max_products)
+        norm = float(np.linalg.norm(error))
+        target = min(stopping.sufficient(count, norm, value), stopping.max_products)
         if target <= count:
-            converged = size <= allowed
+            converged = norm <= stopping.allowed(value)
             return Estimate(value, error, count, converged, "bekas", count - 1)
 
 

@@ -1,5 +1,6 @@
 """Blocks of operators, against the parts of a dense matrix assembled from the loss."""
 
+import functools
 import gc
 import weakref
 
@@ -277,3 +278,34 @@ def test_solvers_of_a_block_are_compiled_once_whatever_its_damping():
         assert inside.solver_count(block) == compiled  # before it was used
         hvp.solve(block, np.ones(4), method="cg")
         assert inside.solver_count(block) == compiled
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.few(2)
+def test_blocks_of_entries(way):
+    model, loss, data, want = make()
+
+    def build(**options):
+        return hvp.HessianOperator(loss, model, data, **options)
+
+    chosen, others = np.array([40, 3, 21, 0]), np.array([5, 3])
+    with build(**options_of(way, build)) as H:
+        damped = H.damped(0.5)
+        want = want + 0.5 * np.eye(len(want))
+        block = damped.block(chosen)
+        close = functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-12)
+        close(block.to_dense(), want[np.ix_(chosen, chosen)])
+        v = random(9, 4, dtype="float64")
+        close(
+            hvp.solve(block, v, method="minres", rtol=1e-12).x,
+            np.linalg.solve(block @ np.eye(4), v),
+        )
+        corner = damped.block(chosen, others)
+        close(corner.to_dense(), want[np.ix_(chosen, others)])
+        close(corner.T @ v, want[np.ix_(others, chosen)] @ v)
+        close(damped.block("dense_20", others).to_dense(), want[np.ix_(LAST, others)])
+        close(damped.block("dense_20", "dense_20").to_dense(), want[np.ix_(LAST, LAST)])
+        close(corner.product([tf.constant([1.0, 0], "float64")])[0], want[chosen, 5])
+        for wrong in ([0.5], [-1], [43], [], [[0]], [True, False]):
+            with pytest.raises(hvp.InvalidVariablesError, match="0 to 42"):
+                H.block(np.array(wrong))

@@ -295,7 +295,10 @@ def trace(s: Subject) -> None:
 
 @use
 def diagonal(s: Subject) -> None:
-    estimate = hvp.diagonal(s.operator, rtol=0.3)
+    exact = hvp.diagonal(s.operator)
+    close(exact.estimate, np.diagonal(s.dense), s.tol)
+    assert exact.method == "exact"
+    estimate = hvp.diagonal(s.operator, rtol=0.3, method="bekas")
     error = np.abs(estimate.estimate - np.diag(s.dense))
     floor = 10 * s.tol * np.linalg.norm(s.dense)
     assert (error <= 6 * estimate.standard_error + floor).mean() > 0.9
