@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import inspect
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -15,7 +13,8 @@ import scipy.optimize
 import tensorflow as tf
 
 from hvp._derivatives.exact import exact_functions
-from hvp._errors import HvpError, InvalidDataError, NonFiniteError
+from hvp._errors import HvpError, InvalidDataError, InvalidLossError, NonFiniteError
+from hvp._minimize.newton_cg import NewtonCG
 from hvp._operators.hessian import HessianOperator
 from hvp._operators.jacobian import JacobianOperator
 from hvp._runtime.arguments import check_count, check_number
@@ -23,6 +22,8 @@ from hvp._runtime.interrupts import Uninterrupted
 
 # Newton steps at the end, which make the minimum as exact as rounding allows.
 _POLISHING = 4
+# Steps of Newton's method end at this gradient, in units in which the Hessian is about one.
+_GTOL = 1e-7
 # Newton steps are not taken where a scaled eigenvalue of the Hessian is smaller.
 _SINGULAR = 1e-12
 # A parameter is not determined if the rest of a column that others do not explain is smaller.
@@ -30,10 +31,11 @@ _UNDETERMINED = 1e-11
 
 
 class FitProblem:
-    """A model with parameters of which some are free, as a vector of residuals.
+    """A model with parameters of which some are free, and the loss of its predictions.
 
-    The residuals are `(model(x, **parameters) - y) / sigma`. `tied` parameters are functions of the
-    dict of the others.
+    The loss is half the sum of the squares of the residuals `(model(x, **parameters) - y) / sigma`,
+    or `loss(predictions, y)`. `tied` parameters are functions of the dict of the others, and
+    `bounds` are pairs by name.
     """
 
     def __init__(
@@ -41,20 +43,45 @@ class FitProblem:
         model: Callable[..., Any],
         start: Mapping[str, Any],
         data: tuple[Any, Any],
+        *,
         sigma: Any,
+        loss: Callable[..., Any] | None,
+        bounds: Mapping[str, Any],
         fixed: Collection[str],
         tied: Mapping[str, Callable[..., Any]],
+        maxiter: int,
     ) -> None:
-        self.model, self.tied = model, dict(tied)
+        self.model, self.bounds, self.tied, self.loss = model, bounds, dict(tied), loss
         self.x, self.y = data
-        self.sigma = sigma
+        self.sigma, self.fixed, self.maxiter = sigma, fixed, maxiter
         self.start = {name: np.asarray(value, np.float64) for name, value in start.items()}
         self.free = [name for name in self.start if name not in fixed]
+        self.held = {name: tf.Variable(self.start[name], trainable=False) for name in fixed}
         sizes = [self.start[name].size for name in self.free]
         self._ends = np.cumsum([0, *sizes])
+        ends = dict.fromkeys(self.start, (-np.inf, np.inf)) | dict(bounds)
+        self.lower, self.upper = (
+            self.flat({n: pair[i] for n, pair in ends.items()}) for i in (0, 1)
+        )
         self.vector = tf.Variable(self.flat(self.start), trainable=True)
         self.residuals = tf.function(self._residuals, autograph=False)
         self._jacobian: JacobianOperator | None = None
+        self._hessian: HessianOperator | None = None
+        self._newton: tuple[NewtonCG, tf.Variable, tf.Variable] | None = None
+
+    def without(self, name: str) -> FitProblem:
+        """Return the problem with one more parameter that is not free."""
+        return FitProblem(
+            self.model,
+            self.start,
+            (self.x, self.y),
+            sigma=self.sigma,
+            loss=self.loss,
+            bounds={n: pair for n, pair in self.bounds.items() if n != name},
+            fixed=[*self.fixed, name],
+            tied=self.tied,
+            maxiter=self.maxiter,
+        )
 
     @property
     def names(self) -> list[str]:
@@ -68,9 +95,10 @@ class FitProblem:
 
     def named(self, vector: Any) -> dict[str, Any]:
         """Return all parameters, by name, as tensors."""
-        values: dict[str, Any] = {n: tf.constant(value) for n, value in self.start.items()}
+        values: dict[str, Any] = {name: tf.identity(v) for name, v in self.held.items()}
         for name, begin, end in zip(self.free, self._ends, self._ends[1:]):
             values[name] = tf.reshape(vector[begin:end], self.start[name].shape)
+        values = {name: values[name] for name in self.start}
         for name, function in self.tied.items():
             values[name] = tf.convert_to_tensor(function(values), tf.float64)
         return values
@@ -84,11 +112,28 @@ class FitProblem:
     def _residuals(self) -> tf.Tensor:
         predicted = self.predict(self.x, self.vector)
         if not predicted.shape.is_compatible_with(self.y.shape):
+            if self.loss is not None:  # such as the logits of classes
+                return tf.zeros([0], tf.float64)
             raise InvalidDataError(
                 f"the model returns a tensor of shape {predicted.shape}, and y has {self.y.shape}",
                 "predictions that are shaped like y",
             )
         return tf.reshape((predicted - self.y) / self.sigma, [-1])
+
+    def value(self, vector: Any) -> tf.Tensor:
+        """Return the loss at values of the free entries."""
+        if self.loss is None:
+            return tf.reduce_sum(((self.predict(self.x, vector) - self.y) / self.sigma) ** 2) / 2
+        with exact_functions():
+            value = self.loss(self.predict(self.x, vector), self.y)
+        return tf.cast(tf.convert_to_tensor(value), tf.float64)
+
+    def value_at(self, vector: np.ndarray) -> float:
+        """Return the loss at values of the free entries."""
+        if self.loss is None:
+            residuals = self.residuals_at(vector)
+            return float(residuals @ residuals) / 2
+        return float(self.value(tf.constant(vector)))
 
     def residuals_at(self, vector: np.ndarray) -> np.ndarray:
         """Return the residuals at values of the free entries."""
@@ -104,32 +149,98 @@ class FitProblem:
             self._jacobian.refresh()
         return self._jacobian.to_dense(max_size=2**20)
 
-    def polished(self, vector: np.ndarray, movable: np.ndarray) -> np.ndarray:
-        """Take Newton steps with the exact Hessian, as long as they make the gradient smaller."""
+    def curvature_at(self, vector: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the gradient and the exact Hessian of the loss."""
         self.vector.assign(vector)
-        H = HessianOperator(
-            lambda: tf.reduce_sum(self._residuals() ** 2) / 2, self.vector, on_stale="ignore"
-        )
-        best, scale = vector, None
-        with H:
-            for _ in range(_POLISHING):
-                matrix = H.to_dense()[np.ix_(movable, movable)]
-                gradient = H.gradient[movable]
-                units = np.sqrt(np.abs(matrix.diagonal()))
-                if not units.all():
-                    break
-                size = np.linalg.norm(gradient / units)
-                scaled = matrix / np.outer(units, units)
-                if (scale is not None and size >= scale) or np.linalg.eigvalsh(scaled)[
-                    0
-                ] <= _SINGULAR:
-                    break
-                best, scale = self.vector.numpy(), size
-                step = np.linalg.solve(scaled, gradient / units) / units
-                following = best.copy()
-                following[movable] -= step
-                self.vector.assign(following)
-                H.refresh()
+        if self._hessian is None:
+            self._hessian = HessianOperator(
+                lambda: self.value(self.vector), self.vector, on_stale="ignore"
+            )
+        else:
+            self._hessian.refresh()
+        return self._hessian.gradient, self._hessian.to_dense()
+
+    def rows_at(
+        self, vector: np.ndarray, movable: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, bool]:
+        """Return the gradient in some entries, and `R` such that `R.T @ R` is the matrix in them.
+
+        The matrix is that of Gauss and Newton for least squares, and else the Hessian without its
+        negative eigenvalues. Whether it has none of these is returned, too.
+        """
+        if self.loss is None:
+            rows = self.jacobian_at(vector)[:, movable]
+            return self.residuals_at(vector) @ rows, rows, True
+        gradient, hessian = self.curvature_at(vector)
+        matrix = hessian[np.ix_(movable, movable)]
+        units = np.sqrt(np.abs(matrix.diagonal()))
+        units[units == 0] = 1
+        values, vectors = np.linalg.eigh(matrix / np.outer(units, units))
+        rows = np.sqrt(np.maximum(values, 0))[:, np.newaxis] * vectors.T * units
+        return gradient[movable], rows, values[0] > -math.sqrt(_SINGULAR) * values[-1]
+
+    def minimized(self, at: np.ndarray) -> tuple[np.ndarray, np.ndarray, bool, str]:
+        """Return the best entries, which are at a bound (-1 or 1), and whether and why it ended."""
+        if not len(at):
+            return at, np.zeros(0), True, "no parameter is free"
+        search = self._least_squares if self.loss is None else self._likelihood
+        at, active, success, message = search(at)
+        at = np.where(active < 0, self.lower, np.where(active > 0, self.upper, at))
+        movable = active == 0
+        polished = self._polished(at, movable) if success and movable.any() else at
+        inside = ((self.lower <= polished) & (polished <= self.upper)).all()
+        return (polished if inside else at), active, success, message
+
+    def _least_squares(self, at: np.ndarray) -> tuple[np.ndarray, np.ndarray, bool, str]:
+        with np.errstate(over="ignore"):  # of steps that are then rejected
+            found = scipy.optimize.least_squares(
+                self.residuals_at,
+                at,
+                self.jacobian_at,
+                bounds=(self.lower, self.upper),
+                x_scale="jac",
+                xtol=1e-14,
+                ftol=1e-14,
+                gtol=1e-14,
+                max_nfev=self.maxiter,
+            )
+        return found.x, found.active_mask, found.status > 0, found.message
+
+    def _likelihood(self, at: np.ndarray) -> tuple[np.ndarray, np.ndarray, bool, str]:
+        """Minimize by Newton's method, in units in which the Hessian has ones on its diagonal."""
+        _, hessian = self.curvature_at(at)
+        units = np.sqrt(np.abs(hessian.diagonal()))
+        units = 1 / np.where(units > 0, units, 1)
+        if self._newton is None:
+            scale, vector = tf.Variable(units, trainable=False), tf.Variable(at / units)
+            bounds = self.lower / units, self.upper / units
+            newton = NewtonCG(lambda: self.value(vector * scale), vector, bounds=bounds)
+            self._newton = newton, vector, scale
+        newton, vector, scale = self._newton
+        units = scale.numpy()
+        vector.assign(at / units)
+        result = newton.minimize(gtol=_GTOL, maxiter=self.maxiter)
+        at = np.clip(vector.numpy() * units, self.lower, self.upper)
+        near = 4 * np.finfo(np.float64).eps * np.abs(at)
+        active = np.where(at - self.lower <= near, -1, np.where(self.upper - at <= near, 1, 0))
+        return at, active, bool(result.success), result.message
+
+    def _polished(self, vector: np.ndarray, movable: np.ndarray) -> np.ndarray:
+        """Take Newton steps with the exact Hessian, as long as they make the gradient smaller."""
+        best, following, scale = vector, vector, None
+        for _ in range(_POLISHING):
+            gradient, matrix = self.curvature_at(following)
+            gradient, matrix = gradient[movable], matrix[np.ix_(movable, movable)]
+            units = np.sqrt(np.abs(matrix.diagonal()))
+            if not units.all():
+                break
+            size = np.linalg.norm(gradient / units)
+            scaled = matrix / np.outer(units, units)
+            grows = scale is not None and size >= scale
+            if grows or np.linalg.eigvalsh(scaled)[0] <= _SINGULAR:
+                break
+            best, scale, following = following, size, following.copy()
+            following[movable] -= np.linalg.solve(scaled, gradient / units) / units
         return best
 
 
@@ -155,11 +266,14 @@ class FitResult:
     covariance : ndarray
         The covariance matrix of the free entries, of shape `(n, n)`.
     chi_square : float
-        The sum of the squared residuals, in units of `sigma`.
+        The sum of the squared residuals, in units of `sigma`; twice the loss, if one was passed.
     degrees_of_freedom : int
         The number of measurements less that of the entries that are free and not at a bound.
     residuals : ndarray
         The differences of the model from the data, in units of `sigma`.
+    distance : float
+        The estimated distance to the minimum: by how much half of `chi_square` would fall if it
+        were the parabola that its derivatives say. At a minimum this is a rounding error.
     notes : list of str
         What one should know: bounds that are active, entries that are not determined.
     success : bool
@@ -175,13 +289,12 @@ class FitResult:
     chi_square: float
     degrees_of_freedom: int
     residuals: np.ndarray
+    distance: float
     notes: list[str]
     success: bool
     message: str
     _problem: FitProblem
-    _refit: Callable[..., FitResult]
     _variance: float
-    _limits: Mapping[str, Any]
 
     @property
     def correlation(self) -> np.ndarray:
@@ -233,7 +346,8 @@ class FitResult:
             The values, and by how much chi-square is larger there than at the best fit, in units of
             the variance of the measurements. A parabola with the height one at one standard error
             says that the errors are what they claim; the ends of a 68 % interval are where the
-            increase is one. No value is beyond a bound of the parameter.
+            increase is one. No value is beyond a bound of the parameter. Where no minimum was found
+            the increase is NaN.
         """
         if name not in self._problem.free or np.ndim(self.parameters[name]):
             raise HvpError(f"there is no free parameter {name!r} that is a number", "one of them")
@@ -246,14 +360,16 @@ class FitResult:
                 "a parameter that the data determine, and that is not at a bound",
             )
         values = best + error * width * (np.linspace(-1, 1, points) if points > 1 else np.zeros(1))
-        values = np.clip(values, *self._limits.get(name, (-np.inf, np.inf)))
+        values = np.clip(values, *self._problem.bounds.get(name, (-np.inf, np.inf)))
         increase = np.empty(points)
         middle = int(np.argmin(np.abs(values - best)))
+        problem = self._problem.without(name)
         for places in (range(middle, points), range(middle - 1, -1, -1)):
-            start = dict(self.parameters)
+            at = problem.flat(self.parameters)
             for place in places:
-                found = self._refit(start={**start, name: values[place]}, fixed=name)
-                start, increase[place] = dict(found.parameters), found.chi_square
+                problem.held[name].assign(values[place])
+                at, _, success, _ = problem.minimized(at)
+                increase[place] = 2 * problem.value_at(at) if success else np.nan
         return values, (increase - self.chi_square) / self._variance
 
     def plot(self, axes: Any = None) -> Any:
@@ -277,7 +393,9 @@ class FitResult:
             )
         dense = np.linspace(x.min(), x.max(), 200)
         value, band = self.predict(dense)
-        sigma = np.broadcast_to(problem.sigma, y.shape) * math.sqrt(self._variance)
+        sigma: Any = None
+        if problem.loss is None:
+            sigma = np.broadcast_to(problem.sigma, y.shape) * math.sqrt(self._variance)
         axes[0].errorbar(x, y, sigma, fmt="o", ms=3, color="#64748b", lw=1)
         axes[0].plot(dense, value, color="#c2410c")
         axes[0].fill_between(dense, value - band, value + band, color="#c2410c", alpha=0.25, lw=0)
@@ -304,8 +422,8 @@ class FitResult:
         head = "fit" if self.success else f"fit that did not converge ({self.message})"
         lines.insert(
             0,
-            f"{head}: chi-square {self.chi_square:.6g}, "
-            f"{self.degrees_of_freedom} degrees of freedom",
+            f"{head}: {'chi-square' if self._problem.loss is None else 'twice the loss'} "
+            f"{self.chi_square:.6g}, {self.degrees_of_freedom} degrees of freedom",
         )
         lines += [f"  fixed or tied: {known}"] if known else []
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
@@ -333,15 +451,16 @@ def fit(
     data: tuple[Any, Any],
     *,
     sigma: Any = None,
+    loss: Callable[..., Any] | None = None,
     bounds: Mapping[str, tuple[Any, Any]] | None = None,
     fixed: Collection[str] = (),
     tied: Mapping[str, Callable[..., Any]] | None = None,
     maxiter: int = 1000,
 ) -> FitResult:
-    """Fit a model with named parameters to data, by least squares.
+    """Fit a model with named parameters to data, by least squares or maximum likelihood.
 
     Derivatives are exact, so that no steps have to be chosen, and parameters of any size are scaled
-    by what a change of them does to the residuals.
+    by what a change of them does to the loss.
 
     Parameters
     ----------
@@ -355,6 +474,10 @@ def fit(
     sigma : float or array_like, optional
         The standard deviations of the measurements. If they are not given, all are taken to have
         the same, which is estimated from the residuals.
+    loss : callable, optional
+        Takes the predictions and `y`, and returns the negative log-likelihood, summed over the
+        measurements, in place of half the sum of squared residuals. A Poisson distribution has
+        ``lambda mean, y: tf.reduce_sum(mean - y * tf.math.log(mean))``.
     bounds : dict of str to pair, optional
         Lower and upper bounds of parameters by name, numbers or arrays; they may be infinite.
     fixed : collection of str, optional
@@ -372,8 +495,10 @@ def fit(
     ------
     InvalidDataError
         If the data are not a pair, or the predictions do not have the shape of `y`.
+    InvalidLossError
+        If the loss does not return a scalar.
     NonFiniteError
-        If the residuals are not finite at the start.
+        If the residuals or the loss are not finite at the start.
     HvpError
         If another argument is invalid.
 
@@ -382,7 +507,9 @@ def fit(
     scipy's trust-region method for least squares finds the minimum, from exact Jacobians; a few
     Newton steps with the exact Hessian then make it as accurate as rounding allows. The covariance
     is the inverse of the Gauss-Newton matrix, as that of `scipy.optimize.curve_fit`, from the
-    singular values of the scaled Jacobian.
+    singular values of the scaled Jacobian. A `loss` is minimized by `NewtonCG`, in units in which
+    its Hessian has ones on the diagonal at the start, and the same Newton steps. The covariance is
+    then the inverse of its Hessian, the observed information.
 
     Examples
     --------
@@ -397,65 +524,49 @@ def fit(
     (1.3, 48)
     """
     fixed = (fixed,) if isinstance(fixed, str) else fixed
-    start, y, sigmas = _checked(model, parameters, data, sigma, bounds, fixed, tied)
-    x = _inputs(data[0])
-    problem = FitProblem(model, start, (x, y), sigmas, fixed, tied or {})
-    maxiter = check_count(maxiter, "maxiter")
-    ends = dict.fromkeys(start, (-np.inf, np.inf)) | dict(bounds or {})
-    lower, upper = (problem.flat({n: pair[i] for n, pair in ends.items()}) for i in (0, 1))
+    start, y, sigmas = _checked(model, parameters, data, sigma, loss, bounds, fixed, tied)
+    problem = FitProblem(
+        model,
+        start,
+        (_inputs(data[0]), y),
+        sigma=sigmas,
+        loss=loss,
+        bounds=bounds or {},
+        fixed=fixed,
+        tied=tied or {},
+        maxiter=check_count(maxiter, "maxiter"),
+    )
     at = problem.flat(start)
-    outside = [n for n, a, v, b in zip(problem.names, lower, at, upper) if not a <= v <= b]
+    pairs = zip(problem.names, problem.lower, at, problem.upper)
+    outside = [name for name, low, value, high in pairs if not low <= value <= high]
     if outside:
         raise HvpError(
             f"the start of {', '.join(outside)} is outside of the bounds", "a start between them"
         )
     if not np.isfinite(problem.residuals_at(at)).all():
         raise NonFiniteError("a residual is not finite at the start", "values at which all are")
-    success, message, active = True, "no parameter is free", np.zeros(0)
-    if problem.names:
-        found = scipy.optimize.least_squares(
-            problem.residuals_at,
-            at,
-            problem.jacobian_at,
-            bounds=(lower, upper),
-            x_scale="jac",
-            xtol=1e-14,
-            ftol=1e-14,
-            gtol=1e-14,
-            max_nfev=maxiter,
-        )
-        at, success, message = found.x, found.status > 0, found.message
-        active = found.active_mask
-        at = np.where(active < 0, lower, np.where(active > 0, upper, at))
-        movable = active == 0
-        polished = problem.polished(at, movable) if success and movable.any() else at
-        at = polished if ((lower <= polished) & (polished <= upper)).all() else at
-    refit = functools.partial(_refit, model, data, sigma, bounds, fixed, tied, maxiter)
-    result = _result(problem, at, active, sigma is None, success, message, refit)
-    return dataclasses.replace(result, _limits=dict(bounds or {}))
-
-
-def _refit(
-    model: Any,
-    data: Any,
-    sigma: Any,
-    bounds: Any,
-    others: Collection[str],
-    tied: Any,
-    maxiter: int,
-    *,
-    start: Mapping[str, Any],
-    fixed: str,
-) -> FitResult:
-    """Fit again with one more parameter fixed."""
-    own = {name: value for name, value in start.items() if name not in (tied or {})}
-    options = {"sigma": sigma, "tied": tied, "maxiter": maxiter}
-    kept = {name: pair for name, pair in (bounds or {}).items() if name != fixed}
-    return fit(model, own, data, bounds=kept, fixed=[*others, fixed], **options)
+    if loss is not None:
+        value = problem.value(tf.constant(at))
+        if value.shape.rank:
+            raise InvalidLossError(
+                f"the loss returns a tensor of shape {value.shape}",
+                "a scalar: the sum over the measurements",
+                "use tf.reduce_sum",
+            )
+        if not np.isfinite(value):
+            raise NonFiniteError("the loss is not finite at the start", "values at which it is")
+    return _result(problem, *problem.minimized(at), estimates=sigma is None and loss is None)
 
 
 def _checked(
-    model: Any, parameters: Any, data: Any, sigma: Any, bounds: Any, fixed: Any, tied: Any
+    model: Any,
+    parameters: Any,
+    data: Any,
+    sigma: Any,
+    loss: Any,
+    bounds: Any,
+    fixed: Any,
+    tied: Any,
 ) -> tuple[dict[str, np.ndarray], tf.Tensor, tf.Tensor]:
     """Check the arguments of a fit; return the start, `y` and `sigma`."""
     if not callable(model):
@@ -465,6 +576,12 @@ def _checked(
             f"the parameters are {type(parameters).__name__}",
             "a dict of names and values at the start",
             "pass {'height': 1.0, 'rate': 0.5}",
+        )
+    if loss is not None and not callable(loss):
+        raise HvpError(f"the loss is {loss!r}", "a function of the predictions and y")
+    if loss is not None and sigma is not None:
+        raise HvpError(
+            "both sigma and a loss are given", "one of them", "let the loss contain the errors"
         )
     start = {name: np.asarray(value, np.float64) for name, value in parameters.items()}
     if not all(np.isfinite(value).all() for value in start.values()):
@@ -537,23 +654,29 @@ def _result(
     problem: FitProblem,
     at: np.ndarray,
     active: np.ndarray,
-    estimates: bool,
     success: bool,
     message: str,
-    refit: Callable[..., FitResult],
+    *,
+    estimates: bool,
 ) -> FitResult:
     """Put a result together, with the covariance of the entries that are not at a bound."""
     residuals, names = problem.residuals_at(at), problem.names
-    rows = problem.jacobian_at(at) if names else np.zeros((len(residuals), 0))
     movable = np.flatnonzero(active == 0)
-    covariance, free = _inverse_gram(rows[:, movable])
-    degrees = len(residuals) - len(movable)
-    chi_square = float(residuals @ residuals)
+    gradient, rows, is_convex = np.zeros(0), np.zeros((len(residuals), 0)), True
+    if len(movable):
+        gradient, rows, is_convex = problem.rows_at(at, movable)
+    covariance, free = _inverse_gram(rows)
+    moved = gradient[~free]
+    distance = float(moved @ covariance[np.ix_(~free, ~free)] @ moved) / 2
+    degrees = math.prod(problem.y.shape) - len(movable)
+    chi_square = 2 * problem.value_at(at)
     variance = chi_square / degrees if estimates and degrees > 0 else 1.0
     whole = np.zeros((len(names), len(names)))
     whole[np.ix_(movable, movable)] = covariance * variance
     notes = [f"{names[i]} is at its bound" for i in np.flatnonzero(active)]
     notes += [f"the data do not determine {names[movable[i]]}" for i in np.flatnonzero(free)]
+    if not is_convex:
+        notes.append("the Hessian has negative eigenvalues: this is no minimum")
     if estimates and degrees <= 0:
         notes.append("there are no more data than parameters, so that errors cannot be estimated")
         whole = np.where(np.isinf(whole), np.inf, np.nan)
@@ -566,8 +689,8 @@ def _result(
         by_name[name] = _number(errors[begin : begin + size].reshape(shape))
         begin += size
     return FitResult(
-        values, by_name, names, whole, chi_square, degrees, residuals, notes,
-        bool(success), message, problem, refit, variance, {},
+        values, by_name, names, whole, chi_square, degrees, residuals, distance, notes,
+        bool(success and is_convex), message, problem, variance,
     )  # fmt: skip
 
 

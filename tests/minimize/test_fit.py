@@ -6,80 +6,21 @@ import scipy.optimize
 import tensorflow as tf
 
 import hvp
-
-# From NIST's nonlinear regression sets: the data, the model, a start, and the certified values,
-# standard errors and sums of squares (https://www.itl.nist.gov/div898/strd).
-MISRA1A = (
-    [
-        77.6,
-        114.9,
-        141.1,
-        190.8,
-        239.9,
-        289.0,
-        332.8,
-        378.4,
-        434.8,
-        477.3,
-        536.8,
-        593.1,
-        689.1,
-        760.0,
-    ],
-    [
-        10.07,
-        14.73,
-        17.94,
-        23.93,
-        29.61,
-        35.18,
-        40.02,
-        44.82,
-        50.76,
-        55.05,
-        61.01,
-        66.40,
-        75.47,
-        81.78,
-    ],
-    lambda x, b1, b2: b1 * (1 - tf.exp(-b2 * x)),
-    {"b1": 500.0, "b2": 0.0001},
-    {"b1": (2.3894212918e02, 2.7070075241e00), "b2": (5.5015643181e-04, 7.2668688436e-06)},
-    1.2455138894e-01,
-)
-BOXBOD = (
-    [1.0, 2.0, 3.0, 5.0, 7.0, 10.0],
-    [109.0, 149.0, 149.0, 191.0, 213.0, 224.0],
-    lambda x, b1, b2: b1 * (1 - tf.exp(-b2 * x)),
-    {"b1": 100.0, "b2": 0.75},
-    {"b1": (2.1380940889e02, 1.2354515176e01), "b2": (5.4723748542e-01, 1.0455993237e-01)},
-    1.1680088766e03,
-)
-MGH09 = (
-    [4.0, 2.0, 1.0, 0.5, 0.25, 0.167, 0.125, 0.1, 0.0833, 0.0714, 0.0625],
-    [0.1957, 0.1947, 0.1735, 0.16, 0.0844, 0.0627, 0.0456, 0.0342, 0.0323, 0.0235, 0.0246],
-    lambda x, b1, b2, b3, b4: b1 * (x**2 + x * b2) / (x**2 + x * b3 + b4),
-    {"b1": 0.25, "b2": 0.39, "b3": 0.415, "b4": 0.39},
-    {
-        "b1": (1.9280693458e-01, 1.1435312227e-02),
-        "b2": (1.9128232873e-01, 1.9633220911e-01),
-        "b3": (1.2305650693e-01, 8.0842031232e-02),
-        "b4": (1.3606233068e-01, 9.0025542308e-02),
-    },
-    3.0750560385e-04,
-)
+from tests.minimize.nist import SETS
 
 
-@pytest.mark.parametrize("case", [MISRA1A, BOXBOD, MGH09], ids=["Misra1a", "BoxBOD", "MGH09"])
-def test_certified_values_to_all_their_digits(case):
-    x, y, model, start, certified, squares = case
-    result = hvp.fit(model, start, (x, y))
-    assert result.success, result.message
-    assert not result.notes
-    for name, (value, error) in certified.items():
-        assert result.parameters[name] == pytest.approx(value, rel=1e-9)
-        assert result.errors[name] == pytest.approx(error, rel=1e-9)
-    assert result.chi_square == pytest.approx(squares, rel=1e-9)
+@pytest.mark.parametrize("name", SETS)
+def test_certified_values_to_all_their_digits(name):
+    regression = SETS[name]
+    for start in regression.starts:
+        result = hvp.fit(regression.model, regression.named(start), regression.data)
+        assert result.success, result.message
+        assert not result.notes
+        values, errors = map(regression.named, (regression.values, regression.errors))
+        assert result.parameters == pytest.approx(values, rel=1e-10)
+        assert result.errors == pytest.approx(errors, rel=1e-10)
+        assert result.chi_square == pytest.approx(regression.squares, rel=1e-10)
+        assert result.distance < 1e-9 * result.chi_square
 
 
 def line(x, slope, offset):
@@ -270,3 +211,125 @@ def test_nothing_that_may_move():
     assert len(result.notes) == 2
     assert result.covariance.shape == (2, 2)
     assert not result.covariance.any()
+
+
+def poisson(mean, y):
+    return tf.reduce_sum(mean - y * tf.math.log(mean))
+
+
+def peak(x, background, height, place, width):
+    return background + height * tf.exp(-0.5 * ((x - place) / width) ** 2)
+
+
+def test_maximum_likelihood_against_scipy():
+    x = np.linspace(0, 60, 61)
+    truth = {"background": 5.0, "height": 40.0, "place": 30.0, "width": 5.0}
+    mean = peak(tf.constant(x), **truth).numpy()
+    counts = np.random.default_rng(0).poisson(mean)
+    start = {"background": 1.0, "height": 10.0, "place": 25.0, "width": 8.0}
+    result = hvp.fit(peak, start, (x, counts), loss=poisson)
+    assert result.success, result.message
+
+    def value(at):
+        b, h, p, w = at
+        mean = b + h * np.exp(-0.5 * ((x - p) / w) ** 2)
+        return float(np.sum(mean - counts * np.log(mean)))
+
+    best = list(result.parameters.values())
+    found = scipy.optimize.minimize(value, list(truth.values()), method="Nelder-Mead", tol=1e-10)
+    np.testing.assert_allclose(best, found.x, rtol=1e-6)
+    assert result.chi_square == pytest.approx(2 * found.fun, rel=1e-12)
+    # The observed information by central differences of second order.
+    steps, hessian = 1e-4 * np.eye(4), np.empty((4, 4))
+    for i in range(4):
+        for j in range(4):
+            corners = [value(best + a * steps[i] + b * steps[j]) for a in (1, -1) for b in (1, -1)]
+            hessian[i, j] = np.dot([1, -1, -1, 1], corners) / 4e-8
+    np.testing.assert_allclose(result.covariance, np.linalg.inv(hessian), rtol=1e-4, atol=1e-5)
+    assert result.distance < 1e-12
+    assert result.degrees_of_freedom == 57
+    assert "twice the loss" in str(result)
+    values, increase = result.profile("height", points=5)
+    assert increase[2] == pytest.approx(0, abs=1e-9)
+    for at, rise in zip(values[::4], increase[::4]):
+        others = scipy.optimize.minimize(
+            lambda p, at=at: value([p[0], at, *p[1:]]), np.delete(best, 1), method="Nelder-Mead",
+            options={"xatol": 1e-9, "fatol": 1e-11, "maxiter": 5000},
+        )  # fmt: skip
+        assert rise == pytest.approx(2 * (others.fun - value(best)), rel=1e-5)
+
+
+def test_likelihoods_need_no_scaling_and_have_bounds():
+    rng = np.random.default_rng(1)
+    x = rng.exponential(2e6, 400)
+
+    def density(x, life, share):  # two decays, one of a known rate
+        return share * tf.exp(-x / life) / life + (1 - share) * tf.exp(-x / 1e5) / 1e5
+
+    def negative(probability, y):
+        return -tf.reduce_sum(tf.math.log(probability))
+
+    result = hvp.fit(
+        density,
+        {"life": 1e6, "share": 0.5},
+        (x, np.zeros(400)),
+        loss=negative,
+        bounds={"share": (0.0, 1.0)},
+    )
+    assert result.success, result.message
+    assert result.parameters["share"] == 1
+    assert result.notes == ["share is at its bound"]
+    assert result.parameters["life"] == pytest.approx(x.mean(), rel=1e-9)
+    assert result.errors["life"] == pytest.approx(x.mean() / 20, rel=1e-7)
+
+
+def test_classes_are_told_by_logits():
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((200, 2))
+    y = (x @ [1.0, -2.0] + rng.logistic(size=200) > 0.3).astype(int)
+
+    def logits(x, weights, bias):
+        score = tf.linalg.matvec(x, weights) + bias
+        return tf.stack([tf.zeros_like(score), score], axis=1)
+
+    def cross_entropy(logits, y):
+        labels = tf.cast(y, tf.int32)
+        each = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
+        return tf.reduce_sum(each)
+
+    result = hvp.fit(logits, {"weights": np.zeros(2), "bias": 0.0}, (x, y), loss=cross_entropy)
+    design = np.c_[x, np.ones(200)]
+    best = np.append(result.parameters["weights"], result.parameters["bias"])
+    p = 1 / (1 + np.exp(-design @ best))
+    np.testing.assert_allclose(design.T @ (p - y), 0, atol=1e-9)
+    information = (design * (p * (1 - p))[:, np.newaxis]).T @ design
+    np.testing.assert_allclose(result.covariance, np.linalg.inv(information), rtol=1e-8)
+    assert len(result.residuals) == 0
+
+
+def test_the_distance_to_a_minimum_is_estimated():
+    """Of a parabola it is exact."""
+    x, y = points()
+    start = {"slope": 0.0, "offset": 0.0}
+    best = hvp.fit(line, start, (x, y), sigma=0.1)
+    assert best.distance < 1e-12
+    kept = hvp.fit(line, start, (x, y), sigma=0.1, maxiter=1)
+    assert not kept.success
+    assert kept.distance == pytest.approx((kept.chi_square - best.chi_square) / 2, rel=1e-9)
+
+
+def test_a_likelihood_without_a_minimum_is_said():
+    x = np.ones(5)
+    result = hvp.fit(
+        lambda x, a, b: a * b * x, {"a": 0.0, "b": 0.0}, (x, x), loss=lambda p, y: tf.reduce_sum(p)
+    )
+    assert not result.success
+    assert "negative eigenvalues" in str(result)
+    for wrong, error in (
+        ({"loss": poisson, "sigma": 1.0}, "(?i)both sigma and a loss"),
+        ({"loss": "poisson"}, "'poisson'"),
+        ({"loss": lambda p, y: p - y}, "scalar"),
+        ({"loss": lambda p, y: tf.reduce_sum(tf.math.log(p))}, "finite"),
+    ):
+        with pytest.raises(hvp.HvpError, match=error):
+            hvp.fit(lambda x, a: a * x, {"a": 0.0}, (x, x), **wrong)
