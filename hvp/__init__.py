@@ -31,6 +31,8 @@ The public names:
     Approximate inverses that make such systems easier; they also serve as scipy's `M`.
 `ExactInverse`, `SparseInverse`, `NeumannInverse`
     Inverses as operators: by all eigenvalues, by sparse factors, and by a series.
+`standard_errors`
+    Standard errors of all parameters, or of some of many.
 `trace`, `diagonal`, `norm`, `logdet`, `quadratic_forms`
     Numbers that describe any symmetric operator, with their standard errors.
 `eigsh`
@@ -117,6 +119,7 @@ from hvp._solve.preconditioners import (
 from hvp._solve.solve import SolveResult, solve
 from hvp._solve.solver import Solver
 from hvp._solve.sparse import SparseInverse
+from hvp._solve.standard_errors import standard_errors
 from hvp._spectra.density import SpectralDensity, spectral_density
 from hvp._spectra.diagonal import diagonal
 from hvp._spectra.eigsh import EigenResult, eigsh
@@ -213,6 +216,7 @@ __all__ = [
     "recompute_model",
     "solve",
     "spectral_density",
+    "standard_errors",
     "third_order_product",
     "trace",
 ]

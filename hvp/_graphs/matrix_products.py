@@ -107,8 +107,9 @@ def _is_faster_on_all(node: Any, sizes: Sizes) -> bool:
 
 
 def _entries(node: Any, sizes: Sizes) -> list[int]:
-    """Return the numbers of entries of the two operands and the result of a float32 product."""
-    return [size_of(x, sizes) // tf.float32.size for x in (*data_inputs(node), node.name)]
+    """Return the numbers of entries of the two operands and the result of a product."""
+    item = tf.as_dtype(node.attr["T"].type).size
+    return [size_of(x, sizes) // item for x in (*data_inputs(node), node.name)]
 
 
 def _make_batch(graph_def: Any, node: Any, left: int, right: int, result: int) -> None:
@@ -144,18 +145,21 @@ def for_many_vectors(graph: Graph, dependent: Container[str]) -> Graph:
         if node.op == "MatMul":
             left_depends, right_depends = (node_of(x) in dependent for x in data_inputs(node))
             if left_depends != right_depends:
-                _rewrite(node, left_depends)
+                left, right, result = _entries(node, graph.sizes)
+                # Matrices of m k, k n and m n entries; a row or column is in order either way.
+                own, other = (left, right) if left_depends else (right, left)
+                _rewrite(node, left_depends, is_vector=0 < own * result == other)
     return copy
 
 
-def _rewrite(node: Any, left_depends: bool) -> None:
+def _rewrite(node: Any, left_depends: bool, *, is_vector: bool) -> None:
     dtype = node.attr["T"].type
     transposed = _transposed(node)
     common_is_last = not transposed[0] if left_depends else transposed[1]
     node.attr.clear()
     node.attr["T"].type = dtype
     # BatchMatMulV2 transposes complex matrices to their conjugates.
-    if common_is_last or tf.as_dtype(dtype).is_complex:
+    if common_is_last or is_vector or tf.as_dtype(dtype).is_complex:
         left, right = "ba" if transposed[0] else "ab", "cb" if transposed[1] else "bc"
         node.op = "Einsum"
         node.attr["N"].i = 2

@@ -282,5 +282,6 @@ def _check_size(loss: Any, variables: Any, name: str) -> None:
         raise TooLargeError(
             f"{name} needs the Hessian of {size} variables as a matrix",
             f"at most {_MAX_DENSE} variables",
-            "use trust-krylov, which needs Hessian-vector products only",
+            "use trust-krylov, which needs Hessian-vector products only; or, if most entries of "
+            "the Hessian are zero, hvp.NewtonCG(..., preconditioner='sparse').minimize()",
         )

@@ -10,6 +10,7 @@ import tensorflow as tf
 from hvp._data.data_sets import Terms
 from hvp._engines.gauss_newton import GaussNewtonRule
 from hvp._errors import GraphModeError, HvpError
+from hvp._minimize.norms import SPARSE
 from hvp._minimize.subproblem import RECYCLED
 from hvp._runtime.arguments import check_count, check_flag, check_number, check_seed
 from hvp._solve.preconditioners import PRECONDITIONERS
@@ -34,13 +35,12 @@ def check_method(
     check_count(max_cg_iterations, "max_cg_iterations")
     check_count(rank, "rank")
     check_seed(seed)
-    kinds = (None, *PRECONDITIONERS, RECYCLED)
+    kinds = (None, *PRECONDITIONERS, RECYCLED, SPARSE)
     is_given = callable(preconditioner) or hasattr(preconditioner, "shape")
     if not (is_given or preconditioner in kinds):
         raise HvpError(
             f"the argument preconditioner is {preconditioner!r}",
             f"{', '.join(map(repr, kinds))}, a LinearOperator, or a function that makes one",
-            "for sparse matrices pass lambda H: hvp.SparseInverse(H, positive=True)",
         )
 
 

@@ -100,7 +100,7 @@ class NewtonCG(FromKeras, OneProcess, tf.Module):
         takes few iterations far from the minimum and many close to it.
     max_cg_iterations : int, optional
         Maximum number of iterations of conjugate gradients in one step.
-    preconditioner : {"diagonal", "nystrom", "recycled"}, LinearOperator or callable, optional
+    preconditioner : {"diagonal", "nystrom", "recycled", "sparse"}, LinearOperator or callable
         ``"diagonal"`` is the absolute value of the diagonal, estimated from 16 products with random
         signs. ``"nystrom"`` is a sketch of the largest positive eigenvalues from `rank` products
         [NY]_. Either is rebuilt when conjugate gradients have used four times the products that it
@@ -108,6 +108,9 @@ class NewtonCG(FromKeras, OneProcess, tf.Module):
         their products, and costs no further product. It pays if a product takes longer than the
         algebra of `rank` vectors, and if the Hessian changes slowly. If that algebra takes longer
         than conjugate gradients do, a warning with both times is logged after ten steps.
+        ``"sparse"`` is for Hessians most of whose entries are zero: they are factorized at each new
+        point, with a shift if they are not positive definite (`SparseInverse`), so that conjugate
+        gradients take a few iterations whatever the condition.
         A symmetric, positive definite operator or matrix stands for the inverse of the Hessian; a
         function takes the operator of the Hessian, and makes such a one at each new point.
     rank : int, optional

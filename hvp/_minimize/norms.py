@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,11 @@ from hvp._minimize.constraints import Box
 from hvp._minimize.position import Position
 from hvp._operators.symmetric import SymmetricOperator
 from hvp._solve.preconditioners import Kind
+from hvp._solve.sparse import SparseInverse
 from hvp._vectors.space import Space
 
+# The name of sparse factors of the Hessian itself.
+SPARSE = "sparse"
 # How far a preconditioner of the caller may be from a symmetric one, relative to its products.
 _ASYMMETRY = 1e-3
 
@@ -48,6 +52,8 @@ def kind_of(
             shapes=lambda size, rank: [[size]],
             solve=lambda rows, tensors: rows * tensors[0],
         )
+    if isinstance(preconditioner, str) and preconditioner == SPARSE:
+        preconditioner = functools.partial(SparseInverse, positive=True)
     named = preconditioner is None or isinstance(preconditioner, str)
     separate = named and preconditioner in (None, "diagonal")
     if box is not None and not separate and _bounds(box):

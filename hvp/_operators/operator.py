@@ -263,13 +263,18 @@ class Operator(OneProcess, DtypePreserving):
         Return None in its place if it would take more than `most`. A pattern is looked for only if
         otherwise there would be no diagonal.
         """
-        with contextlib.suppress(HvpError):  # where no pattern is known, or one without zeros
-            if self._sparsity is None and self.shape[0] <= most:
-                return None, 0
-            sparsity = self._sparsity or self.sparsity()
-            if sparsity.products <= min(most, self.shape[0] // 2):
-                return self.to_sparse(pattern=sparsity).diagonal(), sparsity.products
-        return None, 0
+        if self._sparsity is None and self.shape[0] <= most:
+            return None, 0
+        sparsity = self._sparsity_of_few(min(most, self.shape[0] // 2))
+        return (None, 0) if sparsity is None else (self.to_sparse().diagonal(), sparsity.products)
+
+    def _sparsity_of_few(self, most: int) -> Sparsity | None:
+        """Return the sparsity, which is kept, or None unless it takes few products."""
+        if self._sparsity is None:
+            with contextlib.suppress(HvpError):  # no pattern is known, or it has too many entries
+                self._sparsity = self.sparsity()
+        kept = self._sparsity
+        return kept if kept is not None and kept.products <= most else None
 
     @Uninterrupted()
     def to_dense(self, *, max_size: int = 4096) -> np.ndarray:
@@ -628,3 +633,8 @@ def known_diagonal(operator: Any, most: int) -> tuple[np.ndarray | None, int]:
     if isinstance(operator, np.ndarray) or scipy.sparse.issparse(operator):
         return operator.diagonal(), 0
     return operator._known_diagonal(most) if isinstance(operator, Operator) else (None, 0)
+
+
+def sparsity_of_few(operator: Any, most: int) -> Sparsity | None:
+    """Return the sparsity of an operator if its sparse form takes at most so many products."""
+    return operator._sparsity_of_few(most) if isinstance(operator, Operator) else None

@@ -11,7 +11,7 @@ from scipy.sparse.linalg import splu
 from hvp._engines.array_map import ArrayMap
 from hvp._errors import HvpError
 from hvp._operators.damping import check_damping
-from hvp._operators.operator import Operator
+from hvp._operators.operator import Operator, sparsity_of_few
 from hvp._operators.symmetric import matrix_of
 from hvp._runtime.arguments import check_flag
 from hvp._runtime.interrupts import Uninterrupted, deliver_interrupt
@@ -20,6 +20,9 @@ from hvp._runtime.interrupts import Uninterrupted, deliver_interrupt
 _SHIFT, _NEXT_SHIFT = 1e-4, 10.0
 # Right-hand sides of one solution.
 _BLOCK = 64
+# Matrices with no more columns are not sparse. Others are, if they take so few products, or no more
+# than one for so many columns.
+_SMALL, _FEW, _SHARE = 256, 32, 100
 
 
 class SparseInverse(Operator):
@@ -45,6 +48,8 @@ class SparseInverse(Operator):
         diagonal did not suffice.
     shift : float
         The multiple of the identity that was added to make it positive definite.
+    products : int
+        The number of products that the matrix took.
     log_determinant : float
         The logarithm of the absolute value of the determinant.
 
@@ -55,9 +60,8 @@ class SparseInverse(Operator):
 
     Notes
     -----
-    As a function of an operator, this class is a preconditioner for `NewtonCG`, with which it
-    becomes Newton's method with a sparse factorization:
-    ``preconditioner=lambda H: hvp.SparseInverse(H, positive=True)``.
+    `NewtonCG` with ``preconditioner="sparse"`` is Newton's method with this factorization of a
+    matrix that is made positive definite.
 
     Examples
     --------
@@ -95,6 +99,8 @@ class SparseInverse(Operator):
                 "a matrix that can be inverted",
                 "add damping",
             )
+        kept = sparsity_of_few(H, space.size)
+        self.products = 0 if kept is None else kept.products
         self.log_determinant = float(np.log(np.abs(pivots)).sum())
         self._solve = lambda rows: factors.solve(_columns(rows)).T
         super().__init__(ArrayMap(self._solve, space))
@@ -140,6 +146,15 @@ class SparseInverse(Operator):
             solved = self._solve(units)
             variances.append(solved[np.arange(len(taken)), taken])
         return np.sqrt(np.concatenate([np.zeros(0), *variances]))
+
+
+def sparse_inverse(H: Any) -> SparseInverse | None:
+    """Return the inverse of a large matrix from sparse factors, or None if it is not sparse."""
+    if not scipy.sparse.issparse(H):
+        size = H.shape[0]
+        if size <= _SMALL or sparsity_of_few(H, max(_FEW, size // _SHARE)) is None:
+            return None
+    return SparseInverse(H)
 
 
 def _columns(rows: np.ndarray) -> np.ndarray:

@@ -10,6 +10,7 @@ import numpy as np
 from hvp._errors import HvpError
 from hvp._runtime.arguments import check_count
 from hvp._runtime.interrupts import Uninterrupted
+from hvp._solve.sparse import SparseInverse, sparse_inverse
 from hvp._spectra.estimate import Estimate, estimate_of
 from hvp._spectra.lanczos import NOTHING, Quadrature, quadratures
 from hvp._spectra.probes import probing
@@ -121,6 +122,7 @@ def _integrals(quadrature: Quadrature, function: Callable[[np.ndarray], np.ndarr
 def logdet(
     A: Any,
     *,
+    method: Literal["auto", "sparse", "lanczos"] = "auto",
     rtol: float = 0.02,
     atol: float = 0.0,
     steps: int = 40,
@@ -128,12 +130,18 @@ def logdet(
     seed: int = 0,
     progress: bool | Literal["always"] = False,
 ) -> Estimate:
-    """Estimate the logarithm of the determinant of a positive definite operator.
+    """Compute or estimate the logarithm of the determinant of a positive definite operator.
 
     Parameters
     ----------
     A : HessianOperator, or another operator of this package or of scipy, or a matrix
         Real, symmetric and positive definite. Its damping is included.
+    method : {"auto", "sparse", "lanczos"}, optional
+        - ``"sparse"`` is exact, from the factors of `SparseInverse`.
+        - ``"lanczos"`` is stochastic Lanczos quadrature [UCS]_: the logarithm of the determinant is
+          the trace of the logarithm.
+        - ``"auto"`` is ``"sparse"`` for a large matrix whose sparse form takes few products, and
+          otherwise ``"lanczos"``.
     rtol, atol : float, optional
         The estimate has converged when its standard error is at most
         `max(rtol * abs(estimate), atol)`.
@@ -149,8 +157,9 @@ def logdet(
     Returns
     -------
     Estimate
-        The standard error accounts for the random vectors. The quadrature adds an error that
-        decreases exponentially with `steps`, at a rate that depends on the condition number.
+        The standard error accounts for the random vectors; it is zero for ``"sparse"``. The
+        quadrature adds an error that decreases exponentially with `steps`, at a rate that depends
+        on the condition number.
 
     Raises
     ------
@@ -160,11 +169,6 @@ def logdet(
         If the function is called while TensorFlow traces a graph.
     HvpError
         If an argument is invalid, or if the operator is not positive definite.
-
-    Notes
-    -----
-    The method is stochastic Lanczos quadrature [UCS]_: the logarithm of the determinant is the
-    trace of the logarithm.
 
     References
     ----------
@@ -185,6 +189,13 @@ def logdet(
     check_count(steps, "steps")
     steps = min(steps, matrix.size)
     stopping = Stopping.of(rtol, atol, max_products, _FEWEST * steps)
+    names = "auto", "sparse", "lanczos"
+    if method not in names:
+        raise HvpError(f"the method is {method!r}", " or ".join(map(repr, names)))
+    if method != "lanczos":
+        inverse = SparseInverse(A) if method == "sparse" else sparse_inverse(A)
+        if inverse is not None and inverse.negative is not None:
+            return _of_factors(inverse)
     with probing(matrix, progress, seed, stopping.max_products) as probes:
 
         def draw(count: int) -> np.ndarray:
@@ -194,6 +205,17 @@ def logdet(
 
         samples = stopping.sample(draw, fewest=_FEWEST, widest=probes.widest, cost=steps)
     return estimate_of(samples, len(samples) * steps, "lanczos quadrature", stopping)
+
+
+def _of_factors(inverse: SparseInverse) -> Estimate:
+    if inverse.negative:
+        raise HvpError(
+            f"the operator is not positive definite: {inverse.negative} of its eigenvalues are "
+            "negative",
+            "a positive definite operator, whose determinant has a logarithm",
+            "damp the operator, as in A.damped(...), or use hvp.GaussNewtonOperator",
+        )
+    return Estimate(inverse.log_determinant, 0.0, inverse.products, True, "sparse", 0)
 
 
 def _refuse_indefinite(quadrature: Quadrature) -> None:

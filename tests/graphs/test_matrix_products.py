@@ -70,6 +70,26 @@ def test_they_are_right_and_one_operation(depends, dtype, transposed):
     assert len(of_all) == 1
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_matrix_times_many_vectors_is_one_product(dtype):
+    """Multiplied one after the other, each vector would read the whole matrix."""
+    definition, left, right, product = part(dtype, (False, False))
+    item = tf.as_dtype(dtype).size
+    names = [name.partition(":")[0] for name in (left, right, product)]
+    sizes = dict(zip(names, [[item * M * P], [item * P], [item * M]]))
+    rewritten = for_many_vectors(Graph(definition.graph_def, sizes), {names[1]})
+    assert [node.op for node in rewritten.all_nodes] == ["Einsum"]
+    matrix, vectors = random(0, M, P, dtype=dtype), random(1, K, P, 1, dtype=dtype)
+
+    @tf.function
+    def products(matrix, vectors):
+        return vectorized(
+            lambda v: rewritten.imported({left: matrix, right: v}, [product])[0], vectors
+        )
+
+    np.testing.assert_allclose(products(matrix, vectors), matrix @ vectors, rtol=1e-5)
+
+
 def test_what_depends_on_no_vector_or_twice_stays():
     definition, left, right, _ = part("float32", (False, False))
     for dependent in (set(), {left.partition(":")[0], right.partition(":")[0]}):

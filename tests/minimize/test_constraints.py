@@ -217,7 +217,7 @@ def test_a_new_run_follows_other_variables():
         ({"x_scale": 0.0}, ["x_scale"]),
         ({"x_scale": 2.0, "preconditioner": "nystrom"}, ["x_scale", "preconditioner"]),
         ({"bounds": (-1.0, 1.0), "preconditioner": "nystrom"}, ["bounds", "preconditioner"]),
-        ({"preconditioner": "jacobi"}, ["'jacobi'", "'nystrom'", "SparseInverse"]),
+        ({"preconditioner": "jacobi"}, ["'jacobi'", "'nystrom'", "'sparse'"]),
     ],
 )
 def test_refuses_arguments(options, words):

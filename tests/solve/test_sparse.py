@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import scipy.optimize
 import scipy.sparse
 import tensorflow as tf
 
@@ -82,7 +83,7 @@ def test_newton_with_a_sparse_factorization_settles_a_long_string():
         length = tf.reduce_sum(tf.sqrt(1 + (w[1:] - w[:-1]) ** 2))
         return length + 0.01 * tf.reduce_sum((w - 1) ** 2) + 1e-3 * tf.reduce_sum(w**4)
 
-    newton = hvp.NewtonCG(loss, w, preconditioner=lambda H: hvp.SparseInverse(H, positive=True))
+    newton = hvp.NewtonCG(loss, w, preconditioner="sparse")
     result = newton.minimize(gtol=1e-10)
     assert result.success, result.message
     assert result.nit <= 15
@@ -115,3 +116,81 @@ def test_the_diagonal_of_a_large_sparse_matrix_is_exact():
     full = hvp.HessianOperator(lambda: tf.reduce_sum(dense) ** 2, dense)
     with pytest.raises(hvp.TooLargeError, match="5000"):
         full.diagonal()
+
+
+@pytest.mark.parametrize("kind", ["dense", "sparse", "iterative"])
+def test_standard_errors(kind):
+    """A chain of springs has a known inverse; a common factor couples all entries."""
+    size = {"dense": 50, "sparse": 5000, "iterative": 5000}[kind]
+    w = tf.Variable(np.zeros(size))
+
+    def loss():
+        shared = 0.0 if kind == "sparse" else 3 * tf.reduce_sum(w) ** 2 / size
+        return tf.reduce_sum(w**2) / 2 + shared
+
+    H = hvp.HessianOperator(loss, w)
+    common = 0.0 if kind == "sparse" else 6 / size
+    places = np.array([7, 0, 33])
+    for damping in (0.0, 3.0):
+        alone, found = 1 + damping, hvp.standard_errors(H.damped(damping), places)
+        expected = np.sqrt((1 - common / (alone + common * size)) / alone)
+        np.testing.assert_allclose(found, expected, rtol=1e-10)
+    if kind == "iterative":
+        with pytest.raises(hvp.TooLargeError, match="5000"):
+            hvp.standard_errors(H)
+        with pytest.raises(hvp.HvpError, match="negative curvature"):
+            hvp.standard_errors(H.damped(-2.0), places)
+        scale = tf.constant(np.logspace(-6, 6, size))
+        hard = hvp.HessianOperator(lambda: loss() + tf.reduce_sum(scale * w**2), w)
+        with pytest.raises(hvp.HvpError, match=r"column 7 .* 3 iterations"):
+            hvp.standard_errors(hard, places, maxiter=3)
+    else:
+        assert hvp.standard_errors(H).shape == (size,)
+    for wrong in ([size], [-1], [0.5], [[1]]):
+        with pytest.raises(hvp.HvpError, match=str(size - 1)):
+            hvp.standard_errors(H, wrong)
+
+
+def test_log_determinants_of_sparse_matrices_are_exact():
+    size = 3000
+    w = tf.Variable(np.zeros(size))
+    H = hvp.HessianOperator(lambda: tf.reduce_sum((w[1:] - w[:-1]) ** 2) / 2, w).damped(0.5)
+    # The eigenvalues of a chain with free ends.
+    values = 2 - 2 * np.cos(np.pi * np.arange(size) / size) + 0.5
+    result = hvp.logdet(H)
+    assert result.estimate == pytest.approx(np.log(values).sum(), rel=1e-12)
+    assert (result.method, result.products, result.standard_error) == ("sparse", 3, 0)
+    estimate = hvp.logdet(H, method="lanczos", rtol=0.01)
+    assert abs(estimate.estimate - result.estimate) < 6 * estimate.standard_error
+    with pytest.raises(hvp.HvpError, match="negative"):
+        hvp.logdet(H.damped(-1.0))
+    A = scipy.sparse.diags_array([1.0, 2.0, 3.0]).tocsr()
+    assert hvp.logdet(A).estimate == pytest.approx(np.log(6))
+
+
+def test_sparse_jacobians_in_scipys_least_squares():
+    size = 300
+    w = tf.Variable(np.full(size, -1.0))
+
+    def residuals():
+        return tf.concat([10 * (w[1:] - w[:-1] ** 2), 1 - w[:-1]], axis=0)
+
+    J = hvp.JacobianOperator(residuals, w, on_stale="ignore")
+
+    def values(at):
+        w.assign(at)
+        return residuals().numpy()
+
+    def jacobian(at):
+        w.assign(at)
+        J.refresh()
+        return J.to_sparse()
+
+    pattern = J.sparsity().pattern
+    start = np.full(size, 0.5)
+    ours = scipy.optimize.least_squares(values, start, jacobian)
+    theirs = scipy.optimize.least_squares(values, start, jac_sparsity=pattern)
+    assert ours.success
+    assert theirs.success
+    np.testing.assert_allclose(ours.x, 1, atol=1e-6)
+    np.testing.assert_allclose(theirs.x, 1, atol=1e-6)
