@@ -8,9 +8,11 @@ its result, a product of matrices one for each row or column. What is not known 
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,7 +42,17 @@ _PRODUCTS = frozenset(["BatchMatMul", "BatchMatMulV2", "MatMul"])
 _SEGMENTS = frozenset(["SegmentSum", "UnsortedSegmentSum"])
 _WITHOUT_ENTRIES = frozenset(["OnesLike", "Rank", "Shape", "ShapeN", "Size", "ZerosLike"])
 # Patterns have at most so many entries.
-_MOST_ENTRIES = 2**27
+_most_entries = contextvars.ContextVar("hvp_most_entries", default=2**27)
+
+
+@contextlib.contextmanager
+def patterns_of(entries: int) -> Iterator[None]:
+    """Give up patterns in this context that have more than so many entries on the way."""
+    token = _most_entries.set(min(entries, _most_entries.get()))
+    try:
+        yield
+    finally:
+        _most_entries.reset(token)
 
 
 class Facts(NamedTuple):
@@ -262,9 +274,9 @@ def _pairs(
 def _rows(facts: Facts, pattern: Any, numbers: np.ndarray) -> Any:
     """Return rows of a pattern, unless they have too many entries."""
     count = int(np.diff(pattern.indptr)[numbers].sum())
-    if count > _MOST_ENTRIES:
+    if count > _most_entries.get():
         raise TooLargeError(
-            f"the pattern has more than {_MOST_ENTRIES} entries on the way, at the operation "
+            f"the pattern has more than {_most_entries.get()} entries on the way, at the operation "
             f"{facts.kind} ({facts.names[1][0]})",
             "a matrix most of whose entries are zero, made by operations that are followed: "
             "slices, gathers, sums, products of entries and of matrices",

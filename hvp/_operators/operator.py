@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from hvp._engines.linear_map import LinearMap, damped
 from hvp._errors import FailedCheckError, HvpError, TooLargeError
+from hvp._graphs.sparsity import patterns_of
 from hvp._operators.arithmetic import DtypePreserving
 from hvp._operators.damping import check_damping
 from hvp._operators.sparse import Sparsity, recovered, sparsity_of
@@ -31,6 +32,8 @@ Self = TypeVar("Self", bound="Operator")
 _LONG = 2**26
 # Columns in one block when a dense matrix is assembled.
 _DENSE_BLOCK = 64
+# A pattern that nobody asked for has at most so many entries for each column, and so many more.
+_PER_COLUMN, _ALWAYS = 64, 2**20
 # The diagonal of no larger a matrix is computed by products, whatever its structure.
 _FEW = 256
 
@@ -271,7 +274,8 @@ class Operator(OneProcess, DtypePreserving):
     def _sparsity_of_few(self, most: int) -> Sparsity | None:
         """Return the sparsity, which is kept, or None unless it takes few products."""
         if self._sparsity is None:
-            with contextlib.suppress(HvpError):  # no pattern is known, or it has too many entries
+            # There is no pattern, or one of too many entries.
+            with contextlib.suppress(HvpError), patterns_of(_PER_COLUMN * self.shape[1] + _ALWAYS):
                 self._sparsity = self.sparsity()
         kept = self._sparsity
         return kept if kept is not None and kept.products <= most else None

@@ -36,15 +36,15 @@ class Sparsity:
         The number of products.
     by_rows : bool
         Whether products are with the transpose.
-    separate : ndarray of bool
-        Rows of a symmetric matrix that are taken from its columns, which are multiplied one by one.
+    symmetric : bool
+        Whether entries may be read from their transposes.
     """
 
     pattern: Any
     colors: np.ndarray
     products: int
     by_rows: bool
-    separate: np.ndarray
+    symmetric: bool
 
     @functools.cached_property
     def oriented(self) -> Any:
@@ -60,8 +60,11 @@ class Sparsity:
         """
         pattern = self.oriented
         i, j = np.repeat(np.arange(pattern.shape[0]), np.diff(pattern.indptr)), pattern.indices
-        if self.separate.any():
-            turned = self.separate[i] & ~self.separate[j]
+        if self.symmetric:
+            # An entry that shares its place with others of its row is read in its column.
+            keys = i.astype(np.int64) * (self.products + 1) + self.colors[j]
+            _, inverse, counts = np.unique(keys, return_inverse=True, return_counts=True)
+            turned = counts[inverse] > 1
             i, j = np.where(turned, j, i), np.where(turned, i, j)
         color = self.colors[j]
         order = np.argsort(color, kind="stable")
@@ -102,47 +105,52 @@ def sparsity_of(pattern: Any, symmetric: bool) -> Sparsity:
     """Return a pattern with the coloring that needs the fewest products."""
     pattern = scipy.sparse.csr_array(pattern, dtype=bool)
     pattern.sum_duplicates()
-    none = np.zeros(pattern.shape[0], bool)
     if symmetric:
         pattern = scipy.sparse.csr_array(pattern + pattern.T)
-        separate = _dense_rows(pattern)
-        colors = _colored(pattern, separate)
-        return Sparsity(pattern, colors, int(colors.max(initial=-1)) + 1, False, separate)
-    columns, rows = _colored(pattern, none), _colored(pattern.T.tocsr(), none[:0])
+        colors = _star_colored(pattern)
+        return Sparsity(pattern, colors, int(colors.max(initial=-1)) + 1, False, True)
+    columns, rows = _colored(pattern), _colored(pattern.T.tocsr())
     by_rows = rows.max(initial=-1) < columns.max(initial=-1)
     colors = rows if by_rows else columns
-    return Sparsity(pattern, colors, int(colors.max(initial=-1)) + 1, by_rows, none)
+    products = int(colors.max(initial=-1)) + 1
+    return Sparsity(pattern, colors, products, by_rows, False)
 
 
-def _dense_rows(pattern: Any) -> np.ndarray:
-    """Return a mask of the rows of a symmetric pattern that are better multiplied one by one.
+def _star_colored(pattern: Any) -> np.ndarray:
+    """Color the columns of a symmetric pattern so that no path of four has two colors [1]_.
 
-    At least as many products are needed as a row has entries, beside one for each of these rows.
+    Of each entry or its transpose, one is then alone in its row among the columns of its color: if
+    neither were, the other columns would be the ends of such a path. Columns with many entries come
+    first. The colors of a row's neighbours are the bits of a number.
+
+    References
+    ----------
+    .. [1] A. H. Gebremedhin, F. Manne and A. Pothen, "What color is your Jacobian? Graph coloring
+       for computing derivatives", SIAM Review 47(4), 2005. https://doi.org/10.1137/S0036144504444711
     """
-    lengths = np.diff(pattern.indptr)
-    ordered = np.sort(lengths)[::-1]
-    needed = np.arange(len(ordered) + 1) + np.append(ordered, 0)
-    count = int(np.argmin(needed))
-    separate = np.zeros(len(lengths), bool)
-    separate[np.argsort(-lengths, kind="stable")[:count]] = True
-    return separate
+    count = pattern.shape[0]
+    starts, neighbours = pattern.indptr.tolist(), pattern.indices.tolist()
+    used, bits = [0] * count, [0] * count
+    for column in np.argsort(-np.diff(pattern.indptr), kind="stable").tolist():
+        own = neighbours[starts[column] : starts[column + 1]]
+        taken = 0
+        for row in own:
+            bit = bits[row]
+            # Of a neighbour's other neighbours, later colors may be taken again.
+            taken |= bit | (used[row] & (bit - 1)) if bit else used[row]
+        bits[column] = bit = ~taken & (taken + 1)
+        for row in own:
+            used[row] |= bit
+    return np.array([bit.bit_length() - 1 for bit in bits], np.int64)
 
 
-def _colored(pattern: Any, separate: np.ndarray) -> np.ndarray:
-    """Color columns so that two of a color have no common row, other than those that are separate.
-
-    Separate columns have colors of their own. The colors that a row has are the bits of a number.
-    """
-    count = pattern.shape[1]
+def _colored(pattern: Any) -> np.ndarray:
+    """Color columns so that two of a color have no common row."""
     by_columns = pattern.tocsc()
     starts, rows = by_columns.indptr.tolist(), by_columns.indices.tolist()
-    skipped = separate.tolist() if len(separate) else [False] * pattern.shape[0]
-    alone = skipped if len(separate) == count else [False] * count
-    used, colors = [0] * pattern.shape[0], np.empty(count, np.int64)
-    for column in range(count):
-        if alone[column]:
-            continue
-        own = [row for row in rows[starts[column] : starts[column + 1]] if not skipped[row]]
+    used, colors = [0] * pattern.shape[0], np.empty(pattern.shape[1], np.int64)
+    for column in range(pattern.shape[1]):
+        own = rows[starts[column] : starts[column + 1]]
         taken = 0
         for row in own:
             taken |= used[row]
@@ -150,9 +158,6 @@ def _colored(pattern: Any, separate: np.ndarray) -> np.ndarray:
         colors[column] = bit.bit_length() - 1
         for row in own:
             used[row] |= bit
-    mask = np.array(alone, bool)
-    first = int(colors[~mask].max(initial=-1)) + 1
-    colors[mask] = first + np.arange(mask.sum())
     return colors
 
 
