@@ -350,7 +350,7 @@ def draw(results: dict[str, Any]) -> None:
         "jax-checkpoint": ("JAX, jax.checkpoint", "#0f766e", "-"),
     }
     shifts = {"jax": -5, "jax-checkpoint": 3, "tapes": 2, "function": -3}
-    shifts |= {"recompute": 4, "recompute-nested": -4, "recompute-tapes": -4}
+    shifts |= {"recompute": 6, "recompute-nested": 2, "recompute-tapes": -6}
     with plt.rc_context({"font.size": 8, "axes.linewidth": 0.6}):
         figure, axes = plt.subplots(figsize=(6.2, 3.8), layout="constrained")
         for variant, (label, colour, line) in styles.items():

@@ -219,7 +219,9 @@ class NewtonIteration:
         if not trial.finite:
             return False
         scale = max(abs(point.value), abs(trial.value))
-        return solution.predicted < _ROUNDINGS * self._eps * scale
+        # The terms of a sum may be far larger than the sum.
+        is_equal = trial.value == point.value
+        return is_equal or solution.predicted < _ROUNDINGS * self._eps * scale
 
     def _ratio(
         self, point: Point, trial: Point, solution: SteihaugResult, from_gradients: bool

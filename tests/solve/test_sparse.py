@@ -194,3 +194,131 @@ def test_sparse_jacobians_in_scipys_least_squares():
     assert theirs.success
     np.testing.assert_allclose(ours.x, 1, atol=1e-6)
     np.testing.assert_allclose(theirs.x, 1, atol=1e-6)
+
+
+def test_incomplete_factors_are_preconditioners():
+    """Of a grid in three dimensions, whose exact factors have many more entries."""
+    side = 14
+    w = tf.Variable(np.random.default_rng(0).standard_normal((side, side, side)))
+
+    def loss():
+        along = [tf.reduce_sum(tf.experimental.numpy.diff(w, axis=axis) ** 2) for axis in range(3)]
+        return tf.add_n(along) / 2 + 1e-4 * tf.reduce_sum(w**4)
+
+    H = hvp.HessianOperator(loss, w)
+    M = hvp.SparseInverse(H, drop=0.01)
+    assert M.negative is None
+    assert np.isnan(M.log_determinant)
+    u, v = np.random.default_rng(1).standard_normal((2, side**3))
+    assert u @ (M @ v) == pytest.approx(v @ (M @ u), rel=1e-10)
+    plain, better = (hvp.solve(H, v, method="cg", rtol=1e-8, M=m) for m in (None, M))
+    assert better.converged
+    assert better.iterations < plain.iterations / 3
+    np.testing.assert_allclose(better.x, hvp.SparseInverse(H) @ v, rtol=1e-4, atol=1e-6)
+    with pytest.raises(hvp.HvpError, match="positive definite"):
+        M.standard_errors([0])
+    indefinite = H.damped(-0.5)
+    assert hvp.SparseInverse(indefinite, positive=True, drop=0.01).shift > 0
+    newton = hvp.NewtonCG(
+        loss, w, preconditioner=lambda H: hvp.SparseInverse(H, positive=True, drop=0.01)
+    )
+    assert newton.minimize(gtol=1e-6).success
+
+
+def arrowhead(n):
+    """ARWHEAD: all share the last variable; the minimum is zero."""
+
+    def loss(x):
+        return tf.reduce_sum((x[:-1] ** 2 + x[-1] ** 2) ** 2 - 4 * x[:-1] + 3)
+
+    def hessian(x):
+        H = np.diag(12 * x**2 + 4 * x[-1] ** 2)
+        H[-1, -1] = np.sum(4 * x[:-1] ** 2 + 12 * x[-1] ** 2)
+        H[-1, :-1] = H[:-1, -1] = 8 * x[:-1] * x[-1]
+        return H
+
+    return loss, hessian, np.ones(n), 0.0, 2
+
+
+def engval(n):
+    """ENGVAL1: pairs of neighbours."""
+
+    def loss(x):
+        return tf.reduce_sum((x[:-1] ** 2 + x[1:] ** 2) ** 2 - 4 * x[:-1] + 3)
+
+    def hessian(x):
+        H = np.zeros((n, n))
+        for i in range(n - 1):
+            a, b = x[i : i + 2]
+            pair = [[12 * a**2 + 4 * b**2, 8 * a * b], [8 * a * b, 4 * a**2 + 12 * b**2]]
+            H[i : i + 2, i : i + 2] += pair
+        return H
+
+    return loss, hessian, np.full(n, 2.0), None, 3
+
+
+def broyden(n):
+    """The tridiagonal system of Broyden, as a sum of squares."""
+
+    def residuals(x):
+        return (3 - 2 * x) * x - np.r_[0, x[:-1]] - 2 * np.r_[x[1:], 0] + 1
+
+    def loss(x):
+        zero = tf.zeros(1, x.dtype)
+        before, after = tf.concat([zero, x[:-1]], 0), tf.concat([x[1:], zero], 0)
+        return tf.reduce_sum(((3 - 2 * x) * x - before - 2 * after + 1) ** 2)
+
+    def hessian(x):
+        J = np.diag(3 - 4 * x) - np.eye(n, k=-1) - 2 * np.eye(n, k=1)
+        f = residuals(x)
+        return 2 * (J.T @ J + np.diag(-4 * f))
+
+    return loss, hessian, np.full(n, -1.0), 0.0, 5
+
+
+def rosenbrock(n):
+    """The chained function of Rosenbrock."""
+
+    def loss(x):
+        return tf.reduce_sum(100 * (x[1:] - x[:-1] ** 2) ** 2 + (1 - x[:-1]) ** 2)
+
+    def hessian(x):
+        H = np.diag(np.r_[2 + 1200 * x[:-1] ** 2 - 400 * x[1:], 0] + np.r_[0, np.full(n - 1, 200)])
+        return H - 400 * (np.diag(x[:-1], 1) + np.diag(x[:-1], -1))
+
+    return loss, hessian, np.full(n, 0.5), 0.0, 3
+
+
+def trigonometric(n):
+    """The trigonometric function of Spedicato: all variables in all residuals."""
+
+    def loss(x):
+        i = tf.range(1, n + 1, dtype=x.dtype)
+        return tf.reduce_sum((n - tf.reduce_sum(tf.cos(x)) + i * (1 - tf.cos(x)) - tf.sin(x)) ** 2)
+
+    def hessian(x):
+        i, s, c = np.arange(1, n + 1), np.sin(x), np.cos(x)
+        f = n - c.sum() + i * (1 - c) - s
+        J = np.tile(s, (n, 1)) + np.diag(i * s - c)
+        return 2 * (J.T @ J + np.diag(c * f.sum() + f * (i * c + s)))
+
+    return loss, hessian, np.full(n, 1 / n), None, n
+
+
+@pytest.mark.parametrize("problem", [arrowhead, engval, broyden, rosenbrock, trigonometric])
+def test_problems_of_the_literature(problem):
+    size = 60
+    loss, hessian, start, least, products = problem(size)
+    x = tf.Variable(start)
+    for at in (start, np.random.default_rng(0).standard_normal(size)):
+        x.assign(at)
+        H = hvp.HessianOperator(lambda: loss(x), x)
+        expected = hessian(at)
+        found = H.to_sparse().toarray()
+        np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9 * abs(expected).max())
+        assert H.sparsity().products == products
+    x.assign(start)
+    result = hvp.NewtonCG(lambda: loss(x), x, preconditioner="sparse").minimize(gtol=1e-8)
+    assert result.success, result.message
+    if least is not None:
+        assert result.fun == pytest.approx(least, abs=1e-12)
