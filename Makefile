@@ -57,7 +57,7 @@ docs: $(VENV)/.docs
 # More than an hour, and nothing else should run meanwhile. Each part says how long it took, and can be
 # run by itself: make benchmark-products. The extra `peers` (JAX, PyTorch, curvlinops) is installed by
 # hand, or left out: pip install -e '.[peers]'
-BENCHMARKS = products first_products inputs fits matrices blocks spectra recycling kronecker influence_scores \
+BENCHMARKS = products first_products inputs fits sparse matrices blocks spectra recycling kronecker influence_scores \
 	memory scale precision streaming solving optimizers devices
 benchmark: $(addprefix benchmark-,$(BENCHMARKS))
 

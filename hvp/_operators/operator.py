@@ -629,16 +629,16 @@ class EvaluatedOperator(Operator):
         return [*properties, *filter(None, [status])]
 
 
-def known_diagonal(operator: Any, most: int) -> tuple[np.ndarray | None, int]:
+def known_diagonal(other: Any, most: int) -> tuple[np.ndarray | None, int]:
     """Return the exact diagonal of an operator, and the products that it took, at most `most`.
 
     Return None in its place if it takes more, or `n` products, or if this is not an operator.
     """
-    if isinstance(operator, np.ndarray) or scipy.sparse.issparse(operator):
-        return operator.diagonal(), 0
-    return operator._known_diagonal(most) if isinstance(operator, Operator) else (None, 0)
+    if isinstance(other, np.ndarray) or scipy.sparse.issparse(other):
+        return other.diagonal(), 0
+    return other._known_diagonal(most) if isinstance(other, Operator) else (None, 0)
 
 
-def sparsity_of_few(operator: Any, most: int) -> Sparsity | None:
+def sparsity_of_few(other: Any, most: int) -> Sparsity | None:
     """Return the sparsity of an operator if its sparse form takes at most so many products."""
-    return operator._sparsity_of_few(most) if isinstance(operator, Operator) else None
+    return other._sparsity_of_few(most) if isinstance(other, Operator) else None
