@@ -333,12 +333,13 @@ class Operator(OneProcess, DtypePreserving):
         -----
         The pattern comes from the graph of a product, through which sets of entries are propagated,
         and may have entries that are always zero. It costs about as much as some tens of products.
-        Columns that have no row in common share a product, and rows that are nearly full are taken
-        from columns, if the matrix is symmetric.
+        Columns that have no row in common share a product. Of a symmetric matrix, so do columns of
+        which each entry is alone in its row or its column, by a star coloring.
 
         Related: A. R. Curtis, M. J. D. Powell and J. K. Reid, "On the estimation of sparse Jacobian
         matrices", IMA Journal of Applied Mathematics 13(1), 1974,
-        https://doi.org/10.1093/imamat/13.1.117.
+        https://doi.org/10.1093/imamat/13.1.117; A. H. Gebremedhin, F. Manne and A. Pothen, "What
+        color is your Jacobian?", SIAM Review 47(4), 2005, https://doi.org/10.1137/S0036144504444711.
         """
         pattern = self.linear_map.pattern()
         if pattern is None:
