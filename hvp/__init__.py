@@ -43,6 +43,8 @@ The public names:
     The loss along eigenvectors or other directions, with its quadratic model.
 `plot_layers`
     A picture of one number for each layer.
+`Laplace`
+    How sure a model is: variances of weights and predictions, and the evidence for its prior.
 `KFAC`, `EKFAC`
     Kronecker-factored approximations of these matrices, with their inverses in closed form.
 `InfluenceFunctions`
@@ -96,6 +98,7 @@ from hvp._errors import (
 from hvp._influence.influence import InfluenceFunctions, TokenScores, TopInfluences
 from hvp._kronecker.factored import FactoredOperator
 from hvp._kronecker.kfac import EKFAC, KFAC, BlockDescription
+from hvp._laplace.laplace import Laplace
 from hvp._minimize.fit import FitResult, fit
 from hvp._minimize.minimize import minimize
 from hvp._minimize.newton_cg import NewtonCG, NewtonStep
@@ -172,6 +175,7 @@ __all__ = [
     "InvalidVariablesError",
     "InvalidVectorError",
     "JacobianOperator",
+    "Laplace",
     "Laplacian",
     "Linearization",
     "LossSlice",

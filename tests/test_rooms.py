@@ -28,7 +28,7 @@ FLOORS = [
     ["_snapshots"],
     ["_operators"],
     ["_solve", "_kronecker"],
-    ["_minimize", "_influence", "_spectra"],
+    ["_minimize", "_influence", "_spectra", "_laplace"],
     ["_check"],
     ["_command"],
 ]

@@ -247,6 +247,20 @@ class FactoredOperator(Operator):
     def _known_diagonal(self, most: int) -> tuple[np.ndarray | None, int]:
         return self.diagonal(), 0
 
+    def parts(self) -> list[tuple[tuple[str, ...], np.ndarray, np.ndarray]]:
+        """Return the variables' names, the entries and the eigenvalues of each block, all flat."""
+        return [(b.names, b.entries.reshape(-1), b.scales.reshape(-1)) for b in self._blocks]
+
+    def rescaled(self, functions: Sequence[Callable[[np.ndarray], np.ndarray]]) -> FactoredOperator:
+        """Return the matrix with a function of its own applied to the eigenvalues of each block."""
+        dtype = self._space.dtype
+
+        def make(blocks: Sequence[Block]) -> list[Block]:
+            return [block.scaled(own, dtype) for block, own in zip(blocks, functions)]
+
+        factors = Factors(make, self._factors)
+        return FactoredOperator(self._space, self._nest, factors, self._factored.compiled, self)
+
     def rotate(self, rows: tf.Tensor) -> tf.Tensor:
         """Write each row, of shape `(k, n)`, in terms of the eigenvectors, block by block."""
         return self._factored.run("rotate", Block.rotate, rows)

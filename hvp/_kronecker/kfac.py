@@ -263,7 +263,7 @@ class KFAC(FromKeras, FactoredOperator):
         is_weighted = isinstance(data, tuple) and len(data) > 2 and fisher in (None, "type-2")
         if options.get("likelihood") is None and fisher != "empirical" and not is_weighted:
             options["likelihood"] = compiled.likelihoods
-        return _WithLayers(compiled.model, model), compiled.output_loss, variables
+        return WithLayers(compiled.model, model), compiled.output_loss, variables
 
     @property
     def value(self) -> float:
@@ -610,7 +610,7 @@ _INSTEAD = {
 }
 
 
-class _WithLayers:
+class WithLayers:
     """A function of a Keras model that carries the model, so that its layers are known."""
 
     def __init__(self, function: Callable[..., Any], model: Any) -> None:

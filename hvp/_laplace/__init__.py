@@ -1,0 +1,1 @@
+"""Laplace approximations: how sure a model is of its weights and predictions."""

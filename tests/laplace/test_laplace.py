@@ -1,0 +1,268 @@
+"""Laplace approximations against closed forms of linear models."""
+
+import keras
+import numpy as np
+import pytest
+import scipy.special
+import tensorflow as tf
+
+import hvp
+from tests.cases import crossed
+
+CURVATURES = ["full", "kfac", "ekfac", "diagonal"]
+PRIOR, NOISE = 0.7, 0.4
+
+
+def design(outputs=1, seed=0):
+    rng = np.random.default_rng(seed)
+    return rng.standard_normal((40, 5)), rng.standard_normal((5, outputs)), rng
+
+
+def linear(curvature="full", **options):
+    """A linear regression at the maximum of its posterior, and its precision matrix."""
+    x, truth, rng = design()
+    y = x @ truth + NOISE * rng.standard_normal((40, 1))
+    precision = x.T @ x / NOISE**2 + PRIOR * np.eye(5)
+    w = tf.Variable(np.linalg.solve(precision, x.T @ y / NOISE**2))
+    options = {"prior_precision": PRIOR, "noise": NOISE, **options}
+    la = hvp.Laplace(lambda x: x @ w, "gaussian", (x, y), subset=w, curvature=curvature, **options)
+    return la, x, y, w, precision
+
+
+@pytest.mark.parametrize("batch_size", [None, 16])
+@pytest.mark.parametrize("curvature", ["full", "kfac", "ekfac"])
+def test_linear_regression_is_exact(curvature, batch_size):
+    la, x, y, w, precision = linear(curvature, batch_size=batch_size)
+    new = np.random.default_rng(1).standard_normal((7, 5))
+    mean, variance = la.function(new)
+    np.testing.assert_allclose(mean, new @ w.numpy(), rtol=1e-12)
+    expected = np.einsum("ij,jk,ik->i", new, np.linalg.inv(precision), new)
+    np.testing.assert_allclose(variance[:, 0], expected, rtol=1e-10)
+    np.testing.assert_allclose(la.function(new, covariance=True)[1][:, 0, 0], expected, rtol=1e-10)
+    np.testing.assert_allclose(la.predict(new), mean)
+    np.testing.assert_allclose(la.covariance().to_dense(), np.linalg.inv(precision), rtol=1e-10)
+    # The evidence is the density of the data, which are jointly normal.
+    joint = NOISE**2 * np.eye(40) + x @ x.T / PRIOR
+    evidence = -0.5 * (y.T @ np.linalg.solve(joint, y)).item()
+    evidence -= 0.5 * np.linalg.slogdet(2 * np.pi * joint)[1]
+    assert la.log_marginal_likelihood() == pytest.approx(evidence, rel=1e-10)
+
+
+def test_the_diagonal_is_that_of_the_precision():
+    la, *_, precision = linear("diagonal")
+    np.testing.assert_allclose(la.covariance().to_dense(), np.diag(1 / precision.diagonal()))
+
+
+@pytest.mark.parametrize("curvature", CURVATURES)
+def test_the_evidence_is_maximized(curvature):
+    la, *_ = linear(curvature)
+    best = la.tune_prior_precision(noise=True)
+    assert best == pytest.approx(la.log_marginal_likelihood(), rel=1e-12)
+    for factor in (0.9, 1.1):
+        assert la.log_marginal_likelihood(factor * la.prior_precision) < best
+        assert la.log_marginal_likelihood(noise=factor * la.noise) < best
+
+
+def test_samples_have_the_covariance_of_the_posterior():
+    la, *_, w, precision = linear()
+    drawn = la.sample(4000, seed=1)
+    np.testing.assert_allclose(drawn.mean(1), w.numpy()[:, 0], atol=0.02)
+    covariance = np.linalg.inv(precision)
+    np.testing.assert_allclose(np.cov(drawn), covariance, atol=0.1 * covariance.max())
+
+
+CASES = {
+    "bernoulli": (1, lambda f, rng: rng.random(f.shape) < scipy.special.expit(f)),
+    "categorical": (3, lambda f, rng: np.argmax(f + rng.gumbel(size=f.shape), axis=1)),
+    "poisson": (1, lambda f, rng: rng.poisson(np.exp(f))),
+}
+
+
+def curvature_of_outputs(name, f):
+    """The Hessians of one example's negative log-likelihood in its outputs."""
+    if name == "poisson":
+        return np.exp(f)[:, :, np.newaxis]
+    if name == "bernoulli":
+        p = scipy.special.expit(f)
+        return (p * (1 - p))[:, :, np.newaxis]
+    p = scipy.special.softmax(f, axis=1)
+    return np.einsum("ei,ij->eij", p, np.eye(p.shape[1])) - np.einsum("ei,ej->eij", p, p)
+
+
+def log_likelihood(name, f, y):
+    if name == "poisson":
+        return np.sum(y * f - np.exp(f) - scipy.special.gammaln(y + 1))
+    if name == "bernoulli":
+        return -np.sum(np.logaddexp(0, np.where(y, -f, f)))
+    return np.sum(scipy.special.log_softmax(f, axis=1)[np.arange(len(y)), y])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_generalized_linear_models(name):
+    outputs, draw = CASES[name]
+    x, truth, rng = design(outputs)
+    y = draw(x @ truth, rng)
+    w = tf.Variable(truth)
+    la = hvp.Laplace(
+        lambda x: x @ w, name, (x, y), subset=w, curvature="full", prior_precision=PRIOR
+    )
+    f = x @ truth
+    rows = np.einsum("ei,op->eoip", x, np.eye(outputs)).reshape(40, outputs, -1)
+    matrix = np.einsum("eon,eop,epm->nm", rows, curvature_of_outputs(name, f), rows)
+    precision = matrix + PRIOR * np.eye(len(matrix))
+    covariance = np.linalg.inv(precision)
+    expected = np.einsum("eon,nm,epm->eop", rows, covariance, rows)
+    mean, found = la.function(x, covariance=True)
+    np.testing.assert_allclose(mean, f, rtol=1e-12)
+    np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
+    evidence = log_likelihood(name, f, y) - PRIOR * np.sum(truth**2) / 2
+    evidence += (len(matrix) * np.log(PRIOR) - np.linalg.slogdet(precision)[1]) / 2
+    assert la.log_marginal_likelihood() == pytest.approx(evidence, rel=1e-10)
+    # Predictions against integrals over normal outputs.
+    many = rng.standard_normal((20_000, outputs))
+    link = {"poisson": np.exp, "bernoulli": scipy.special.expit}.get(
+        name, lambda f: scipy.special.softmax(f, axis=-1)
+    )
+    roots = np.linalg.cholesky(expected[:5])
+    exact = np.stack([link(f[e] + many @ roots[e].T).mean(axis=0) for e in range(5)])
+    # For classes, MacKay's approximation leaves out the covariances of their logits.
+    close = 0.06 if name == "categorical" else 0.02
+    np.testing.assert_allclose(la.predict(x[:5]), exact, rtol=0.1, atol=close)
+    drawn = la.predict(x[:5], method="samples", samples=4000)
+    np.testing.assert_allclose(drawn, exact, rtol=0.1, atol=0.02)
+    # The model is linear: drawing weights is drawing outputs.
+    network = la.predict(x[:5], method="network", samples=4000)
+    np.testing.assert_allclose(network, exact, rtol=0.1, atol=0.02)
+    np.testing.assert_array_equal(w, truth)
+
+
+@pytest.mark.parametrize("name", [*CASES, "gaussian"])
+def test_validation_chooses_the_most_likely_precision(name):
+    outputs, draw = CASES.get(name, (1, lambda f, rng: f + rng.standard_normal(f.shape)))
+    x, truth, rng = design(outputs)
+    w, (y, other) = tf.Variable(1.5 * truth), (draw(x @ truth, rng) for _ in range(2))
+    la = hvp.Laplace(lambda x: x @ w, name, (x, y), subset=w, curvature="full")
+    best = la.tune_prior_precision((x, other))
+
+    def value():
+        mean, variance = la.function(x)
+        if name == "gaussian":
+            total = variance + la.noise**2
+            return np.mean((mean - other) ** 2 / total + np.log(2 * np.pi * total)) / 2
+        expected = la.predict(x)
+        if name == "categorical":
+            return -np.mean(np.log(expected[np.arange(40), other]))
+        if name == "bernoulli":
+            return -np.mean(np.log(np.where(other, expected, 1 - expected)))
+        return np.mean(expected - other * np.log(expected))
+
+    assert value() == pytest.approx(best, rel=1e-6)
+    chosen = la.prior_precision
+    for factor in (0.5, 2.0):
+        la.prior_precision = np.clip(factor * chosen, 1e-3, 1e6)  # between those that are tried
+        assert value() >= best - 1e-9
+
+
+def classifier(regularizer=None):
+    keras.utils.set_random_seed(0)
+    layers = keras.layers
+    model = keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Dense(8, "tanh", name="hidden", kernel_regularizer=regularizer),
+            layers.Dense(3, "softmax", name="last", kernel_regularizer=regularizer),
+        ]
+    )
+    model.compile(loss="sparse_categorical_crossentropy")
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((50, 6)).astype("float32")
+    return model, x, rng.integers(0, 3, 50)
+
+
+@pytest.mark.parametrize(
+    ("curvature", "subset"), crossed(CURVATURES, ["all", "last-layer", "hidden", "all"])
+)
+def test_keras_models(curvature, subset):
+    model, x, y = classifier()
+    la = hvp.Laplace.from_keras(model, (x, y), curvature=curvature, subset=subset)
+    assert la.mean.shape == ({"all": 83, "last-layer": 27, "hidden": 56}[subset],)
+    probabilities = la.predict(x)
+    np.testing.assert_allclose(probabilities.sum(axis=1), 1, rtol=1e-5)
+    plain = model.predict(x, verbose=0)
+    # Less sure than the network itself.
+    assert (probabilities.max(axis=1) <= plain.max(axis=1) + 1e-6).all()
+    la.prior_precision = 1e8
+    np.testing.assert_allclose(la.predict(x), plain, rtol=1e-3)
+    la.tune_prior_precision(by="block")
+    assert len(la.blocks) == np.size(la.prior_precision)
+    model.layers[0].kernel.assign(model.layers[0].kernel * 1.1)
+    if subset != "last-layer":
+        with pytest.raises(hvp.StaleOperatorError, match="refresh"):
+            la.predict(x)
+        la.refresh()
+        assert np.isfinite(la.predict(x)).all()
+
+
+def test_regularizers_are_the_prior():
+    model, x, y = classifier(keras.regularizers.L2(0.01))
+    la = hvp.Laplace.from_keras(model, (x, y), curvature="full")
+    kernels = 6 * 8 + 8 * 3
+    # Of both kernels but no bias: 50 examples, and the second derivative 2 * 0.01.
+    assert la.prior_precision == pytest.approx(50 * 0.02 * kernels / 83, rel=1e-5)
+    chosen = hvp.Laplace.from_keras(model, (x, y), curvature="full", prior_precision=3.0)
+    assert chosen.prior_precision == 3.0
+
+
+def test_several_inputs_and_batches():
+    x, truth, rng = design()
+    w = tf.Variable(truth)
+    y = x @ truth + rng.standard_normal((40, 1))
+
+    def model(a, b):
+        return tf.concat([a, b], axis=1) @ w
+
+    whole = hvp.Laplace(model, "gaussian", ((x[:, :2], x[:, 2:]), y), subset=w, curvature="full")
+    parts = [((x[i : i + 8, :2], x[i : i + 8, 2:]), y[i : i + 8]) for i in range(0, 40, 8)]
+    batches = hvp.Laplace(model, "gaussian", parts, subset=w, curvature="full")
+    new = x[:3, :2], x[:3, 2:]
+    for found, expected in zip(batches.function(new), whole.function(new)):
+        np.testing.assert_allclose(found, expected, rtol=1e-10)
+    assert batches.noise == pytest.approx(whole.noise, rel=1e-12)
+    assert batches.log_marginal_likelihood() == pytest.approx(
+        whole.log_marginal_likelihood(), rel=1e-12
+    )
+
+
+def test_what_is_refused():
+    la, x, y, w, _ = linear()
+
+    def made(**changes):
+        arguments = {"likelihood": "gaussian", "data": (x, y), "subset": w, **changes}
+        return hvp.Laplace(lambda x: x @ w, **arguments)
+
+    def own(f, y):
+        return tf.reduce_mean(f**2)
+
+    def mixing(x):
+        return x @ w - tf.reduce_mean(x @ w)
+
+    def of_mixing():
+        return hvp.Laplace(mixing, "gaussian", (x, y), subset=w, curvature="full")
+
+    same = np.tile(x[:, :1], (1, 5))
+    undetermined = {"data": (same, y), "prior_precision": 0.0, "curvature": "full"}
+    for call, said in (
+        (lambda: made(curvature="dense"), "'dense'.*'kfac'"),
+        (lambda: made(likelihood="normal"), "'normal'.*'gaussian'"),
+        (lambda: made(likelihood="poisson", noise=1.0), "noise"),
+        (lambda: made(subset="all"), r"subset=\[w, b\]"),
+        (lambda: made(data=(x,)), r"\(x, y\)"),
+        (lambda: made(**undetermined).function(x), "zero"),
+        (lambda: made(prior_precision=-1.0), "prior_precision"),
+        (lambda: la.predict(x, method="probit"), "'network'"),
+        (lambda: la.tune_prior_precision(by="layer"), "'block'"),
+        (lambda: made(likelihood=own).tune_prior_precision((x, y)), "likelihoods"),
+        (lambda: of_mixing().function(x), "other inputs"),
+    ):
+        with pytest.raises(hvp.HvpError, match=f"(?is){said}"):
+            call()
