@@ -220,7 +220,7 @@ OTHERS = [pair + (way,) for pair in NAMES for way in ("function", "recompute", "
     ("kind", "name", "way"),
     [case if index % 8 == 0 else long(*case) for index, case in enumerate(OTHERS)],
 )
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 def test_they_are_right_in_other_ways(kind, name, way):
     check(kind, name, way)
 

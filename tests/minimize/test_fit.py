@@ -6,13 +6,15 @@ import scipy.optimize
 import tensorflow as tf
 
 import hvp
+from tests.cases import FUZZ
 from tests.minimize.nist import SETS
 
 
 @pytest.mark.parametrize("name", SETS)
 def test_certified_values_to_all_their_digits(name):
     regression = SETS[name]
-    for start in regression.starts:
+    # NIST's second start is nearer; `make test-all` takes both.
+    for start in regression.starts if FUZZ else regression.starts[:1]:
         result = hvp.fit(regression.model, regression.named(start), regression.data)
         assert result.success, result.message
         assert not result.notes

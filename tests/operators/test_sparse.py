@@ -260,7 +260,7 @@ def test_a_pattern_without_zeros_is_refused_where_it_is_large():
         H.sparsity()
 
 
-@pytest.mark.few(15)
+@pytest.mark.few(8)
 @pytest.mark.parametrize(("family", "name"), STEPS, ids=str)
 def test_patterns_of_steps_of_programs_are_never_too_small(family, name):
     w = tf.Variable(random(0, 3, 3, dtype="float64", scale=0.7))

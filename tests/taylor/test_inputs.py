@@ -271,6 +271,7 @@ def test_matrices_of_losses_with_laplacians(engine, how):
 
 
 @pytest.mark.parametrize("kind", ["dense", "layer norm", "attention", "convolution", "batch norm"])
+@pytest.mark.few(2)
 def test_keras_models(kind):
     keras.utils.set_random_seed(0)
     inputs = keras.Input((6,), dtype="float64")
