@@ -97,6 +97,15 @@ class Block:
             diagonal = diagonal @ squares.transpose(0, 2, 1)
         return diagonal
 
+    def output_variances(self, inputs: np.ndarray) -> np.ndarray:
+        """Return the variances of `inputs @ W`, of shape `(m, O)`, for the covariance of `W`."""
+        if self.left is not None:
+            inputs = inputs @ self.left[0].numpy().astype(np.float64)
+        variances = inputs**2 @ self.scales[0]
+        if self.right is None:
+            return variances
+        return variances @ (self.right[0].numpy().astype(np.float64) ** 2).T
+
     def multiply(self, rows: tf.Tensor) -> tf.Tensor:
         """Multiply by each row, of shape `(k, K I O)`."""
         groups, size, width = self.entries.shape

@@ -261,6 +261,20 @@ class FactoredOperator(Operator):
         factors = Factors(make, self._factors)
         return FactoredOperator(self._space, self._nest, factors, self._factored.compiled, self)
 
+    def output_variances(self, features: np.ndarray) -> np.ndarray | None:
+        """Return the variances of the outputs of a dense layer whose weights have this covariance.
+
+        The layer's kernel, and its bias if it has one, are all variables, in one Kronecker block;
+        return None if they are not. No vector of the size of the kernel is formed.
+        """
+        blocks, width = self._blocks, self._space.shapes[0][-1]
+        if len(blocks) != 1 or blocks[0].entries.shape[2] != width:
+            return None
+        # A row of the kernel, or the bias, for each of the layer's inputs; the bias has a one.
+        rows = blocks[0].entries[0, :, 0] // width
+        inputs = np.concatenate([features, np.ones((len(features), 1))], axis=1)
+        return blocks[0].output_variances(inputs[:, rows])
+
     def rotate(self, rows: tf.Tensor) -> tf.Tensor:
         """Write each row, of shape `(k, n)`, in terms of the eigenvectors, block by block."""
         return self._factored.run("rotate", Block.rotate, rows)

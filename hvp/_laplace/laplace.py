@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, get_args
@@ -187,6 +188,8 @@ class Laplace(FromKeras, OneProcess):
             with HessianOperator(regularization, self._nest.source) as penalty:
                 own = self._count * penalty.diagonal(max_size=self._space.size)
             self.prior_precision = [own[e].mean() for _, e, _ in self._matrix.parts()]
+        is_last = isinstance(subset, str) and subset == "last-layer"
+        self._features = _features(model) if is_last else None
         self._rows = ExampleRows(self._called, self._nest)
 
     @classmethod
@@ -273,6 +276,11 @@ class Laplace(FromKeras, OneProcess):
         mean = elements.call(self._called).numpy()
         self._refuse_mixed(elements, mean)
         inverse = 1 / self._precisions(self._prior)
+        if self._features is not None and not covariance:
+            features = np.asarray(elements.call(self._features), np.float64)
+            variance = self.covariance().output_variances(features)
+            if variance is not None:
+                return mean, variance
         if not covariance:
             found = [rows**2 @ inverse for rows in self._rotated(elements, mean)]
             return mean, np.concatenate(found).reshape(mean.shape)
@@ -633,6 +641,20 @@ def _chosen(model: Any, subset: Any) -> Any:
     nest: VariableNest = collect_variables(model)
     space = Space.of_variables(nest)
     return [nest.variables[place] for place in select(subset, space.paths, nest.variables)]
+
+
+def _features(model: Any) -> Callable[..., Any] | None:
+    """Return the inputs of the last layer of a Keras model, if it is a dense one."""
+    model = getattr(model, "keras_model", model)
+    layer = [layer for layer in model.layers if layer.trainable_variables][-1]
+    is_dense = type(layer).__name__ == "Dense"
+    # Models that are classes, and layers that are called twice, have none.
+    ends = getattr(model, "inputs", None), getattr(layer, "input", None)
+    if not is_dense or any(end is None for end in ends) or len(ends[1].shape) != 2:
+        return None
+    keras = importlib.import_module(type(layer).__module__.partition(".")[0])  # or tf_keras
+    inner = keras.Model(*ends)
+    return lambda x: inner(x, training=False)
 
 
 def _shown(prior: np.ndarray) -> str:

@@ -266,3 +266,18 @@ def test_what_is_refused():
     ):
         with pytest.raises(hvp.HvpError, match=f"(?is){said}"):
             call()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("curvature", ["kfac", "ekfac", "diagonal"])
+def test_the_last_layer_needs_no_jacobian(curvature, bias):
+    """Against variances from the Jacobian, for weights that are named."""
+    keras.utils.set_random_seed(0)
+    last = keras.layers.Dense(3, use_bias=bias, name="last")
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, "tanh"), last])
+    _, x, y = classifier()
+    options = {"curvature": curvature, "prior_precision": 0.5}
+    fast = hvp.Laplace(model, "categorical", (x, y), subset="last-layer", **options)
+    plain = hvp.Laplace(model, "categorical", (x, y), subset=last, **options)
+    for found, expected in zip(fast.function(x), plain.function(x)):
+        np.testing.assert_allclose(found, expected, rtol=1e-4)
