@@ -24,6 +24,7 @@ from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
+import compilers  # noqa: F401 - before TensorFlow
 import keras
 import numpy as np
 import report

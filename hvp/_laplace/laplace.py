@@ -649,7 +649,7 @@ def _features(model: Any) -> Callable[..., Any] | None:
     layer = [layer for layer in model.layers if layer.trainable_variables][-1]
     is_dense = type(layer).__name__ == "Dense"
     # Models that are classes, and layers that are called twice, have none.
-    ends = getattr(model, "inputs", None), getattr(layer, "input", None)
+    ends: tuple[Any, Any] = getattr(model, "inputs", None), getattr(layer, "input", None)
     if not is_dense or any(end is None for end in ends) or len(ends[1].shape) != 2:
         return None
     keras = importlib.import_module(type(layer).__module__.partition(".")[0])  # or tf_keras
