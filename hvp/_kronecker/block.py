@@ -104,7 +104,8 @@ class Block:
         variances = inputs**2 @ self.scales[0]
         if self.right is None:
             return variances
-        return variances @ (self.right[0].numpy().astype(np.float64) ** 2).T
+        squares = self.right[0].numpy() ** 2  # in its own type: there may be thousands of outputs
+        return variances.astype(squares.dtype) @ squares.T
 
     def multiply(self, rows: tf.Tensor) -> tf.Tensor:
         """Multiply by each row, of shape `(k, K I O)`."""

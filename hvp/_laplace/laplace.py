@@ -91,14 +91,8 @@ class Laplace(FromKeras, OneProcess):
 
     Attributes
     ----------
-    prior_precision : float or ndarray
-        The precision of the prior; of each block if they differ.
-    blocks : list of tuple of str
-        The names of the variables of each block.
     noise : float
         The standard deviation of errors; one if there are none.
-    mean : ndarray
-        The weights, of shape `(n,)`.
 
     Raises
     ------
@@ -220,7 +214,7 @@ class Laplace(FromKeras, OneProcess):
 
     @property
     def prior_precision(self) -> Any:
-        """The precision of the prior, one number or one for each block."""
+        """The precision of the prior: one number, or one for each block if they differ."""
         same = (self._prior == self._prior[0]).all()
         return float(self._prior[0]) if same else self._prior.copy()
 
