@@ -17,7 +17,9 @@ from tests.uses.uses import USES, Subject
 subject = functools.lru_cache(maxsize=2)(Subject)
 
 # These divide the data, or take examples one by one.
-DIVIDING = {name for name in USES if name.startswith(("influence", "kronecker", "factors"))} | {
+DIVIDING = {
+    name for name in USES if name.startswith(("influence", "kronecker", "factors", "laplace"))
+} | {
     "gradients by token",
     "fisher: empirical",
     "fisher: type-2",

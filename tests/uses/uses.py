@@ -462,6 +462,26 @@ def kronecker(s: Subject, kind: str) -> None:
         assert abs(np.trace(dense) - np.trace(s.gauss_newton)) < 1e-3 * np.trace(s.gauss_newton)
 
 
+@uses("full", "diagonal", "kfac")
+def laplace(s: Subject, curvature: str) -> None:
+    f = s.family
+    options: dict[str, Any] = {"subset": f.variables, "curvature": curvature}
+    la = hvp.Laplace(f.model, "categorical", f.data, prior_precision=2.0, **options)
+    mean, covariance = la.function(f.x, covariance=True)
+    close(mean, s.logits, s.tol)
+    rows = s.jacobian.reshape(EXAMPLES, 3, -1)
+    precision = EXAMPLES * s.gauss_newton + 2 * np.eye(len(s.dense))
+    if curvature == "diagonal":
+        precision = np.diag(precision.diagonal())
+    if curvature != "kfac":
+        expected = np.einsum("eip,pq,ejq->eij", rows, np.linalg.inv(precision), rows)
+        close(covariance, expected, 100 * s.tol)
+    assert (np.linalg.eigvalsh(covariance) > -s.tol).all()
+    close(la.function(f.x)[1], np.einsum("eii->ei", covariance), 10 * s.tol)
+    close(la.predict(f.x).sum(axis=1), np.ones(EXAMPLES), s.tol)
+    assert np.isfinite(la.tune_prior_precision())
+
+
 @use
 def exact_diagonal(s: Subject) -> None:
     close(s.operator.diagonal(), np.diagonal(s.dense), s.tol)
