@@ -291,6 +291,8 @@ def test_patterns_of_random_programs_are_never_too_small(family):
     @examples(1)
     @given(programs(family))
     def run(program):
+        if ROUNDED & set(program.names):
+            return
         made = program.made("float64")
         try:
             H = hvp.HessianOperator(made.loss, made.variables)
