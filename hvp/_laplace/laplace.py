@@ -16,14 +16,21 @@ from hvp._data.batches import Batches
 from hvp._data.elements import Elements, convert_batch
 from hvp._engines.options import Options, declared
 from hvp._engines.predictions import Prediction
-from hvp._errors import HvpError, InvalidDataError, InvalidLossError, StaleOperatorError, quoted
+from hvp._errors import (
+    HvpError,
+    InvalidDataError,
+    InvalidLossError,
+    InvalidVariablesError,
+    StaleOperatorError,
+    quoted,
+)
 from hvp._keras.compiled_loss import CompiledModel
 from hvp._keras.from_keras import FromKeras
 from hvp._kronecker.block import Block, exact
 from hvp._kronecker.factored import FactoredOperator
 from hvp._kronecker.factors import Factors
 from hvp._kronecker.kfac import EKFAC, KFAC, WithLayers
-from hvp._laplace.targets import TARGETS, OwnTargets, Targets
+from hvp._laplace.targets import TARGETS, Targets
 from hvp._operators.example_rows import ExampleRows
 from hvp._operators.gauss_newton import GaussNewtonOperator
 from hvp._operators.hessian import HessianOperator
@@ -45,6 +52,8 @@ _ROW_BYTES = 2**26
 _SAME = 1e-3
 # Precisions that are tried for validation data: powers of ten, and their number.
 _GRID = -3, 6, 91
+# Eigenvalues are zero up to so many rounding errors of the largest.
+_ROUNDING_ERRORS = 8.0
 # Precisions are searched within this factor of one.
 _FARTHEST = 1e12
 
@@ -85,7 +94,7 @@ class Laplace(FromKeras, OneProcess):
     regularization : callable, optional
         The penalty that was added to the mean loss, such as that of a Keras model's regularizers. A
         penalty is a prior: its second derivatives, times the number of examples and averaged over
-        each block, are the prior precision.
+        each block, are the prior precision. It is one for blocks that the penalty leaves out.
     **options
         As for `HessianOperator`: {option_names}.
 
@@ -151,37 +160,29 @@ class Laplace(FromKeras, OneProcess):
                 f"the argument likelihood is {likelihood!r}",
                 f"one of {', '.join(map(repr, TARGETS))}, or a loss of outputs and targets",
             )
-        self._targets: Targets = (
-            OwnTargets(likelihood) if callable(likelihood) else TARGETS[likelihood]
-        )
-        is_gaussian = self._targets.likelihood == "gaussian"
-        if noise is not None and not is_gaussian:
-            raise HvpError(
-                f"noise is given with the likelihood {likelihood!r}", "the likelihood 'gaussian'"
-            )
+        self._targets = Targets(None, likelihood) if callable(likelihood) else TARGETS[likelihood]
+        if noise is not None:
+            self._check_noise(noise)
         if prior_precision is not None:
             check_number(prior_precision, "prior_precision")
         self._outputs = _outputs(model, self._targets.likelihood in ("categorical", "bernoulli"))
         self._nest = collect_variables(_chosen(model, subset))
         self._space = Space.of_variables(self._nest)
         self._count, self._entries, constant = self._measured(data)
-        self._make, self._options = self._maker(curvature, data, options), options
+        self._make = self._maker(curvature, data, options)
         self._watch = Watch([Resource.of(variable) for variable in self._nest.variables])
         self._matrix, loss = self._make()
         self._watch.set()
         self._loss, self._constant = self._count * loss, constant
-        squares = 2 * self._loss / self._entries
         self.noise = 1.0
-        if is_gaussian:
-            self.noise = math.sqrt(squares) if noise is None else noise
-            check_number(self.noise, "noise", positive=True)
+        if self._targets.is_gaussian:
+            self.noise = math.sqrt(2 * self._loss / self._entries) if noise is None else noise
+            self._check_noise(self.noise)
         self._prior = np.ones(len(self._matrix.parts()))
         if prior_precision is not None:
-            self._prior *= prior_precision
+            self.prior_precision = prior_precision
         elif regularization is not None:
-            with HessianOperator(regularization, self._nest.source) as penalty:
-                own = self._count * penalty.diagonal(max_size=self._space.size)
-            self.prior_precision = [own[e].mean() for _, e, _ in self._matrix.parts()]
+            self._prior = self._of_penalty(regularization)
         is_last = isinstance(subset, str) and subset == "last-layer"
         self._features = _features(model) if is_last else None
         self._rows = ExampleRows(self._called, self._nest)
@@ -220,10 +221,7 @@ class Laplace(FromKeras, OneProcess):
 
     @prior_precision.setter
     def prior_precision(self, value: Any) -> None:
-        prior = np.broadcast_to(np.asarray(value, np.float64), self._prior.shape).copy()
-        if not (np.isfinite(prior) & (prior >= 0)).all():
-            raise HvpError("the prior precision is negative or not finite", "numbers from zero on")
-        self._prior = prior
+        self._prior = self._checked_prior(value)
 
     @property
     def mean(self) -> np.ndarray:
@@ -238,6 +236,7 @@ class Laplace(FromKeras, OneProcess):
     @Uninterrupted()
     def sample(self, count: int, *, seed: int = 0) -> np.ndarray:
         """Draw weights, as columns of an array of shape `(n, count)`."""
+        check_count(count, "count")
         root = self._function(lambda precision: 1 / np.sqrt(precision))
         normal = np.random.default_rng(seed).standard_normal((self._space.size, count))
         return self.mean[:, np.newaxis] + root @ normal.astype(root.dtype)
@@ -266,15 +265,13 @@ class Laplace(FromKeras, OneProcess):
         StaleOperatorError
             If a weight has changed; call `refresh`.
         """
-        elements = convert_batch((x,), "x")
-        mean = elements.call(self._called).numpy()
-        self._refuse_mixed(elements, mean)
-        inverse = 1 / self._precisions(self._prior)
+        elements, mean = self._evaluated(x)
         if self._features is not None and not covariance:
             features = np.asarray(elements.call(self._features), np.float64)
             variance = self.covariance().output_variances(features)
             if variance is not None:
                 return mean, variance
+        inverse = 1 / self._precisions(self._prior)
         if not covariance:
             found = [rows**2 @ inverse for rows in self._rotated(elements, mean)]
             return mean, np.concatenate(found).reshape(mean.shape)
@@ -299,17 +296,38 @@ class Laplace(FromKeras, OneProcess):
 
     def _precisions(self, prior: np.ndarray) -> np.ndarray:
         """Return the eigenvalues of the precision matrix, for the prior of each block."""
-        scale, parts = self._count / self.noise**2, self._matrix.parts()
-        found = [scale * np.maximum(values, 0) + own for own, (_, _, values) in zip(prior, parts)]
-        for own, (names, _, _) in zip(found, parts):
-            if not own.min() > 0:
+        self._refuse_singular(prior)
+        pairs = zip(prior, self._matrix.parts())
+        return np.concatenate([self._scale * values + own for own, (_, _, values) in pairs])
+
+    @property
+    def _scale(self) -> float:
+        """What the mean curvature is multiplied by."""
+        return self._count / self.noise**2
+
+    def _refuse_singular(self, prior: np.ndarray) -> None:
+        unit = _ROUNDING_ERRORS * np.finfo(self._space.dtype.as_numpy_dtype).eps
+        for own, (names, _, values) in zip(prior, self._matrix.parts()):
+            if own == 0 and values.min() <= unit * values.max():
                 raise HvpError(
                     f"the posterior of {', '.join(names)} has no precision in some direction: the "
                     "data do not determine it, and the prior precision is zero",
                     "a prior precision above zero",
                     "set prior_precision, or call tune_prior_precision",
                 )
-        return np.concatenate(found)
+
+    def _evaluated(self, x: Any) -> tuple[Elements, np.ndarray]:
+        """Return inputs as tensors, and the outputs, each of which depends on its own input."""
+        elements = convert_batch((x,), "x")
+        mean = elements.call(self._called).numpy()
+        alone = elements.first().call(self._called).numpy()
+        if np.abs(alone - mean[:1]).max() > _SAME * np.abs(mean).max():
+            raise HvpError(
+                "the outputs for an input depend on the other inputs of the batch",
+                "a model that treats examples independently",
+                "pass a function that calls it with training=False",
+            )
+        return elements, mean
 
     @Uninterrupted()
     def predict(
@@ -386,10 +404,10 @@ class Laplace(FromKeras, OneProcess):
         float
             `log p(data | weights) + log p(weights) + n log(2 pi) / 2 - log det(precision) / 2`.
         """
-        prior = self._prior if prior_precision is None else np.asarray(prior_precision, float)
-        value, *_ = self._evidence(
-            np.broadcast_to(prior, self._prior.shape), self.noise if noise is None else noise
-        )
+        if noise is not None:
+            self._check_noise(noise)
+        prior = self._prior if prior_precision is None else self._checked_prior(prior_precision)
+        value, *_ = self._evidence(prior, self.noise if noise is None else noise)
         return value
 
     @Uninterrupted()
@@ -428,7 +446,7 @@ class Laplace(FromKeras, OneProcess):
         """
         if by not in ("all", "block"):
             raise HvpError(f"the argument by is {by!r}", "'all' or 'block'")
-        if noise and self._targets.likelihood != "gaussian":
+        if noise and not self._targets.is_gaussian:
             raise HvpError("noise is tuned without any", "the likelihood 'gaussian'")
         if data is not None:
             return self._validated(data)
@@ -459,8 +477,7 @@ class Laplace(FromKeras, OneProcess):
 
     def _validated(self, data: tuple[Any, Any]) -> float:
         """Choose a precision for all weights by the likelihood of validation data."""
-        elements = convert_batch((data[0],), "x")
-        mean = elements.call(self._called).numpy()
+        elements, mean = self._evaluated(data[0])
         grid = np.logspace(*_GRID)
         inverses = 1 / np.stack([self._precisions(0 * self._prior + one) for one in grid], axis=1)
         squares = np.concatenate([rows**2 @ inverses for rows in self._rotated(elements, mean)])
@@ -475,7 +492,11 @@ class Laplace(FromKeras, OneProcess):
     @Uninterrupted()
     def refresh(self) -> None:
         """Compute the curvature again, at the values the weights have now."""
-        self._matrix, loss = self._make()
+        if isinstance(self._matrix, KFAC):
+            self._matrix.refresh()
+            loss = self._matrix.value
+        else:
+            self._matrix, loss = self._make()
         self._watch.set()
         self._loss = self._count * loss
 
@@ -483,13 +504,12 @@ class Laplace(FromKeras, OneProcess):
         """Return the evidence, and its derivatives in logarithms of precisions and of the noise."""
         weights, scale = self.mean.astype(np.float64), self._count / noise**2
         value, of_noise = -self._loss / noise**2 - self._constant, 0.0
-        if self._targets.likelihood == "gaussian":
+        if self._targets.is_gaussian:
             value -= self._entries * (math.log(noise) + math.log(2 * math.pi) / 2)
             of_noise = 2 * self._loss / noise**2 - self._entries
         of_prior = np.zeros(len(prior))
         for i, (own, (_, entries, values)) in enumerate(zip(prior, self._matrix.parts())):
             squares = float(np.sum(weights[entries] ** 2))
-            values = np.maximum(values, 0)
             precision = scale * values + own
             with np.errstate(divide="ignore"):
                 value += (len(entries) * np.log(own) - own * squares) / 2
@@ -501,12 +521,12 @@ class Laplace(FromKeras, OneProcess):
 
     def _function(self, of_precision: Callable[[np.ndarray], np.ndarray]) -> FactoredOperator:
         """Return a function of the precision matrix."""
-        scale = self._count / self.noise**2
+        self._refuse_singular(self._prior)
+        scale = self._scale
 
         def of_block(own: float) -> Callable[[np.ndarray], np.ndarray]:
-            return lambda values: of_precision(scale * np.maximum(values, 0) + own)
+            return lambda values: of_precision(scale * values + own)
 
-        self._precisions(self._prior)
         return self._matrix.rescaled([of_block(own) for own in self._prior])
 
     def _assign(self, parts: Sequence[Any]) -> None:
@@ -534,14 +554,33 @@ class Laplace(FromKeras, OneProcess):
     def _called(self, x: Any) -> Any:
         return self._outputs(*x) if isinstance(x, tuple) else self._outputs(x)
 
-    def _refuse_mixed(self, elements: Elements, mean: np.ndarray) -> None:
-        alone = elements.first().call(self._called).numpy()
-        if np.abs(alone - mean[:1]).max() > _SAME * np.abs(mean).max():
+    def _check_noise(self, noise: Any) -> None:
+        if not self._targets.is_gaussian:
+            raise HvpError("noise is given, and the targets have none", "the likelihood 'gaussian'")
+        check_number(noise, "noise", positive=True)
+
+    def _checked_prior(self, value: Any) -> np.ndarray:
+        """Return precisions of the prior, one for each block."""
+        prior, count = np.asarray(value, np.float64), len(self._prior)
+        if prior.shape not in ((), (count,)) or not (np.isfinite(prior) & (prior >= 0)).all():
             raise HvpError(
-                "the outputs for an input depend on the other inputs of the batch",
-                "a model that treats examples independently",
-                "pass a function that calls it with training=False",
+                f"the prior precision is {value!r}",
+                f"a finite number from zero on, or one for each of {count} blocks",
             )
+        return np.broadcast_to(prior, count).copy()
+
+    def _of_penalty(self, regularization: Callable[[], Any]) -> np.ndarray:
+        """Return the precision of the prior that a penalty is, for each block."""
+        prior = np.ones(len(self._matrix.parts()))
+        try:
+            penalty = HessianOperator(regularization, self._nest.source)
+        except InvalidVariablesError:  # it depends on other weights only
+            return prior
+        with penalty:
+            diagonal = self._count * penalty.diagonal(max_size=self._space.size)
+        for place, (_, entries, _) in enumerate(self._matrix.parts()):
+            prior[place] = diagonal[entries].mean() or 1.0
+        return self._checked_prior(prior)
 
     def _maker(
         self, curvature: Curvature, data: Any, options: dict[str, Any]
@@ -619,7 +658,8 @@ def _outputs(model: Any, takes_logits: bool) -> Callable[..., Any]:
 def _chosen(model: Any, subset: Any) -> Any:
     """Return the variables that are uncertain."""
     model = getattr(model, "keras_model", model)
-    if not (isinstance(subset, str) or (isinstance(subset, list) and isinstance(subset[0], str))):
+    named = subset if isinstance(subset, (list, tuple)) else [subset]
+    if not all(isinstance(one, str) for one in named) or not named:
         return subset
     if not hasattr(model, "trainable_variables"):
         raise HvpError(
@@ -630,17 +670,27 @@ def _chosen(model: Any, subset: Any) -> Any:
     if subset == "all":
         return model
     if subset == "last-layer":
-        layers = [layer for layer in model.layers if layer.trainable_variables]
-        return layers[-1]
+        return _last_layer(model)
     nest: VariableNest = collect_variables(model)
     space = Space.of_variables(nest)
     return [nest.variables[place] for place in select(subset, space.paths, nest.variables)]
 
 
+def _last_layer(model: Any) -> Any:
+    layers = [layer for layer in getattr(model, "layers", ()) if layer.trainable_variables]
+    if not layers:
+        raise HvpError(
+            "the subset is 'last-layer', and the model has no layers with trainable weights",
+            "a Keras model",
+            "pass the weights of the last layer: subset=[w, b]",
+        )
+    return layers[-1]
+
+
 def _features(model: Any) -> Callable[..., Any] | None:
     """Return the inputs of the last layer of a Keras model, if it is a dense one."""
     model = getattr(model, "keras_model", model)
-    layer = [layer for layer in model.layers if layer.trainable_variables][-1]
+    layer = _last_layer(model)
     is_dense = type(layer).__name__ == "Dense"
     # Models that are classes, and layers that are called twice, have none.
     ends: tuple[Any, Any] = getattr(model, "inputs", None), getattr(layer, "input", None)

@@ -163,14 +163,14 @@ def test_validation_chooses_the_most_likely_precision(name):
         assert value() >= best - 1e-9
 
 
-def classifier(regularizer=None):
+def classifier(regularizer=None, of_last=None):
     keras.utils.set_random_seed(0)
     layers = keras.layers
     model = keras.Sequential(
         [
             keras.Input((6,)),
             layers.Dense(8, "tanh", name="hidden", kernel_regularizer=regularizer),
-            layers.Dense(3, "softmax", name="last", kernel_regularizer=regularizer),
+            layers.Dense(3, "softmax", name="last", kernel_regularizer=of_last),
         ]
     )
     model.compile(loss="sparse_categorical_crossentropy")
@@ -191,6 +191,8 @@ def test_keras_models(curvature, subset):
     plain = model.predict(x, verbose=0)
     # Less sure than the network itself.
     assert (probabilities.max(axis=1) <= plain.max(axis=1) + 1e-6).all()
+    assert probabilities.max(axis=1).mean() < plain.max(axis=1).mean() - 0.01
+    assert (la.function(x)[1] > 0).all()
     la.prior_precision = 1e8
     np.testing.assert_allclose(la.predict(x), plain, rtol=1e-3)
     la.tune_prior_precision(by="block")
@@ -204,13 +206,19 @@ def test_keras_models(curvature, subset):
 
 
 def test_regularizers_are_the_prior():
-    model, x, y = classifier(keras.regularizers.L2(0.01))
+    model, x, y = classifier(*[keras.regularizers.L2(0.01)] * 2)
     la = hvp.Laplace.from_keras(model, (x, y), curvature="full")
     kernels = 6 * 8 + 8 * 3
     # Of both kernels but no bias: 50 examples, and the second derivative 2 * 0.01.
     assert la.prior_precision == pytest.approx(50 * 0.02 * kernels / 83, rel=1e-5)
     chosen = hvp.Laplace.from_keras(model, (x, y), curvature="full", prior_precision=3.0)
     assert chosen.prior_precision == 3.0
+    # A penalty of the first kernel alone says nothing of the other layer.
+    model, x, y = classifier(keras.regularizers.L2(0.01))
+    both = hvp.Laplace.from_keras(model, (x, y), curvature="kfac")
+    np.testing.assert_allclose(both.prior_precision, [50 * 0.02 * 48 / 56, 1], rtol=1e-5)
+    last = hvp.Laplace.from_keras(model, (x, y), subset="last-layer")
+    assert last.prior_precision == 1
 
 
 def test_several_inputs_and_batches():
@@ -231,6 +239,17 @@ def test_several_inputs_and_batches():
     assert batches.log_marginal_likelihood() == pytest.approx(
         whole.log_marginal_likelihood(), rel=1e-12
     )
+
+
+class Linear(tf.Module):
+    """A module without layers."""
+
+    def __init__(self, w):
+        super().__init__()
+        self.w = w
+
+    def __call__(self, x):
+        return x @ self.w
 
 
 def test_what_is_refused():
@@ -259,6 +278,12 @@ def test_what_is_refused():
         (lambda: made(data=(x,)), r"\(x, y\)"),
         (lambda: made(**undetermined).function(x), "zero"),
         (lambda: made(prior_precision=-1.0), "prior_precision"),
+        (lambda: setattr(la, "prior_precision", [1.0, 2.0]), "1 blocks"),
+        (lambda: la.log_marginal_likelihood([1.0, 2.0]), "1 blocks"),
+        (lambda: la.log_marginal_likelihood(noise=0.0), "noise"),
+        (lambda: la.sample(0), "count is 0"),
+        (lambda: hvp.Laplace(Linear(w), "gaussian", (x, y), subset="last-layer"), "no layers"),
+        (lambda: made(subset=[]), "empty"),
         (lambda: la.predict(x, method="probit"), "'network'"),
         (lambda: la.tune_prior_precision(by="layer"), "'block'"),
         (lambda: made(likelihood=own).tune_prior_precision((x, y)), "likelihoods"),
