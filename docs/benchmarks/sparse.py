@@ -1,6 +1,7 @@
 """Sparse Hessians, Newton's method with them, and fits of thousands of parameters.
 
-Each part prints what it measures; times of products alternate with what they are compared with.
+Each part is a process of its own, and prints what it measures; times of products alternate with
+what they are compared with.
 
     python docs/benchmarks/sparse.py [--parts chain,grid,string,template,errors]
 """
@@ -10,6 +11,8 @@ from __future__ import annotations
 import argparse
 import os
 import resource
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -188,8 +191,12 @@ def main() -> None:
     """Run the parts that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parts", default=",".join(PARTS))
-    for part in parser.parse_args().parts.split(","):
-        PARTS[part]()
+    parts = parser.parse_args().parts.split(",")
+    if len(parts) == 1:
+        PARTS[parts[0]]()
+        return
+    for part in parts:
+        subprocess.run([sys.executable, __file__, "--parts", part], check=True)
 
 
 if __name__ == "__main__":

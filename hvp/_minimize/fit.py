@@ -110,7 +110,10 @@ class FitProblem:
         return tf.cast(tf.convert_to_tensor(predicted), tf.float64)
 
     def _residuals(self) -> tf.Tensor:
-        predicted = self.predict(self.x, self.vector)
+        return self._residuals_of(self.vector)
+
+    def _residuals_of(self, vector: Any) -> tf.Tensor:
+        predicted = self.predict(self.x, vector)
         if not predicted.shape.is_compatible_with(self.y.shape):
             if self.loss is not None:  # such as the logits of classes
                 return tf.zeros([0], tf.float64)
@@ -123,7 +126,7 @@ class FitProblem:
     def value(self, vector: Any) -> tf.Tensor:
         """Return the loss at values of the free entries."""
         if self.loss is None:
-            return tf.reduce_sum(((self.predict(self.x, vector) - self.y) / self.sigma) ** 2) / 2
+            return tf.reduce_sum(self._residuals_of(vector) ** 2) / 2
         with exact_functions():
             value = self.loss(self.predict(self.x, vector), self.y)
         return tf.cast(tf.convert_to_tensor(value), tf.float64)

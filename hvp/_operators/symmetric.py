@@ -13,14 +13,14 @@ from scipy.sparse.linalg import LinearOperator, aslinearoperator
 
 from hvp._engines.array_map import ArrayMap
 from hvp._engines.restricted import Entries, Restricted, Selection
-from hvp._errors import HvpError, InvalidVariablesError
+from hvp._errors import HvpError
 from hvp._operators.damping import check_damping
 from hvp._operators.example_diagonal import example_diagonal
 from hvp._operators.matrix import Evaluation, Matrix
 from hvp._operators.operator import EvaluatedOperator, Operator
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._vectors.arrays import check_product
-from hvp._vectors.selection import groups, select
+from hvp._vectors.selection import entries_of, groups, select
 from hvp._vectors.space import Space
 
 Self = TypeVar("Self", bound="SymmetricOperator")
@@ -182,14 +182,7 @@ class SymmetricOperator(EvaluatedOperator):
         space = self._matrix.space
         if not isinstance(chosen, np.ndarray):
             return Selection(space, self._places(chosen))
-        inside = chosen.dtype.kind in "iu" and ((chosen >= 0) & (chosen < space.size)).all()
-        if chosen.ndim != 1 or not len(chosen) or not inside:
-            raise InvalidVariablesError(
-                f"the entries are chosen by an array of {chosen.dtype} of shape {chosen.shape}",
-                f"a vector of integers from 0 to {space.size - 1}",
-                "np.flatnonzero(mask) has the numbers of a mask",
-            )
-        return Entries(space, chosen)
+        return Entries(space, entries_of(chosen, space.size, least=1))
 
     @Uninterrupted()
     def blocks(self) -> dict[str, BlockOperator]:

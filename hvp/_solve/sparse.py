@@ -16,6 +16,7 @@ from hvp._operators.operator import Operator, sparsity_of_few
 from hvp._operators.symmetric import matrix_of
 from hvp._runtime.arguments import check_flag, check_number
 from hvp._runtime.interrupts import Uninterrupted, deliver_interrupt
+from hvp._vectors.selection import entries_of
 
 # The first shift, relative to the largest diagonal entry, and the factor of the next ones.
 _SHIFT, _NEXT_SHIFT = 1e-4, 10.0
@@ -154,9 +155,7 @@ class SparseInverse(Operator):
                 "minimize first, or pass a Gauss-Newton or Fisher matrix",
             )
         size = self.shape[0]
-        places = np.arange(size) if which is None else np.asarray(which)
-        if places.dtype.kind not in "iu" or not ((places >= 0) & (places < size)).all():
-            raise HvpError("which has other entries than 0 to n - 1", f"integers below {size}")
+        places = np.arange(size) if which is None else entries_of(which, size)
         variances = []
         for start in range(0, len(places), _BLOCK):
             deliver_interrupt()

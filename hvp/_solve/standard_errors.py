@@ -14,6 +14,7 @@ from hvp._runtime.progress import check_progress, progress_bar
 from hvp._solve.inverses import ExactInverse
 from hvp._solve.solve import SolveResult, solve
 from hvp._solve.sparse import sparse_inverse
+from hvp._vectors.selection import entries_of
 
 # A matrix up to this size is diagonalized.
 _DENSE = 4096
@@ -76,13 +77,7 @@ def standard_errors(
     """
     check_progress(progress)
     matrix = matrix_of(H)
-    places = np.arange(matrix.size) if which is None else np.atleast_1d(np.asarray(which))
-    is_integer = places.dtype.kind in "iu" and places.ndim == 1
-    if not (is_integer and ((places >= 0) & (places < matrix.size)).all()):
-        raise HvpError(
-            f"which is an array of {places.dtype} of shape {places.shape}",
-            f"integers from 0 to {matrix.size - 1}",
-        )
+    places = np.arange(matrix.size) if which is None else entries_of(which, matrix.size)
     if matrix.size <= _DENSE:
         return ExactInverse(H).standard_errors()[places]
     inverse = sparse_inverse(H)

@@ -14,7 +14,7 @@ from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.progress import check_progress
 from hvp._spectra.estimate import Estimate, estimate_of
 from hvp._spectra.leave_one_out import LeaveOneOut
-from hvp._spectra.probes import Probes, probing
+from hvp._spectra.probes import Probes, probing, refuse_non_finite
 from hvp._spectra.sampling import Stopping
 from hvp._spectra.symmetric import symmetric_matrix
 
@@ -74,9 +74,8 @@ def diagonal(
     -------
     Estimate
         With `estimate` and `standard_error` of shape `(n,)`, in float64. The error of an exact
-        diagonal is zero. An operator's
-        ``unflatten`` turns them into nests. No estimate is negative if the matrix is known to be
-        positive semi-definite.
+        diagonal is zero. An operator's ``unflatten`` turns them into nests. No estimate is negative
+        if the matrix is known to be positive semi-definite.
 
     Raises
     ------
@@ -118,6 +117,7 @@ def diagonal(
     if method in ("auto", "exact") and not absolute and size > 2 * _FEWEST:
         known, products = known_diagonal(A, most)
         if known is not None:
+            refuse_non_finite(known)
             return Estimate(known.astype(np.float64), np.zeros(size), products, True, "exact", 0)
     if method == "exact" and size > most:
         raise HvpError(

@@ -194,7 +194,7 @@ def logdet(
         raise HvpError(f"the method is {method!r}", " or ".join(map(repr, names)))
     if method != "lanczos":
         inverse = SparseInverse(A) if method == "sparse" else sparse_inverse(A)
-        if inverse is not None and inverse.negative is not None:
+        if inverse is not None and (method == "sparse" or inverse.negative is not None):
             return _of_factors(inverse)
     with probing(matrix, progress, seed, stopping.max_products) as probes:
 
@@ -208,10 +208,10 @@ def logdet(
 
 
 def _of_factors(inverse: SparseInverse) -> Estimate:
-    if inverse.negative:
+    if inverse.negative != 0:
+        count = "some" if inverse.negative is None else inverse.negative
         raise HvpError(
-            f"the operator is not positive definite: {inverse.negative} of its eigenvalues are "
-            "negative",
+            f"the operator is not positive definite: {count} of its eigenvalues are negative",
             "a positive definite operator, whose determinant has a logarithm",
             "damp the operator, as in A.damped(...), or use hvp.GaussNewtonOperator",
         )

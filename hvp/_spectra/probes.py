@@ -53,12 +53,7 @@ class Probes:
             deliver_interrupt()
             part = slice(start, start + width)
             products[part] = self.matrix.multiply_damped(vectors[part])
-        if not np.isfinite(products).all():
-            raise NonFiniteError(
-                "a product has entries that are not finite",
-                "finite products",
-                "scale the loss down",
-            )
+        refuse_non_finite(products)
         self.count(len(vectors))
         return products
 
@@ -66,6 +61,14 @@ class Probes:
         """Count products that were computed elsewhere."""
         self.products += products
         self._bar.update(products)
+
+
+def refuse_non_finite(products: np.ndarray) -> None:
+    """Raise `NonFiniteError` if products, or what was computed from some, are not finite."""
+    if not np.isfinite(products).all():
+        raise NonFiniteError(
+            "a product has entries that are not finite", "finite products", "scale the loss down"
+        )
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import fnmatch
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from hvp._errors import InvalidVariablesError
@@ -30,6 +31,23 @@ def select(chosen: Any, names: Sequence[str], variables: Sequence[tf.Variable]) 
     if not items:
         raise InvalidVariablesError("no variable is chosen", "at least one", _listed(names))
     return sorted(places)
+
+
+def entries_of(chosen: Any, size: int, *, least: int = 0) -> np.ndarray:
+    """Return the numbers of chosen entries of a vector, at least so many of them.
+
+    If anything else is chosen, an `InvalidVariablesError` is raised.
+    """
+    entries = np.atleast_1d(np.asarray(chosen))
+    inside = entries.dtype.kind in "iu" and ((entries >= 0) & (entries < size)).all()
+    if entries.ndim != 1 or len(entries) < least or not inside:
+        raise InvalidVariablesError(
+            f"the entries of a vector of {size} are chosen by an array of {entries.dtype} of shape "
+            f"{entries.shape}",
+            f"integers from 0 to {size - 1}",
+            "np.flatnonzero(mask) has the numbers of a mask",
+        )
+    return entries
 
 
 def groups(names: Sequence[str]) -> dict[str, list[int]]:

@@ -164,6 +164,9 @@ def test_log_determinants_of_sparse_matrices_are_exact():
     assert abs(estimate.estimate - result.estimate) < 6 * estimate.standard_error
     with pytest.raises(hvp.HvpError, match="negative"):
         hvp.logdet(H.damped(-1.0))
+    turned = scipy.sparse.csr_array(np.kron(np.eye(200), [[0.0, 1.0], [1.0, 0.0]]))
+    with pytest.raises(hvp.HvpError, match="negative"):  # its pivots are not on the diagonal
+        hvp.logdet(turned, method="sparse")
     A = scipy.sparse.diags_array([1.0, 2.0, 3.0]).tocsr()
     assert hvp.logdet(A).estimate == pytest.approx(np.log(6))
 

@@ -190,6 +190,7 @@ def test_arguments_that_are_refused():
         (lambda: hvp.quadratic_forms(A, np.ones(SIZE), "log"), "function is str"),
         (lambda: hvp.quadratic_forms(A, np.ones(3), np.log), "V has shape"),
         (lambda: hvp.trace(np.full((300, 300), np.nan)), "not finite"),
+        (lambda: hvp.diagonal(np.full((300, 300), np.nan)), "not finite"),
     ):
         with pytest.raises(hvp.HvpError, match=f"(?is){said}"):
             call()
