@@ -45,6 +45,8 @@ The public names:
     A picture of one number for each layer.
 `Laplace`
     How sure a model is: variances of weights and predictions, and the evidence for its prior.
+`calibration`
+    How well predicted probabilities agree with what happened.
 `KFAC`, `EKFAC`
     Kronecker-factored approximations of these matrices, with their inverses in closed form.
 `InfluenceFunctions`
@@ -98,6 +100,7 @@ from hvp._errors import (
 from hvp._influence.influence import InfluenceFunctions, TokenScores, TopInfluences
 from hvp._kronecker.factored import FactoredOperator
 from hvp._kronecker.kfac import EKFAC, KFAC, BlockDescription
+from hvp._laplace.calibration import Calibration, calibration
 from hvp._laplace.laplace import Laplace
 from hvp._minimize.fit import FitResult, fit
 from hvp._minimize.minimize import minimize
@@ -148,6 +151,7 @@ __all__ = [
     "KFAC",
     "BlockDescription",
     "BlockDiagonalPreconditioner",
+    "Calibration",
     "CheckReport",
     "CheckpointError",
     "ClosedOperatorError",
@@ -200,6 +204,7 @@ __all__ = [
     "TooLargeError",
     "TopInfluences",
     "bilaplacian",
+    "calibration",
     "check",
     "diagonal",
     "eigsh",

@@ -28,7 +28,8 @@ FLOORS = [
     ["_snapshots"],
     ["_operators"],
     ["_solve", "_kronecker"],
-    ["_minimize", "_influence", "_spectra", "_laplace"],
+    ["_minimize", "_influence", "_spectra"],
+    ["_laplace"],
     ["_check"],
     ["_command"],
 ]

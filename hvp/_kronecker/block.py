@@ -23,12 +23,13 @@ class Block:
     Its product with matrices `V` is `P ((P^T V Q) * scales) Q^T`. The eigenvectors of the two
     factors are the columns of `P`, in `left` of shape `(K, I, I)`, and of `Q`, in `right` of shape
     `(K, O, O)`; None stands for unit vectors. An exact block has `O = 1`, and a diagonal has no
-    eigenvectors either.
+    eigenvectors either. A low-rank block has `K = O = 1`, the eigenvectors `P = 1 - A B^T` with `A`
+    and `B` in `left` of shape `(2, I, r)`, and the same eigenvalue for all but the first `r`.
 
     The eigenvalues `scales` are in float64 and of shape `(K, I, O)`; `tensor` holds them in the
     type of the vectors, of shape `(K, I, 1, O)`. The indices `entries` of the weights in the flat
-    vector have the shape `(K, I, O)` as well. The `kind` is ``"kronecker"``, ``"exact"`` or
-    ``"diagonal"``.
+    vector have the shape `(K, I, O)` as well. The `kind` is ``"kronecker"``, ``"exact"``,
+    ``"diagonal"`` or ``"low-rank"``.
     """
 
     names: tuple[str, ...]
@@ -90,6 +91,11 @@ class Block:
     def diagonal(self) -> np.ndarray:
         """Return the diagonal entries, of shape `(K, I, O)`, in float64."""
         diagonal = self.scales
+        if self.kind == "low-rank" and self.left is not None:
+            first, second = self.left.numpy().astype(np.float64)
+            rest, rank = diagonal[0, -1, 0], first.shape[1]
+            vectors = np.eye(*first.shape) - first @ second[:rank].T
+            return rest + (vectors**2 @ (diagonal[0, :rank] - rest))[np.newaxis]
         if self.left is not None:
             diagonal = self.left.numpy().astype(np.float64) ** 2 @ diagonal
         if self.right is not None:
@@ -104,8 +110,9 @@ class Block:
         variances = inputs**2 @ self.scales[0]
         if self.right is None:
             return variances
-        squares = self.right[0].numpy() ** 2  # in its own type: there may be thousands of outputs
-        return variances.astype(squares.dtype) @ squares.T
+        # In their own type, by TensorFlow's threads: there may be thousands of outputs.
+        variances = tf.constant(variances, self.right.dtype)
+        return tf.matmul(variances, tf.square(self.right[0]), transpose_b=True).numpy()
 
     def multiply(self, rows: tf.Tensor) -> tf.Tensor:
         """Multiply by each row, of shape `(k, K I O)`."""
@@ -133,6 +140,10 @@ class Block:
             return matrices
         shape = tf.shape(matrices)
         flat = tf.reshape(matrices, [shape[0], shape[1], -1])
+        if self.kind == "low-rank":
+            left, right = tf.unstack(self.left[::-1] if adjoint else self.left)
+            inner = tf.matmul(right, flat[0], transpose_a=True)
+            return tf.reshape(flat[0] - tf.matmul(left, inner), shape)
         return tf.reshape(_product(self.left, flat, adjoint_left=adjoint), shape)
 
     def _from_right(self, matrices: tf.Tensor, *, adjoint: bool) -> tf.Tensor:
@@ -155,6 +166,18 @@ def _product(
         one = tf.matmul(left[0], right[0], transpose_a=adjoint_left, transpose_b=adjoint_right)
         return one[tf.newaxis]
     return tf.matmul(left, right, transpose_a=adjoint_left, transpose_b=adjoint_right)
+
+
+def reflected(vectors: np.ndarray) -> np.ndarray:
+    """Return `A` and `B` of a low-rank block with these orthonormal eigenvectors, up to signs.
+
+    `1 - A B^T` is the product of Householder reflections that a QR decomposition of them takes.
+    """
+    (packed, factors), _ = scipy.linalg.qr(vectors, mode="raw")
+    kept = factors != 0
+    left = (np.tril(packed, -1) + np.eye(*packed.shape))[:, kept]
+    inner = np.triu(left.T @ left, 1) + np.diag(1 / factors[kept])
+    return np.stack([left, scipy.linalg.solve_triangular(inner, left.T).T])
 
 
 def eigen(moment: np.ndarray, *, full: bool) -> tuple[np.ndarray, np.ndarray | None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -261,6 +261,32 @@ class FactoredOperator(Operator):
         factors = Factors(make, self._factors)
         return FactoredOperator(self._space, self._nest, factors, self._factored.compiled, self)
 
+    def frozen(self) -> FactoredOperator:
+        """Return the matrix as it is now, whatever becomes of the weights."""
+        blocks = self._blocks
+        factors = Factors(lambda: blocks)
+        return FactoredOperator(self._space, self._nest, factors, self._factored.compiled)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return the blocks as arrays with names, to save them."""
+        return {
+            f"{number} {field}": np.asarray(getattr(block, field))
+            for number, block in enumerate(self._blocks)
+            for field in _FIELDS
+            if getattr(block, field) is not None
+        }
+
+    @staticmethod
+    def blocks_from(arrays: Mapping[str, np.ndarray], dtype: tf.DType) -> list[Block]:
+        """Return the blocks whose `arrays` were saved."""
+        blocks, number = [], 0
+        while f"{number} kind" in arrays:
+            fields: list[Any] = [arrays.get(f"{number} {field}") for field in _FIELDS]
+            names, kind, entries, *bases, scales = fields
+            blocks.append(Block.of(tuple(names.tolist()), str(kind), entries, bases, scales, dtype))
+            number += 1
+        return blocks
+
     def output_variances(self, features: np.ndarray) -> np.ndarray | None:
         """Return the variances of the outputs of a dense layer whose weights have this covariance.
 
@@ -307,7 +333,9 @@ class FactoredOperator(Operator):
             )
 
 
-_KINDS = ("kronecker", "exact", "diagonal")
+# What a block is saved as.
+_FIELDS = ("names", "kind", "entries", "left", "right", "scales")
+_KINDS = ("kronecker", "exact", "diagonal", "low-rank")
 
 
 def _not_negative(damping: Any) -> float:

@@ -42,7 +42,7 @@ class FactoredMap(LinearMap):
         blocks = self._factors.current()
         compiled = self._compiled_for("multiply", Block.multiply, blocks, True)
         tensors = [tensor for block in blocks for tensor in block.tensors]
-        forms = [(block.left is None, block.right is None, block.entries.shape) for block in blocks]
+        forms = [(b.kind, b.left is None, b.right is None, b.entries.shape) for b in blocks]
         entries = np.concatenate([block.entries.reshape(-1) for block in blocks])
         key = ("factored", digest(entries), repr(forms))
         return TensorFunction(key, tensors, lambda rows, tensors: compiled(rows, *tensors))

@@ -30,6 +30,7 @@ from hvp._kronecker.block import Block, eigen, exact
 from hvp._kronecker.factored import FactoredOperator
 from hvp._kronecker.factors import Factors
 from hvp._kronecker.layers import EntrywiseLayer, Layer
+from hvp._kronecker.penalty import Penalty, penalty_diagonal
 from hvp._kronecker.rule import Arrangement, ScalesRule, StatisticsRule
 from hvp._kronecker.traced_model import TracedModel
 from hvp._operators.fisher import fisher_rule
@@ -39,7 +40,6 @@ from hvp._operators.symmetric import SymmetricOperator
 from hvp._runtime.arguments import check_count, check_number
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.strategies import outside_strategies
-from hvp._runtime.user_warning import warn
 from hvp._snapshots.problem import Problem
 from hvp._snapshots.snapshot import Snapshot
 from hvp._vectors.resources import Resource, restored
@@ -124,6 +124,11 @@ class KFAC(FromKeras, FactoredOperator):
         embedding is always diagonal.
     largest_exact : int, optional
         Exact blocks with more rows are kept as diagonals.
+    regularization : callable, optional
+        A function that takes nothing and returns a penalty to be added to the loss, such as that of
+        a Keras model's regularizers. To each block a multiple of the identity is added: the mean of
+        the second derivatives of the penalty, so that a penalty which is the same for all weights
+        of a block is exact. Blocks that are diagonals have each its own.
     **options
         As for `HessianOperator`: {option_names}. With ``on_stale="ignore"`` the old factors remain
         in use, which is what optimizers do for many steps.
@@ -190,6 +195,7 @@ class KFAC(FromKeras, FactoredOperator):
         sharing: Sharing = "expand",
         largest: int = 8192,
         largest_exact: int = 1024,
+        regularization: Penalty | None = None,
         **options: Any,
     ) -> None:
         checked = Options.of(type(self).__name__, options, _OPTIONS, _INSTEAD)
@@ -206,6 +212,9 @@ class KFAC(FromKeras, FactoredOperator):
             if value not in choices:
                 names = ", ".join(map(repr, choices))
                 raise HvpError(f"the argument {name} is {value!r}", f"one of {names}")
+        if not (regularization is None or callable(regularization)):
+            kind = type(regularization).__name__
+            raise HvpError(f"the argument regularization is {kind}", "a function, or None")
         check_count(largest, "largest", 0)
         check_count(largest_exact, "largest_exact", 0)
         nest = collect_variables(variables)
@@ -223,7 +232,7 @@ class KFAC(FromKeras, FactoredOperator):
             )
         space = Space.of_variables(nest)
         self._options = dataclasses.replace(checked, on_stale="ignore")
-        self._data, self._matrix = data, matrix
+        self._data, self._matrix, self._penalty = data, matrix, regularization
         arrangement = Arrangement(sharing == "reduce", largest, largest_exact, space.dtype)
         # A function has no layers of its own.
         own = getattr(model, "keras_model", model)
@@ -251,13 +260,7 @@ class KFAC(FromKeras, FactoredOperator):
     @classmethod
     def _of_compiled(cls, compiled: CompiledModel, variables: Any) -> Sequence[Any]:
         model, data, options = compiled.keras_model, compiled.data, compiled.options
-        if compiled.regularization is not None:
-            warn(
-                f"the model's regularizers are left out of {cls.__name__}, which approximates the "
-                "matrix of the loss of the predictions: a penalty of c times the squares of all "
-                "weights adds 2 c, as damping does",
-                UserWarning,
-            )
+        options["regularization"] = compiled.regularization
         fisher = options.get("fisher")
         # With weights of examples the loss is not a log-likelihood, but it is still convex.
         is_weighted = isinstance(data, tuple) and len(data) > 2 and fisher in (None, "type-2")
@@ -379,7 +382,8 @@ class KFAC(FromKeras, FactoredOperator):
 
     def _true_operator(self) -> SymmetricOperator:
         """Return the matrix that this one approximates."""
-        evaluation = evaluated(self._matrix, self._nest.source, self._data, self._options)
+        options = dataclasses.replace(self._options, regularization=self._penalty)
+        evaluation = evaluated(self._matrix, self._nest.source, self._data, options)
         return SymmetricOperator(evaluation)
 
     def _find_layers(self) -> None:
@@ -472,8 +476,20 @@ class KFAC(FromKeras, FactoredOperator):
 
     def _blocks_of(self, means: Sequence[Sequence[np.ndarray]]) -> Callable[[], list[Block]]:
         """Compute what depends on the current weights, and return a function for the rest."""
-        uncovered = self._uncovered_blocks()
-        return lambda: [*self._of_layers(means), *uncovered]
+        uncovered, penalty = self._uncovered_blocks(), self._penalty_diagonal()
+        return lambda: [*self._penalized(self._of_layers(means), penalty), *uncovered]
+
+    def _penalty_diagonal(self) -> np.ndarray | None:
+        return None if self._penalty is None else penalty_diagonal(self._penalty, self._nest)
+
+    def _penalized(self, blocks: list[Block], diagonal: np.ndarray | None) -> list[Block]:
+        """Add the second derivatives of the penalty."""
+        if diagonal is None:
+            return blocks
+        own = [diagonal[block.entries] for block in blocks]
+        added = [d if block.kind == "diagonal" else d.mean() for block, d in zip(blocks, own)]
+        pairs = zip(blocks, added)
+        return [block.with_scales(block.scales + d, self._space.dtype) for block, d in pairs]
 
     def _of_layers(self, means: Sequence[Sequence[np.ndarray]]) -> list[Block]:
         """Compute the eigenvalues and eigenvectors of the factors of each layer."""
@@ -544,8 +560,8 @@ class EKFAC(KFAC):
     _scales_snapshot: Snapshot | None = None
 
     def _blocks_of(self, means: Sequence[Sequence[np.ndarray]]) -> Callable[[], list[Block]]:
-        own = self._of_layers(means)
-        blocks = [*self._with_scales(own), *self._uncovered_blocks()]
+        own = self._with_scales(self._of_layers(means))
+        blocks = [*self._penalized(own, self._penalty_diagonal()), *self._uncovered_blocks()]
         return lambda: blocks
 
     def _with_scales(self, blocks: list[Block]) -> list[Block]:
@@ -606,7 +622,6 @@ def _stale(changed: Sequence[str]) -> StaleOperatorError:
 _INSTEAD = {
     "damping": "pass it to inverse(damping) or damped(damping)",
     "kind": "call it fisher",
-    "regularization": "add it as damping: a penalty of c times the squares adds 2 c",
 }
 
 

@@ -2,52 +2,56 @@
 
 from __future__ import annotations
 
-import importlib
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
-import scipy.linalg
 import scipy.optimize
 import tensorflow as tf
 
 from hvp._data.batches import Batches
 from hvp._data.elements import Elements, convert_batch
 from hvp._engines.options import Options, declared
-from hvp._engines.predictions import Prediction
 from hvp._errors import (
+    CheckpointError,
     HvpError,
     InvalidDataError,
-    InvalidLossError,
-    InvalidVariablesError,
     StaleOperatorError,
     quoted,
 )
 from hvp._keras.compiled_loss import CompiledModel
 from hvp._keras.from_keras import FromKeras
-from hvp._kronecker.block import Block, exact
+from hvp._kronecker.block import Block
 from hvp._kronecker.factored import FactoredOperator
 from hvp._kronecker.factors import Factors
-from hvp._kronecker.kfac import EKFAC, KFAC, WithLayers
-from hvp._laplace.targets import TARGETS, Targets
+from hvp._kronecker.kfac import KFAC, WithLayers
+from hvp._kronecker.penalty import penalty_diagonal
+from hvp._laplace.calibration import Calibration, calibration, of_intervals
+from hvp._laplace.curvatures import Curvature, curvature_of
+from hvp._laplace.models import chosen, features_of, outputs_of
+from hvp._laplace.targets import TARGETS, Targets, bridged
 from hvp._operators.example_rows import ExampleRows
-from hvp._operators.gauss_newton import GaussNewtonOperator
-from hvp._operators.hessian import HessianOperator
 from hvp._operators.jacobian import JacobianOperator
 from hvp._runtime.arguments import check_count, check_number
+from hvp._runtime.checkpoint import Checkpoint
+from hvp._runtime.digest import digest
 from hvp._runtime.guard import OneProcess
 from hvp._runtime.interrupts import Uninterrupted, deliver_interrupt
+from hvp._runtime.progress import progress_bar
 from hvp._vectors.resources import Resource
-from hvp._vectors.selection import groups, select
 from hvp._vectors.space import Space
-from hvp._vectors.variables import VariableNest, collect_variables
+from hvp._vectors.variables import collect_variables
 from hvp._vectors.watch import Watch
 
-Curvature = Literal["kfac", "ekfac", "full", "diagonal"]
 _OPTIONS = ("batch_size", "memory_limit", "progress")
-# Rows of Jacobians of one call take at most so many bytes.
+# Rows of Jacobians, or outputs, of one call take at most so many bytes.
 _ROW_BYTES = 2**26
+# Examples of one call, where the data are not divided.
+_EXAMPLES = 1024
+# Columns of the identity that joint covariances are multiplied by at once.
+_COLUMNS = 64
 # Two predictions of one input are the same up to this, relative to the largest.
 _SAME = 1e-3
 # Precisions that are tried for validation data: powers of ten, and their number.
@@ -78,23 +82,28 @@ class Laplace(FromKeras, OneProcess):
         the mean over examples of a negative log-likelihood, all of it.
     data : tuple of arrays, or iterable of such
         The training examples ``(x, y)``, or batches of them.
-    curvature : {"kfac", "ekfac", "full", "diagonal"}, optional
+    curvature : {"kfac", "ekfac", "full", "diagonal", "low-rank"}, optional
         How the matrix `G` is approximated: by the Kronecker factors of `KFAC` or `EKFAC`, not at
-        all (for up to 4096 weights), or by its exact diagonal.
+        all (for up to 4096 weights), by its exact diagonal, or by its largest eigenvalues.
     subset : optional
         The weights that are uncertain; the others are fixed. ``"all"`` are those of the model,
         ``"last-layer"`` those of the last Keras layer that has any; or variables, layers and names
         as for `HessianOperator.block`. A function needs variables.
-    prior_precision : float, optional
-        The precision of the prior, one over the variance of a weight. The default is one, or what
-        `regularization` says.
+    rank : int, optional
+        The number of eigenvalues, if `curvature` is ``"low-rank"``.
+    prior_precision : float or array_like, optional
+        The precision of the prior, one over the variance of a weight: one number, one for each of
+        the `blocks`, or, if the curvature is ``"diagonal"``, one for each weight. The default is
+        one, or what `regularization` says.
     noise : float, optional
         The standard deviation of errors, if `likelihood` is ``"gaussian"``. The default is the root
         mean square of the residuals.
     regularization : callable, optional
-        The penalty that was added to the mean loss, such as that of a Keras model's regularizers. A
-        penalty is a prior: its second derivatives, times the number of examples and averaged over
-        each block, are the prior precision. It is one for blocks that the penalty leaves out.
+        The penalty that was added to the mean over examples of the negative log-likelihood, or of
+        half the squared errors if `likelihood` is ``"gaussian"``; `from_keras` takes a model's
+        regularizers. A penalty is a prior: its second derivatives, times the number of examples
+        and over the squared noise, are the prior precision, averaged over each block. It is one for
+        blocks that the penalty leaves out.
     **options
         As for `HessianOperator`: {option_names}.
 
@@ -118,6 +127,12 @@ class Laplace(FromKeras, OneProcess):
        https://arxiv.org/abs/2106.14806
     .. [Imm] A. Immer, M. Korzepa, M. Bauer, "Improving predictions of Bayesian neural nets via
        local linearization", AISTATS 2021. https://arxiv.org/abs/2008.08400
+    .. [Has] B. Hassibi, D. G. Stork, G. J. Wolff, "Optimal brain surgeon and general network
+       pruning", ICNN 1993. https://doi.org/10.1109/ICNN.1993.298572
+    .. [Hob] M. Hobbhahn, A. Kristiadi, P. Hennig, "Fast predictive uncertainty for classification
+       with Bayesian deep networks", UAI 2022. https://arxiv.org/abs/2003.01227
+    .. [LeC] Y. LeCun, J. S. Denker, S. A. Solla, "Optimal brain damage", NeurIPS 1989.
+       https://proceedings.neurips.cc/paper/1989/hash/6c9882bbac1c7093bd25041881277658-Abstract.html
     .. [Mac] D. J. C. MacKay, "The evidence framework applied to classification networks", Neural
        Computation 4(5), 1992. https://doi.org/10.1162/neco.1992.4.5.720
 
@@ -146,46 +161,69 @@ class Laplace(FromKeras, OneProcess):
         *,
         curvature: Curvature = "kfac",
         subset: Any = "all",
-        prior_precision: float | None = None,
+        rank: int = 100,
+        prior_precision: Any = None,
         noise: float | None = None,
         regularization: Callable[[], Any] | None = None,
         **options: Any,
     ) -> None:
-        Options.of(type(self).__name__, options, _OPTIONS)
+        self._progress = Options.of(type(self).__name__, options, _OPTIONS).progress
         if curvature not in get_args(Curvature):
             names = ", ".join(map(repr, get_args(Curvature)))
             raise HvpError(f"the argument curvature is {curvature!r}", f"one of {names}")
+        check_count(rank, "rank")
+        self._prepare(model, likelihood, subset)
+        if noise is not None:
+            self._check_noise(noise)
+        self._data = data
+        self._count, self._width, self._constant = self._measured()
+        source, named = self._nest.source, self._targets.likelihood
+        arguments = self._outputs, self._targets.loss, source, data
+
+        def make() -> tuple[FactoredOperator, float]:
+            return curvature_of(
+                curvature, arguments, options, self._with_blocks, likelihood=named, rank=rank
+            )
+
+        self._make: Callable[[], tuple[FactoredOperator, float]] = make
+        matrix, loss = make()
+        self._watch.set()
+        self._loss = self._count * loss
+        self.noise = 1.0
+        if self._targets.is_gaussian:
+            entries = self._count * self._width
+            self.noise = math.sqrt(2 * self._loss / entries) if noise is None else noise
+            self._check_noise(self.noise)
+        self._set_matrix(matrix, curvature == "diagonal")
+        if prior_precision is not None:
+            self.prior_precision = prior_precision
+        elif regularization is not None:
+            self._prior = self._of_penalty(regularization)
+
+    def _prepare(self, model: Any, likelihood: Any, subset: Any) -> None:
+        """Find what of the model is uncertain."""
         if not callable(likelihood) and likelihood not in TARGETS:
             raise HvpError(
                 f"the argument likelihood is {likelihood!r}",
                 f"one of {', '.join(map(repr, TARGETS))}, or a loss of outputs and targets",
             )
         self._targets = Targets(None, likelihood) if callable(likelihood) else TARGETS[likelihood]
-        if noise is not None:
-            self._check_noise(noise)
-        if prior_precision is not None:
-            check_number(prior_precision, "prior_precision")
-        self._outputs = _outputs(model, self._targets.likelihood in ("categorical", "bernoulli"))
-        self._nest = collect_variables(_chosen(model, subset))
+        self._outputs = outputs_of(model, self._targets.likelihood in ("categorical", "bernoulli"))
+        self._nest = collect_variables(chosen(model, subset))
         self._space = Space.of_variables(self._nest)
-        self._count, self._entries, constant = self._measured(data)
-        self._make = self._maker(curvature, data, options)
         self._watch = Watch([Resource.of(variable) for variable in self._nest.variables])
-        self._matrix, loss = self._make()
-        self._watch.set()
-        self._loss, self._constant = self._count * loss, constant
-        self.noise = 1.0
-        if self._targets.is_gaussian:
-            self.noise = math.sqrt(2 * self._loss / self._entries) if noise is None else noise
-            self._check_noise(self.noise)
-        self._prior = np.ones(len(self._matrix.parts()))
-        if prior_precision is not None:
-            self.prior_precision = prior_precision
-        elif regularization is not None:
-            self._prior = self._of_penalty(regularization)
         is_last = isinstance(subset, str) and subset == "last-layer"
-        self._features = _features(model) if is_last else None
+        self._features = features_of(model) if is_last else None
         self._rows = ExampleRows(self._called, self._nest)
+        own = getattr(model, "keras_model", model)
+        self._held = own.weights if hasattr(own, "layers") else self._nest.variables
+
+    def _set_matrix(self, matrix: FactoredOperator, is_diagonal: bool) -> None:
+        self._matrix, self._is_diagonal = matrix, is_diagonal
+        parts = matrix.parts()
+        self._sizes = [len(entries) for _, entries, _ in parts]
+        self._order = np.concatenate([entries for _, entries, _ in parts])
+        self._prior = np.ones(self._space.size)  # in this order
 
     @classmethod
     def _of_compiled(cls, compiled: CompiledModel, variables: Any) -> Sequence[Any]:
@@ -196,8 +234,13 @@ class Laplace(FromKeras, OneProcess):
                 "a cross-entropy or the mean square error",
                 "pass hvp.Laplace(model, likelihood, data)",
             )
-        if compiled.options.get("prior_precision") is None:
-            compiled.options["regularization"] = compiled.regularization
+        penalty = compiled.regularization
+        if compiled.options.get("prior_precision") is None and penalty is not None:
+            whole = isinstance(compiled.data, tuple)
+            first = compiled.data if whole else next(iter(compiled.data))
+            width = float(np.prod(tf.convert_to_tensor(first[1]).shape[1:]))
+            multiple = TARGETS[likelihoods[0]].multiple(width)
+            compiled.options["regularization"] = lambda: multiple * penalty()
         if variables is not compiled.keras_model:
             compiled.options["subset"] = variables
         return WithLayers(compiled.model, compiled.keras_model), likelihoods[0]
@@ -215,19 +258,29 @@ class Laplace(FromKeras, OneProcess):
 
     @property
     def prior_precision(self) -> Any:
-        """The precision of the prior: one number, or one for each block if they differ."""
-        same = (self._prior == self._prior[0]).all()
-        return float(self._prior[0]) if same else self._prior.copy()
+        """The precision of the prior: one number, one for each block, or one for each weight."""
+        blocks = np.split(self._prior, np.cumsum(self._sizes)[:-1])
+        if all((block == block[0]).all() for block in blocks):
+            firsts = np.array([block[0] for block in blocks])
+            return float(firsts[0]) if (firsts == firsts[0]).all() else firsts
+        return self._in_order_of_weights(self._prior)
 
     @prior_precision.setter
     def prior_precision(self, value: Any) -> None:
         self._prior = self._checked_prior(value)
 
+    def _in_order_of_weights(self, values: np.ndarray) -> np.ndarray:
+        ordered = np.empty_like(values)
+        ordered[self._order] = values
+        return ordered
+
     @property
     def mean(self) -> np.ndarray:
         """The weights, of shape `(n,)`."""
-        parts = [tf.convert_to_tensor(v) for v in self._nest.variables]
-        return self._space.join(parts).numpy()
+        return self._space.join(self._values()).numpy()
+
+    def _values(self) -> list[tf.Tensor]:
+        return [tf.convert_to_tensor(variable) for variable in self._nest.variables]
 
     def covariance(self) -> FactoredOperator:
         """Return the covariance matrix of the weights, as an operator."""
@@ -241,64 +294,171 @@ class Laplace(FromKeras, OneProcess):
         normal = np.random.default_rng(seed).standard_normal((self._space.size, count))
         return self.mean[:, np.newaxis] + root @ normal.astype(root.dtype)
 
+    def weight_decay(self) -> dict[str, float]:
+        """Return the prior as penalties of a Keras model, by the names of its variables.
+
+        Returns
+        -------
+        dict of str to float
+            The factor of the sum of the squares of each variable, to train again with this prior:
+            ``keras.regularizers.L2(factor)`` beside a compiled cross-entropy or mean square error.
+        """
+        prior = self._in_order_of_weights(self._prior)
+        unit = 2 * self._scale * self._targets.multiple(self._width)
+        parts = np.split(prior, np.cumsum(self._space.sizes)[:-1])
+        return {name: float(part.mean() / unit) for name, part in zip(self._nest.names, parts)}
+
+    def saliency(self, method: Literal["damage", "surgeon"] = "damage") -> np.ndarray:
+        """Return how much the loss grows if one weight becomes zero, for each weight.
+
+        Parameters
+        ----------
+        method : {"damage", "surgeon"}, optional
+            Whether all other weights stay where they are, as in "Optimal brain damage" [LeC]_, or
+            follow to where the loss is least, as in "Optimal brain surgeon" [Has]_.
+
+        Returns
+        -------
+        ndarray
+            Increases of the negative logarithm of the posterior's density, to second order; shape
+            `(n,)`. Remove the weights with the smallest.
+        """
+        if method not in ("damage", "surgeon"):
+            raise HvpError(f"the method is {method!r}", "'damage' or 'surgeon'")
+        squares = self.mean.astype(np.float64) ** 2 / 2
+        if method == "damage":
+            return squares * self._function(lambda precision: precision).diagonal()
+        return squares / self.covariance().diagonal()
+
+    def penalty(self) -> Callable[[], tf.Tensor]:
+        """Return the posterior as a penalty for further training, on other data.
+
+        Returns
+        -------
+        callable
+            A function that takes nothing and returns half the squared distance of the weights from
+            those they have now, in standard deviations of the posterior. Added to the *sum* of a
+            new negative log-likelihood it makes this posterior the new prior; divide it by the
+            number of new examples to add it to a mean.
+        """
+        matrix, mean = self._matrix.frozen(), self.mean
+        precision = tf.constant(self._precisions(self._prior), self._space.dtype)
+
+        def penalty() -> tf.Tensor:
+            change = self._space.join(self._values()) - mean
+            return tf.reduce_sum(precision * matrix.rotate(change[tf.newaxis])[0] ** 2) / 2
+
+        return penalty
+
     @Uninterrupted()
-    def function(self, x: Any, *, covariance: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    def function(
+        self, x: Any, *, covariance: bool | Literal["joint"] = False
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Return the means and variances of the model's outputs, linear in the weights.
 
         Parameters
         ----------
-        x : array or nest of arrays
-            Inputs, as the first element of the data.
-        covariance : bool, optional
-            Whether to return the covariances of the outputs of each input instead of variances.
+        x : array or nest of arrays, or tf.data.Dataset
+            Inputs, as the first element of the data; or batches of these or of the data.
+        covariance : bool or "joint", optional
+            Whether to return the covariances of the outputs of each input instead of variances, or
+            those of all outputs of all inputs.
 
         Returns
         -------
         mean : ndarray
             The outputs at the mean of the weights, of shape `(examples, outputs)`.
         variance : ndarray
-            Shaped like `mean`; with `covariance` of shape `(examples, outputs, outputs)`. The noise
-            of the data is not part of it.
+            Shaped like `mean`; with `covariance` of shape `(examples, outputs, outputs)`, and
+            `(examples * outputs, examples * outputs)` if it is ``"joint"``. The noise of the data
+            is not part of it.
 
         Raises
         ------
         StaleOperatorError
             If a weight has changed; call `refresh`.
         """
-        elements, mean = self._evaluated(x)
-        if self._features is not None and not covariance:
-            features = np.asarray(elements.call(self._features), np.float64)
-            variance = self.covariance().output_variances(features)
+        if covariance not in (True, False, "joint"):
+            raise HvpError(f"the argument covariance is {covariance!r}", "True, False or 'joint'")
+        if covariance == "joint":
+            return self._joint(x)
+        inverse = 1 / self._precisions(self._prior)
+        fast = self.covariance() if self._features is not None and not covariance else None
+        found = [self._moments(*piece, inverse, covariance, fast) for piece in self._pieces(x)]
+        means, variances = zip(*found)
+        return np.concatenate(means), np.concatenate(variances)
+
+    def _moments(
+        self,
+        part: Elements,
+        mean: np.ndarray,
+        inverse: np.ndarray,
+        covariance: Any,
+        fast: FactoredOperator | None,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the outputs of some inputs and their variances, or covariances."""
+        if fast is not None and self._features is not None:
+            variance = fast.output_variances(part.call(self._features).numpy())
             if variance is not None:
                 return mean, variance
-        inverse = 1 / self._precisions(self._prior)
+        rows = self._rotated(part, mean)
         if not covariance:
-            found = [rows**2 @ inverse for rows in self._rotated(elements, mean)]
-            return mean, np.concatenate(found).reshape(mean.shape)
-        outer = []
-        for rows in self._rotated(elements, mean):
-            each = rows.reshape(-1, mean[0].size, self._space.size)
-            outer.append(np.einsum("ein,n,ejn->eij", each, inverse, each, optimize=True))
-        return mean, np.concatenate(outer)
+            return mean, (rows**2 @ inverse).reshape(mean.shape)
+        each = rows.reshape(-1, mean[0].size, self._space.size)
+        return mean, np.einsum("ein,n,ejn->eij", each, inverse, each, optimize=True)
 
-    def _rotated(self, elements: Elements, mean: np.ndarray) -> Iterator[np.ndarray]:
-        """Iterate over rows of the Jacobian of the outputs, in terms of the eigenvectors."""
-        width = mean[0].size
-        step = max(1, _ROW_BYTES // (width * self._space.size * self._space.dtype.size))
-        for start in range(0, elements.examples, step):
-            deliver_interrupt()
-            part = elements.part(start, min(start + step, elements.examples))
-            rows = self._rows.of(part)
-            if rows is None:
-                with JacobianOperator(self._called, self._nest.source, part.as_data()) as J:
-                    rows = J.to_dense(max_size=max(mean.size, self._space.size))
-            yield self._matrix.rotate(tf.constant(rows)).numpy().astype(np.float64)
+    def _joint(self, x: Any) -> tuple[np.ndarray, np.ndarray]:
+        elements = convert_batch((x,), "x")
+        mean = np.concatenate([mean for _, mean in self._pieces(x)])
+        columns, size = [], mean.size
+        with JacobianOperator(self._called, self._nest.source, elements.as_data()) as J:
+            both = J @ self.covariance() @ J.T
+            for start in range(0, size, _COLUMNS):
+                deliver_interrupt()
+                unit = np.eye(size, min(_COLUMNS, size - start), -start, dtype=J.dtype)
+                columns.append(both @ unit)
+        return mean, np.concatenate(columns, axis=1)
+
+    def _pieces(self, x: Any) -> Iterator[tuple[Elements, np.ndarray]]:
+        """Iterate over parts of inputs, with their outputs, each of which depends on its own."""
+        row = 1 if self._features is not None else self._space.size
+        step = max(1, _ROW_BYTES // (self._width * row * self._space.dtype.size))
+        is_set, is_first = isinstance(x, tf.data.Dataset), True
+        with progress_bar(self._progress, unit=" examples") as bar:
+            for given in x if is_set else [x]:
+                inputs = given[0] if is_set and isinstance(given, tuple) else given
+                elements = convert_batch((inputs,), "x")
+                for start in range(0, elements.examples, step):
+                    deliver_interrupt()
+                    part = elements.part(start, min(start + step, elements.examples))
+                    mean = part.call(self._called).numpy()
+                    if is_first:
+                        self._refuse_mixing(part, mean)
+                    is_first = False
+                    yield part, mean
+                    bar.update(len(mean))
+
+    def _rotated(self, part: Elements, mean: np.ndarray) -> np.ndarray:
+        """Return the Jacobian of the outputs, in terms of the eigenvectors."""
+        rows = self._rows.of(part)
+        if rows is None:
+            with JacobianOperator(self._called, self._nest.source, part.as_data()) as J:
+                rows = J.to_dense(max_size=max(mean.size, self._space.size))
+        return self._matrix.rotate(tf.constant(rows)).numpy().astype(np.float64)
+
+    def _refuse_mixing(self, part: Elements, mean: np.ndarray) -> None:
+        alone = part.first().call(self._called).numpy()
+        if np.abs(alone - mean[:1]).max() > _SAME * np.abs(mean).max():
+            raise HvpError(
+                "the outputs for an input depend on the other inputs of the batch",
+                "a model that treats examples independently",
+                "pass a function that calls it with training=False",
+            )
 
     def _precisions(self, prior: np.ndarray) -> np.ndarray:
-        """Return the eigenvalues of the precision matrix, for the prior of each block."""
+        """Return the eigenvalues of the precision matrix."""
         self._refuse_singular(prior)
-        pairs = zip(prior, self._matrix.parts())
-        return np.concatenate([self._scale * values + own for own, (_, _, values) in pairs])
+        return self._scale * self._matrix.scales() + prior
 
     @property
     def _scale(self) -> float:
@@ -307,8 +467,9 @@ class Laplace(FromKeras, OneProcess):
 
     def _refuse_singular(self, prior: np.ndarray) -> None:
         unit = _ROUNDING_ERRORS * np.finfo(self._space.dtype.as_numpy_dtype).eps
-        for own, (names, _, values) in zip(prior, self._matrix.parts()):
-            if own == 0 and values.min() <= unit * values.max():
+        ends = np.cumsum(self._sizes)
+        for own, (names, _, values) in zip(np.split(prior, ends[:-1]), self._matrix.parts()):
+            if (values[own == 0] <= unit * values.max()).any():
                 raise HvpError(
                     f"the posterior of {', '.join(names)} has no precision in some direction: the "
                     "data do not determine it, and the prior precision is zero",
@@ -316,25 +477,12 @@ class Laplace(FromKeras, OneProcess):
                     "set prior_precision, or call tune_prior_precision",
                 )
 
-    def _evaluated(self, x: Any) -> tuple[Elements, np.ndarray]:
-        """Return inputs as tensors, and the outputs, each of which depends on its own input."""
-        elements = convert_batch((x,), "x")
-        mean = elements.call(self._called).numpy()
-        alone = elements.first().call(self._called).numpy()
-        if np.abs(alone - mean[:1]).max() > _SAME * np.abs(mean).max():
-            raise HvpError(
-                "the outputs for an input depend on the other inputs of the batch",
-                "a model that treats examples independently",
-                "pass a function that calls it with training=False",
-            )
-        return elements, mean
-
     @Uninterrupted()
     def predict(
         self,
         x: Any,
         *,
-        method: Literal["analytic", "samples", "network"] = "analytic",
+        method: Literal["analytic", "bridge", "samples", "network"] = "analytic",
         samples: int = 100,
         seed: int = 0,
     ) -> np.ndarray:
@@ -342,11 +490,13 @@ class Laplace(FromKeras, OneProcess):
 
         Parameters
         ----------
-        x : array or nest of arrays
-            Inputs, as the first element of the data.
-        method : {"analytic", "samples", "network"}, optional
+        x : array or nest of arrays, or tf.data.Dataset
+            Inputs, as for `function`.
+        method : {"analytic", "bridge", "samples", "network"}, optional
             - ``"analytic"`` takes the variances of the outputs of `function` into account in closed
               form: by MacKay's approximation for classes and ones [Mac]_, exactly for counts.
+            - ``"bridge"`` takes the mean of the Dirichlet distribution of probabilities that their
+              covariances are closest to [Hob]_, for classes.
             - ``"samples"`` averages over draws of the outputs from their covariance.
             - ``"network"`` averages over the model with weights that are drawn, without taking it
               for linear. This is often worse.
@@ -358,109 +508,173 @@ class Laplace(FromKeras, OneProcess):
         ndarray
             Shaped like the outputs of the model.
         """
-        choices = ("analytic", "samples", "network")
+        choices = ("analytic", "bridge", "samples", "network")
         if method not in choices:
             raise HvpError(f"the method is {method!r}", " or ".join(map(repr, choices)))
         check_count(samples, "samples")
         if method == "analytic":
             return self._targets.averaged(*self.function(x))
-        if method == "samples":
-            mean, covariance = self.function(x, covariance=True)
-            values, vectors = np.linalg.eigh(covariance)
-            root = vectors * np.sqrt(np.maximum(values, 0))[:, np.newaxis]
-            flat, rng = mean.reshape(len(mean), -1), np.random.default_rng(seed)
-            mixed = np.zeros(mean.shape)
-            for _ in range(samples):
-                moved = np.einsum("eij,ej->ei", root, rng.standard_normal(flat.shape))
-                mixed += self._targets.mean((flat + moved).reshape(mean.shape))
-            return mixed / samples
-        elements, drawn = convert_batch((x,), "x"), self.sample(samples, seed=seed)
+        if method == "network":
+            return self._of_networks(x, samples, seed)
+        if method == "bridge" and self._targets.likelihood != "categorical":
+            raise HvpError("the method is 'bridge'", "the likelihood 'categorical'")
+        mean, covariance = self.function(x, covariance=True)
+        if method == "bridge":
+            return bridged(mean, covariance)
+        values, vectors = np.linalg.eigh(covariance)
+        root = vectors * np.sqrt(np.maximum(values, 0))[:, np.newaxis]
+        flat, rng = mean.reshape(len(mean), -1), np.random.default_rng(seed)
+        mixed = np.zeros(mean.shape)
+        for _ in range(samples):
+            moved = np.einsum("eij,ej->ei", root, rng.standard_normal(flat.shape))
+            mixed += self._targets.mean((flat + moved).reshape(mean.shape))
+        return mixed / samples
+
+    def _of_networks(self, x: Any, samples: int, seed: int) -> np.ndarray:
+        """Return the mean predictions over weights that are drawn."""
+        parts, drawn = [part for part, _ in self._pieces(x)], self.sample(samples, seed=seed)
         kept = [variable.numpy() for variable in self._nest.variables]
         total = None
         try:
             for column in drawn.T:
                 self._assign(self._space.split(tf.constant(column)))
-                outputs = self._targets.mean(elements.call(self._called).numpy())
+                outputs = np.concatenate([part.call(self._called).numpy() for part in parts])
+                outputs = self._targets.mean(outputs)
                 total = outputs if total is None else total + outputs
         finally:
             self._assign(kept)
             self._watch.set()
         return np.asarray(total) / samples
 
+    @Uninterrupted()
+    def calibration(self, data: tuple[Any, Any], *, bins: int = 15) -> Calibration:
+        """Return how well predictions agree with what happened, for data not trained on.
+
+        Parameters
+        ----------
+        data : tuple of arrays
+            Inputs and targets ``(x, y)``: classes, ones, or numbers.
+        bins : int, optional
+            The number of bins of predicted probabilities, or of levels of intervals.
+
+        Returns
+        -------
+        Calibration
+            Of `predict`, or of normal intervals if the likelihood is ``"gaussian"``. Its `point` is
+            that of the model without uncertain weights.
+        """
+        check_count(bins, "bins")
+        x, y = _pair(data)
+        mean, variance = self.function(x)
+        if self._targets.is_gaussian:
+            point = of_intervals(mean, np.full(mean.shape, self.noise**2), y, bins)
+            return of_intervals(mean, variance + self.noise**2, y, bins, point)
+        if self._targets.likelihood not in ("categorical", "bernoulli"):
+            raise HvpError(
+                f"the likelihood is {self._targets.likelihood or 'a loss of the caller'}",
+                "'categorical', 'bernoulli' or 'gaussian'",
+            )
+        point = calibration(self._targets.mean(mean), y, bins=bins)
+        return calibration(self._targets.averaged(mean, variance), y, bins=bins, point=point)
+
     def log_marginal_likelihood(
-        self, prior_precision: Any = None, noise: float | None = None
-    ) -> float:
+        self, prior_precision: Any = None, noise: float | None = None, *, gradient: bool = False
+    ) -> Any:
         """Return the logarithm of the evidence for the model, which judges priors and models.
 
         Parameters
         ----------
         prior_precision : float or array_like, optional
-            Another precision of the prior, one number or one for each block.
+            Another precision of the prior, one number, or one for each block or weight.
         noise : float, optional
             Another standard deviation of errors, if the likelihood is ``"gaussian"``.
+        gradient : bool, optional
+            Whether to return its derivatives, too.
 
         Returns
         -------
-        float
+        value : float
             `log p(data | weights) + log p(weights) + n log(2 pi) / 2 - log det(precision) / 2`.
+        of_prior, of_noise : ndarray, float
+            With `gradient`, the derivatives in the logarithms of the precision of each block (of
+            each weight, if the curvature is ``"diagonal"``), and of the noise.
         """
         if noise is not None:
             self._check_noise(noise)
         prior = self._prior if prior_precision is None else self._checked_prior(prior_precision)
-        value, *_ = self._evidence(prior, self.noise if noise is None else noise)
-        return value
+        value, each, of_noise = self._evidence(prior, self.noise if noise is None else noise)
+        if not gradient:
+            return value
+        of_blocks = np.add.reduceat(each, np.cumsum([0, *self._sizes[:-1]]))
+        of_prior = self._in_order_of_weights(each) if self._is_diagonal else of_blocks
+        return value, of_prior, of_noise
 
     @Uninterrupted()
     def tune_prior_precision(
         self,
         data: tuple[Any, Any] | None = None,
         *,
-        by: Literal["all", "block"] = "all",
+        by: Literal["all", "block", "weight"] = "all",
         noise: bool = False,
+        check: bool = True,
     ) -> float:
-        """Choose the prior precision that maximizes the evidence, or that validation data ask for.
+        """Choose the prior precision that validation data ask for, or that maximizes the evidence.
 
         Parameters
         ----------
         data : tuple of arrays, optional
             Data ``(x, y)`` that were not trained on. If they are given, one precision for all
             weights is chosen by the mean negative log-likelihood of the predictions for them.
-        by : {"all", "block"}, optional
-            Whether all weights share one precision, or each block has its own.
+        by : {"all", "block", "weight"}, optional
+            Whether all weights share one precision, or each block has its own, or each weight, if
+            the curvature is ``"diagonal"``.
         noise : bool, optional
             Whether to choose the standard deviation of errors, too, for ``"gaussian"`` targets.
+        check : bool, optional
+            Whether to refuse the evidence at weights that are far from the maximum of the
+            posterior. This takes one gradient.
 
         Returns
         -------
         float
             The logarithm of the evidence; with `data` the negative log-likelihood for them.
 
+        Raises
+        ------
+        HvpError
+            If there are no `data`, and the weights are further from the maximum of the posterior,
+            for the present prior precision, than the posterior is wide: a network that was trained
+            without a prior until it fits all examples is. The evidence would make its predictions
+            far too cautious.
+
         Notes
         -----
-        The evidence takes the model for linear and its weights for those at the maximum of the
-        posterior. A network that was trained without a prior until it fits all examples is far from
-        that: its predictions become too cautious, which validation data prevent.
-
         The weights stay where they are: after a large change, train again with the new prior, and
         `refresh`. The maximum is found by L-BFGS in the logarithms of the precisions.
         """
-        if by not in ("all", "block"):
-            raise HvpError(f"the argument by is {by!r}", "'all' or 'block'")
+        if by not in ("all", "block", "weight"):
+            raise HvpError(f"the argument by is {by!r}", "'all', 'block' or 'weight'")
+        if by == "weight" and not self._is_diagonal:
+            raise HvpError("by is 'weight'", "the curvature 'diagonal'", "pass by='block'")
         if noise and not self._targets.is_gaussian:
             raise HvpError("noise is tuned without any", "the likelihood 'gaussian'")
         if data is not None:
-            return self._validated(data)
-        spread = np.ones((1, len(self._prior))) if by == "all" else np.eye(len(self._prior))
+            return self._validated(_pair(data))
+        if check:
+            self._refuse_distance()
+        size = len(self._prior)
+        blocks = np.repeat(np.arange(len(self._sizes)), self._sizes)
+        places = {"all": np.zeros(size, int), "block": blocks, "weight": np.arange(size)}[by]
+        counts = np.bincount(places)
 
         def negative(at: np.ndarray) -> tuple[float, np.ndarray]:
-            own = at[: len(spread)] @ spread
             sigma = math.exp(at[-1]) if noise else self.noise
-            value, of_prior, of_noise = self._evidence(np.exp(own), sigma)
-            slope = spread @ of_prior
+            value, each, of_noise = self._evidence(np.exp(at[places]), sigma)
+            slope = np.bincount(places, each)
             return -value, -np.append(slope, of_noise) if noise else -slope
 
         start = np.log(np.maximum(self._prior, 1 / _FARTHEST))
-        start = np.array([start.mean()]) if by == "all" else start
+        start = np.bincount(places, start) / counts
         start = np.append(start, math.log(self.noise)) if noise else start
         farthest = math.log(_FARTHEST)
         found = scipy.optimize.minimize(
@@ -470,19 +684,56 @@ class Laplace(FromKeras, OneProcess):
             method="L-BFGS-B",
             bounds=[(-farthest, farthest)] * len(start),
         )
-        self._prior = np.exp(found.x[: len(spread)] @ spread)
+        self._prior = np.exp(found.x[places])
         if noise:
             self.noise = math.exp(found.x[-1])
         return -float(found.fun)
 
+    def _refuse_distance(self) -> None:
+        """Refuse weights that are not near the maximum of the posterior."""
+        if self._data is None:
+            raise HvpError(
+                "the posterior was loaded without its data, and it takes a gradient to see whether "
+                "the evidence holds",
+                "validation data",
+                "pass tune_prior_precision((x, y)), or check=False",
+            )
+        slope: Any = 0
+        for part in self._parts():
+            with tf.GradientTape(watch_accessed_variables=False) as tape:
+                tape.watch(self._nest.variables)
+                loss = part.call(lambda x, y: self._targets.loss(self._called(x), y))
+            slopes = tape.gradient(loss, self._nest.variables, unconnected_gradients="zero")
+            own = self._space.join([tf.convert_to_tensor(s) for s in slopes])
+            slope += part.examples * own
+        both = self._matrix.rotate(tf.stack([slope, self._space.join(self._values())])).numpy()
+        slope, weights = both.astype(np.float64)
+        curvature = self._scale * self._matrix.scales()
+        precision = self._precisions(self._prior)
+        squared = np.sum((slope / self.noise**2 + self._prior * weights) ** 2 / precision)
+        effective = np.sum(curvature / precision)
+        if squared > effective:
+            raise HvpError(
+                "the weights are no maximum of the posterior for the prior precision "
+                f"{_shown(self._prior)}: they are {math.sqrt(squared):.3g} deviations from it, and "
+                f"the data determine {effective:.3g} directions",
+                "weights that were trained with this prior until they converged",
+                "pass data that were not trained on, tune_prior_precision((x, y)), or train with "
+                "the penalty prior_precision / (2 * examples) * sum(w**2)",
+            )
+
     def _validated(self, data: tuple[Any, Any]) -> float:
         """Choose a precision for all weights by the likelihood of validation data."""
-        elements, mean = self._evaluated(data[0])
-        grid = np.logspace(*_GRID)
-        inverses = 1 / np.stack([self._precisions(0 * self._prior + one) for one in grid], axis=1)
-        squares = np.concatenate([rows**2 @ inverses for rows in self._rotated(elements, mean)])
+        x, y = data
+        grid, scaled = np.logspace(*_GRID), self._scale * self._matrix.scales()
+        inverses = 1 / (scaled[:, np.newaxis] + grid)
+        pieces = []
+        for part, mean in self._pieces(x):
+            squares = self._rotated(part, mean) ** 2 @ inverses
+            pieces.append((mean, squares.reshape(*mean.shape, len(grid))))
+        means, variances = map(np.concatenate, zip(*pieces))
         losses = [
-            self._targets.predictive(mean, squares[:, i].reshape(mean.shape), data[1], self.noise)
+            self._targets.predictive(means, variances[..., i], y, self.noise)
             for i in range(len(grid))
         ]
         best = int(np.argmin(losses))
@@ -492,6 +743,8 @@ class Laplace(FromKeras, OneProcess):
     @Uninterrupted()
     def refresh(self) -> None:
         """Compute the curvature again, at the values the weights have now."""
+        if self._data is None:
+            raise HvpError("the posterior was loaded without its data", "hvp.Laplace(...) anew")
         if isinstance(self._matrix, KFAC):
             self._matrix.refresh()
             loss = self._matrix.value
@@ -500,47 +753,124 @@ class Laplace(FromKeras, OneProcess):
         self._watch.set()
         self._loss = self._count * loss
 
+    def save(self, path: Any) -> None:
+        """Write the posterior to a file, for `load`; the weights are saved with the model.
+
+        Parameters
+        ----------
+        path : str or path
+            A file in a folder that exists.
+        """
+        settings = {
+            "count": self._count,
+            "width": self._width,
+            "constant": self._constant,
+            "loss": self._loss,
+            "noise": self.noise,
+            "is_diagonal": self._is_diagonal,
+            "likelihood": self._targets.likelihood,
+        }
+        arrays = {"settings": np.array(json.dumps(settings)), "prior": self._prior}
+        Checkpoint(path, self._fingerprint()).save(arrays | self._matrix.arrays())
+
+    @classmethod
+    def load(
+        cls, path: Any, model: Callable[..., Any], *, likelihood: Any = None, subset: Any = "all"
+    ) -> Laplace:
+        """Return a posterior that was saved, without the data.
+
+        Parameters
+        ----------
+        path : str or path
+            The file.
+        model : callable
+            The model, with the weights that it had.
+        likelihood : callable, optional
+            The loss, if `likelihood` was a function.
+        subset : optional
+            The weights that are uncertain, as they were then.
+
+        Returns
+        -------
+        Laplace
+            It predicts as the one that was saved, but has no data to `refresh` from.
+
+        Raises
+        ------
+        CheckpointError
+            If there is no such file, or the weights are others.
+        """
+        other = cls.__new__(cls)
+        other._prepare(model, likelihood or "gaussian", subset)
+        arrays = Checkpoint(path, other._fingerprint()).load()
+        if not arrays:
+            raise CheckpointError(f"there is no file {path}", "one that Laplace.save wrote")
+        settings = json.loads(str(arrays.pop("settings")))
+        name, is_diagonal = settings.pop("likelihood"), settings.pop("is_diagonal")
+        if (name is None) != callable(likelihood):
+            raise HvpError(f"the likelihood was {name}", "a function if, and only if, it was one")
+        if name is not None:
+            other._prepare(model, name, subset)
+        for key in ("count", "width", "constant", "loss"):
+            setattr(other, f"_{key}", settings[key])
+        other.noise, other._data, other._progress = settings["noise"], None, False
+        other._watch.set()
+        prior = arrays.pop("prior")
+        blocks = FactoredOperator.blocks_from(arrays, other._space.dtype)
+        other._set_matrix(other._with_blocks(blocks), is_diagonal)
+        other._prior = prior
+        return other
+
+    def _fingerprint(self) -> dict[str, str]:
+        weights = " ".join(digest(np.asarray(variable)) for variable in self._held)
+        names = " ".join(self._nest.names)
+        return {"call": "hvp.Laplace", "weights": weights, "uncertain weights": names}
+
     def _evidence(self, prior: np.ndarray, noise: float) -> tuple[float, np.ndarray, float]:
         """Return the evidence, and its derivatives in logarithms of precisions and of the noise."""
-        weights, scale = self.mean.astype(np.float64), self._count / noise**2
+        weights = self.mean.astype(np.float64)[self._order]
+        squares = prior * weights**2
+        precision = self._count / noise**2 * self._matrix.scales() + prior
         value, of_noise = -self._loss / noise**2 - self._constant, 0.0
+        share = prior / precision
         if self._targets.is_gaussian:
-            value -= self._entries * (math.log(noise) + math.log(2 * math.pi) / 2)
-            of_noise = 2 * self._loss / noise**2 - self._entries
-        of_prior = np.zeros(len(prior))
-        for i, (own, (_, entries, values)) in enumerate(zip(prior, self._matrix.parts())):
-            squares = float(np.sum(weights[entries] ** 2))
-            precision = scale * values + own
-            with np.errstate(divide="ignore"):
-                value += (len(entries) * np.log(own) - own * squares) / 2
-                value -= np.sum(np.log(precision)) / 2
-            share = np.sum(own / precision)
-            of_prior[i] = (len(entries) - own * squares - share) / 2
-            of_noise += float(len(entries) - share)
-        return float(value), of_prior, of_noise
+            entries = self._count * self._width
+            value -= entries * (math.log(noise) + math.log(2 * math.pi) / 2)
+            of_noise = 2 * self._loss / noise**2 - entries + float(np.sum(1 - share))
+        with np.errstate(divide="ignore"):
+            value += np.sum(np.log(prior) - squares - np.log(precision)) / 2
+        return float(value), (1 - squares - share) / 2, of_noise
 
     def _function(self, of_precision: Callable[[np.ndarray], np.ndarray]) -> FactoredOperator:
         """Return a function of the precision matrix."""
         self._refuse_singular(self._prior)
         scale = self._scale
 
-        def of_block(own: float) -> Callable[[np.ndarray], np.ndarray]:
-            return lambda values: of_precision(scale * values + own)
+        def of_block(own: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
+            return lambda values: of_precision(scale * values + own.reshape(values.shape))
 
-        return self._matrix.rescaled([of_block(own) for own in self._prior])
+        blocks = np.split(self._prior, np.cumsum(self._sizes)[:-1])
+        return self._matrix.rescaled([*map(of_block, blocks)])
+
+    def _with_blocks(self, blocks: list[Block]) -> FactoredOperator:
+        """Return the matrix with these blocks, which refuses other weights."""
+        factors = Factors(lambda: blocks, watch=self._watch, check=self._make_sure)
+        return FactoredOperator(self._space, self._nest, factors)
 
     def _assign(self, parts: Sequence[Any]) -> None:
         for variable, part in zip(self._nest.variables, parts):
             variable.assign(tf.cast(part, variable.dtype))
 
-    def _measured(self, data: Any) -> tuple[int, int, float]:
-        """Return how many examples and entries of outputs there are, and the loss's constant."""
-        if isinstance(data, tuple):
-            parts: Any = [convert_batch(data, "data")]
-        else:
-            parts = (batch.elements for batch in Batches(data, None, None))
+    def _parts(self) -> Iterator[Elements]:
+        """Iterate over the data in small parts."""
+        is_whole = isinstance(self._data, tuple)
+        batches = Batches(self._data, _EXAMPLES if is_whole else None, None)
+        return (batch.elements for batch in batches)
+
+    def _measured(self) -> tuple[int, int, float]:
+        """Return how many examples and outputs of each there are, and the loss's constant."""
         count, constant, width = 0, 0.0, 0
-        for part in parts:
+        for part in self._parts():
             given = part.as_data()
             if not isinstance(given, tuple) or len(given) != 2:
                 raise InvalidDataError("the data are not pairs", "inputs and targets, (x, y)")
@@ -549,7 +879,7 @@ class Laplace(FromKeras, OneProcess):
                 width = int(np.prod(outputs.shape[1:]))
             count += part.examples
             constant += self._targets.constant(given[1].numpy())
-        return count, count * width, constant
+        return count, width, constant
 
     def _called(self, x: Any) -> Any:
         return self._outputs(*x) if isinstance(x, tuple) else self._outputs(x)
@@ -560,71 +890,34 @@ class Laplace(FromKeras, OneProcess):
         check_number(noise, "noise", positive=True)
 
     def _checked_prior(self, value: Any) -> np.ndarray:
-        """Return precisions of the prior, one for each block."""
-        prior, count = np.asarray(value, np.float64), len(self._prior)
-        if prior.shape not in ((), (count,)) or not (np.isfinite(prior) & (prior >= 0)).all():
+        """Return precisions of the prior, one for each eigenvector."""
+        prior, count = np.asarray(value, np.float64), len(self._sizes)
+        shapes = [(), (count,), *([self._prior.shape] if self._is_diagonal else [])]
+        if prior.shape not in shapes or not (np.isfinite(prior) & (prior >= 0)).all():
             raise HvpError(
                 f"the prior precision is {value!r}",
-                f"a finite number from zero on, or one for each of {count} blocks",
+                f"a finite number from zero on, or one for each of {count} blocks; of each weight "
+                "only if the curvature is 'diagonal'",
             )
-        return np.broadcast_to(prior, count).copy()
+        if prior.shape in shapes[:2]:
+            return np.repeat(np.broadcast_to(prior, count), self._sizes)
+        return prior[self._order]
 
     def _of_penalty(self, regularization: Callable[[], Any]) -> np.ndarray:
-        """Return the precision of the prior that a penalty is, for each block."""
-        prior = np.ones(len(self._matrix.parts()))
-        try:
-            penalty = HessianOperator(regularization, self._nest.source)
-        except InvalidVariablesError:  # it depends on other weights only
-            return prior
-        with penalty:
-            diagonal = self._count * penalty.diagonal(max_size=self._space.size)
-        for place, (_, entries, _) in enumerate(self._matrix.parts()):
-            prior[place] = diagonal[entries].mean() or 1.0
-        return self._checked_prior(prior)
-
-    def _maker(
-        self, curvature: Curvature, data: Any, options: dict[str, Any]
-    ) -> Callable[[], tuple[FactoredOperator, float]]:
-        """Return a function that computes the mean curvature, and the mean loss."""
-        arguments = self._outputs, self._targets.loss, self._nest.source, data
-        if curvature in ("kfac", "ekfac"):
-
-            def factored() -> tuple[FactoredOperator, float]:
-                kind = KFAC if curvature == "kfac" else EKFAC
-                likelihood = self._targets.likelihood
-                K = kind(*arguments, likelihood=likelihood, **options)
-                return K, K.value
-
-            return factored
-
-        def whole() -> tuple[FactoredOperator, float]:
-            with GaussNewtonOperator(*arguments, **options) as G:
-                if curvature == "full":
-                    values, vectors = scipy.linalg.eigh(G.to_dense())
-                    every = np.arange(len(values))
-                    kept = [self._block("exact", every, values, vectors)]
-                else:
-                    diagonal = G.diagonal(max_size=self._space.size).astype(np.float64)
-                    ends = np.cumsum([0, *self._space.sizes])
-                    kept = []
-                    for places in groups(self._space.paths).values():
-                        own = np.concatenate([np.arange(ends[p], ends[p + 1]) for p in places])
-                        kept.append(self._block("diagonal", own, diagonal[own], None))
-                value = G.value
-            factors = Factors(lambda: kept, watch=self._watch, check=self._make_sure)
-            return FactoredOperator(self._space, self._nest, factors), value
-
-        return whole
-
-    def _block(
-        self, kind: str, entries: np.ndarray, values: np.ndarray, vectors: np.ndarray | None
-    ) -> Block:
-        ends = np.cumsum(self._space.sizes)
-        places = sorted(set(np.searchsorted(ends, entries, side="right").tolist()))
-        names = tuple(self._nest.names[place] for place in places)
-        basis = None if vectors is None else vectors[np.newaxis]
-        scales = exact(np.maximum(values.astype(np.float64), 0))
-        return Block.of(names, kind, exact(entries), (basis, None), scales, self._space.dtype)
+        """Return the precision of the prior that a penalty is."""
+        prior = np.ones(self._space.size)
+        diagonal = self._scale * penalty_diagonal(regularization, self._nest)[self._order]
+        for place in np.split(np.arange(len(prior)), np.cumsum(self._sizes)[:-1]):
+            own = diagonal[place]
+            if own.any():
+                prior[place] = own if self._is_diagonal else own.mean()
+        if not (np.isfinite(prior) & (prior >= 0)).all():
+            raise HvpError(
+                f"second derivatives of the penalty go down to {diagonal.min():.3g}",
+                "a penalty that is the negative logarithm of a normal density",
+                "pass prior_precision",
+            )
+        return prior
 
     def _make_sure(self) -> None:
         changed = self._watch.changed()
@@ -636,69 +929,10 @@ class Laplace(FromKeras, OneProcess):
             )
 
 
-def _outputs(model: Any, takes_logits: bool) -> Callable[..., Any]:
-    """Return the outputs of a model as a function of its inputs, one tensor."""
-    if not callable(model):
-        raise HvpError(f"the model is {type(model).__name__}", "a function of inputs")
-
-    def outputs(*inputs: Any) -> Any:
-        value = model(*inputs)
-        if not tf.is_tensor(value) or not value.shape.rank:
-            raise InvalidLossError(
-                f"the model returns {type(value).__name__} for a batch",
-                "one tensor, whose first axis counts the examples",
-            )
-        logits = Prediction.of(value).logits if takes_logits else None
-        return value if logits is None else logits
-
-    own = getattr(model, "keras_model", model)
-    return WithLayers(outputs, own) if hasattr(own, "trainable_variables") else outputs
-
-
-def _chosen(model: Any, subset: Any) -> Any:
-    """Return the variables that are uncertain."""
-    model = getattr(model, "keras_model", model)
-    named = subset if isinstance(subset, (list, tuple)) else [subset]
-    if not all(isinstance(one, str) for one in named) or not named:
-        return subset
-    if not hasattr(model, "trainable_variables"):
-        raise HvpError(
-            f"the subset is {subset!r}, and the model is a function",
-            "the variables that are uncertain",
-            "pass subset=[w, b]",
-        )
-    if subset == "all":
-        return model
-    if subset == "last-layer":
-        return _last_layer(model)
-    nest: VariableNest = collect_variables(model)
-    space = Space.of_variables(nest)
-    return [nest.variables[place] for place in select(subset, space.paths, nest.variables)]
-
-
-def _last_layer(model: Any) -> Any:
-    layers = [layer for layer in getattr(model, "layers", ()) if layer.trainable_variables]
-    if not layers:
-        raise HvpError(
-            "the subset is 'last-layer', and the model has no layers with trainable weights",
-            "a Keras model",
-            "pass the weights of the last layer: subset=[w, b]",
-        )
-    return layers[-1]
-
-
-def _features(model: Any) -> Callable[..., Any] | None:
-    """Return the inputs of the last layer of a Keras model, if it is a dense one."""
-    model = getattr(model, "keras_model", model)
-    layer = _last_layer(model)
-    is_dense = type(layer).__name__ == "Dense"
-    # Models that are classes, and layers that are called twice, have none.
-    ends: tuple[Any, Any] = getattr(model, "inputs", None), getattr(layer, "input", None)
-    if not is_dense or any(end is None for end in ends) or len(ends[1].shape) != 2:
-        return None
-    keras = importlib.import_module(type(layer).__module__.partition(".")[0])  # or tf_keras
-    inner = keras.Model(*ends)
-    return lambda x: inner(x, training=False)
+def _pair(data: Any) -> tuple[Any, Any]:
+    if not isinstance(data, tuple) or len(data) != 2:
+        raise InvalidDataError("the data are no pair", "inputs and targets, (x, y)")
+    return data
 
 
 def _shown(prior: np.ndarray) -> str:

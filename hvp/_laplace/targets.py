@@ -41,6 +41,10 @@ class Targets:
     flattened: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None
     constant: Callable[[np.ndarray], float] = lambda y: 0.0
 
+    def multiple(self, width: float) -> float:
+        """Return how much larger `loss` is than that of Keras, a mean over outputs as well."""
+        return {"bernoulli": width, "gaussian": width / 2}.get(self.likelihood or "", 1.0)
+
     @property
     def is_gaussian(self) -> bool:
         """Whether targets have normal errors, whose size is not part of the loss."""
@@ -64,6 +68,21 @@ class Targets:
             )
         changed = tf.constant(self.flattened(outputs, variance))
         return float(self.loss(changed, tf.convert_to_tensor(y)))
+
+
+def bridged(mean: np.ndarray, covariance: np.ndarray) -> np.ndarray:
+    """Return the means of the Dirichlet distributions that normal logits are closest to.
+
+    The logits are first restricted to those whose sum is zero, which changes no probability.
+    """
+    total = covariance.sum(axis=(1, 2))[:, np.newaxis]
+    sums = covariance.sum(axis=2)
+    mean = mean - sums * mean.sum(axis=1, keepdims=True) / total
+    variance = np.diagonal(covariance, axis1=1, axis2=2) - sums**2 / total
+    classes = mean.shape[1]
+    others = scipy.special.logsumexp(-mean, axis=1, keepdims=True)
+    counts = (1 - 2 / classes + np.exp(mean + others) / classes**2) / variance
+    return counts / counts.sum(axis=1, keepdims=True)
 
 
 def _categorical(outputs: tf.Tensor, y: tf.Tensor) -> tf.Tensor:

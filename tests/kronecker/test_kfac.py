@@ -400,15 +400,23 @@ def test_many_classes_are_drawn_from():
         assert hvp.KFAC.from_keras(model, (x, y), fisher="type-2").fisher == "type-2"
 
 
-def test_regularizers_are_left_out_with_a_warning():
-    dense = layers.Dense(3, kernel_regularizer="l2")
-    model = keras.Sequential([keras.Input((5,)), dense])
+@pytest.mark.parametrize("kind", [hvp.KFAC, hvp.EKFAC])
+def test_regularizers_are_added_to_the_blocks(kind):
+    """Exact where a penalty is the same for all weights of a block; its mean elsewhere."""
+    both = {"kernel_regularizer": "l2", "bias_regularizer": "l2"}
+    first, second = layers.Dense(4, "tanh", **both), layers.Dense(3, kernel_regularizer="l2")
+    model = keras.Sequential([keras.Input((5,)), first, second])
     model.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     data = problem("dense")[1]
-    with pytest.warns(UserWarning, match="regularizers are left out of EKFAC"):
-        E = hvp.EKFAC.from_keras(model, data)
-    G = hvp.GaussNewtonOperator(model, cross_entropy, model, data)
-    assert E.trace == pytest.approx(np.trace(G.to_dense()), rel=1e-5)
+    K = kind.from_keras(model, data)
+    plain = kind(model, cross_entropy, model, data)
+    added = np.diag(K.to_dense() - plain.to_dense())
+    mean = 0.02 * 12 / 15  # the second bias has no penalty
+    np.testing.assert_allclose(added, [0.02] * 24 + [mean] * 15, rtol=1e-2)
+    # The distance is from the matrix with the penalty.
+    true = hvp.GaussNewtonOperator.from_keras(model, data).to_dense()[:24, :24]
+    error = np.linalg.norm(K.to_dense()[:24, :24] - true) / np.linalg.norm(true)
+    assert next(iter(K.distance(200).values())) == pytest.approx(error, rel=0.2)
 
 
 def test_changed_weights():

@@ -9,7 +9,7 @@ import tensorflow as tf
 import hvp
 from tests.cases import crossed
 
-CURVATURES = ["full", "kfac", "ekfac", "diagonal"]
+CURVATURES = ["full", "kfac", "ekfac", "diagonal", "low-rank"]
 PRIOR, NOISE = 0.7, 0.4
 
 
@@ -30,7 +30,7 @@ def linear(curvature="full", **options):
 
 
 @pytest.mark.parametrize("batch_size", [None, 16])
-@pytest.mark.parametrize("curvature", ["full", "kfac", "ekfac"])
+@pytest.mark.parametrize("curvature", ["full", "kfac", "ekfac", "low-rank"])
 def test_linear_regression_is_exact(curvature, batch_size):
     la, x, y, w, precision = linear(curvature, batch_size=batch_size)
     new = np.random.default_rng(1).standard_normal((7, 5))
@@ -180,7 +180,7 @@ def classifier(regularizer=None, of_last=None):
 
 
 @pytest.mark.parametrize(
-    ("curvature", "subset"), crossed(CURVATURES, ["all", "last-layer", "hidden", "all"])
+    ("curvature", "subset"), crossed(CURVATURES, ["all", "last-layer", "hidden", "all", "all"])
 )
 def test_keras_models(curvature, subset):
     model, x, y = classifier()
@@ -195,7 +195,7 @@ def test_keras_models(curvature, subset):
     assert (la.function(x)[1] > 0).all()
     la.prior_precision = 1e8
     np.testing.assert_allclose(la.predict(x), plain, rtol=1e-3)
-    la.tune_prior_precision(by="block")
+    la.tune_prior_precision(by="block", check=False)
     assert len(la.blocks) == np.size(la.prior_precision)
     model.layers[0].kernel.assign(model.layers[0].kernel * 1.1)
     if subset != "last-layer":
@@ -277,7 +277,7 @@ def test_what_is_refused():
         (lambda: made(subset="all"), r"subset=\[w, b\]"),
         (lambda: made(data=(x,)), r"\(x, y\)"),
         (lambda: made(**undetermined).function(x), "zero"),
-        (lambda: made(prior_precision=-1.0), "prior_precision"),
+        (lambda: made(prior_precision=-1.0), r"prior precision is -1\.0"),
         (lambda: setattr(la, "prior_precision", [1.0, 2.0]), "1 blocks"),
         (lambda: la.log_marginal_likelihood([1.0, 2.0]), "1 blocks"),
         (lambda: la.log_marginal_likelihood(noise=0.0), "noise"),
@@ -288,6 +288,15 @@ def test_what_is_refused():
         (lambda: la.tune_prior_precision(by="layer"), "'block'"),
         (lambda: made(likelihood=own).tune_prior_precision((x, y)), "likelihoods"),
         (lambda: of_mixing().function(x), "other inputs"),
+        (lambda: made(rank=0), "rank is 0"),
+        (lambda: la.predict(x, method="bridge"), "'categorical'"),
+        (lambda: la.tune_prior_precision(by="weight"), "'diagonal'"),
+        (lambda: la.tune_prior_precision((x,)), r"\(x, y\)"),
+        (lambda: la.function(x, covariance="all"), "'joint'"),
+        (lambda: la.saliency("magnitude"), "'surgeon'"),
+        (lambda: la.calibration((x, y), bins=0), "bins is 0"),
+        (lambda: made(likelihood=own).calibration((x, y)), "'gaussian'"),
+        (lambda: hvp.Laplace.load("nothing", lambda x: x @ w, subset=w), "no file nothing"),
     ):
         with pytest.raises(hvp.HvpError, match=f"(?is){said}"):
             call()
@@ -306,3 +315,216 @@ def test_the_last_layer_needs_no_jacobian(curvature, bias):
     plain = hvp.Laplace(model, "categorical", (x, y), subset=last, **options)
     for found, expected in zip(fast.function(x), plain.function(x)):
         np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
+def test_low_rank_is_exact_in_its_eigenvectors():
+    la, x, _, w, _ = linear("low-rank", rank=3)
+    values, vectors = np.linalg.eigh(x.T @ x / NOISE**2)
+    values[:2] = 0  # the smallest are left out
+    precision = vectors @ np.diag(values + PRIOR) @ vectors.T
+    covariance = np.linalg.inv(precision)
+    np.testing.assert_allclose(la.covariance().to_dense(), covariance, rtol=1e-8, atol=1e-10)
+    np.testing.assert_allclose(la.covariance().diagonal(), covariance.diagonal(), rtol=1e-8)
+    expected = np.einsum("ij,jk,ik->i", x, covariance, x)
+    np.testing.assert_allclose(la.function(x)[1][:, 0], expected, rtol=1e-8)
+    squares = w.numpy().ravel() ** 2
+    np.testing.assert_allclose(la.saliency(), squares * precision.diagonal() / 2, rtol=1e-8)
+    surgeon = squares / covariance.diagonal() / 2
+    np.testing.assert_allclose(la.saliency("surgeon"), surgeon, rtol=1e-8)
+
+
+def test_one_precision_for_each_weight():
+    la, x, y, w, _ = linear("diagonal")
+    priors = np.array([0.1, 1.0, 10.0, 2.0, 0.5])
+    la.prior_precision = priors
+    np.testing.assert_array_equal(la.prior_precision, priors)
+    diagonal = np.sum(x**2, axis=0) / NOISE**2 + priors
+    np.testing.assert_allclose(la.covariance().diagonal(), 1 / diagonal, rtol=1e-12)
+    residuals = y - x @ w.numpy()
+    evidence = -np.sum(residuals**2) / NOISE**2 / 2 - 20 * np.log(2 * np.pi * NOISE**2)
+    evidence += np.sum(np.log(priors / diagonal) - priors * w.numpy().ravel() ** 2) / 2
+    assert la.log_marginal_likelihood() == pytest.approx(evidence, rel=1e-12)
+    by_all = la.tune_prior_precision(check=False)
+    assert la.tune_prior_precision(by="weight", check=False) > by_all
+    assert np.ptp(la.prior_precision) > 0
+
+
+@pytest.mark.parametrize("curvature", CURVATURES)
+def test_the_gradient_of_the_evidence(curvature):
+    la, *_ = linear(curvature)
+    value, of_prior, of_noise = la.log_marginal_likelihood(gradient=True)
+    assert value == la.log_marginal_likelihood()
+    step = 1e-4
+    for place, slope in enumerate(of_prior):
+        change = np.ones(len(of_prior))
+        change[place] = np.exp(step)
+        ends = [la.log_marginal_likelihood(PRIOR * change**sign) for sign in (1, -1)]
+        assert slope == pytest.approx((ends[0] - ends[1]) / (2 * step), rel=1e-6)
+    ends = [la.log_marginal_likelihood(noise=NOISE * np.exp(sign * step)) for sign in (1, -1)]
+    assert of_noise == pytest.approx((ends[0] - ends[1]) / (2 * step), rel=1e-5)
+
+
+def test_joint_covariances_of_outputs():
+    x, truth, _ = design(2)
+    w = tf.Variable(truth)
+    la = hvp.Laplace(lambda x: x @ w, "gaussian", (x, x @ truth), subset=w, noise=NOISE)
+    precision = np.kron(x.T @ x / NOISE**2 + np.eye(5), np.eye(2))
+    rows = np.kron(x, np.eye(2))
+    mean, covariance = la.function(x, covariance="joint")
+    np.testing.assert_allclose(mean, x @ truth)
+    expected = rows @ np.linalg.inv(precision) @ rows.T
+    np.testing.assert_allclose(covariance, expected, rtol=1e-8, atol=1e-12)
+    each = la.function(x, covariance=True)[1]
+    np.testing.assert_allclose(each[3], covariance[6:8, 6:8], rtol=1e-8, atol=1e-12)
+
+
+def test_inputs_in_batches():
+    la, x, *_ = linear()
+    expected = la.function(x)
+    for batches in (
+        tf.data.Dataset.from_tensor_slices(x).batch(7),
+        tf.data.Dataset.from_tensor_slices((x, x[:, 0])).batch(16),
+    ):
+        for found, whole in zip(la.function(batches), expected):
+            np.testing.assert_allclose(found, whole, rtol=1e-12)
+        np.testing.assert_allclose(la.predict(batches, method="network", samples=2).shape, (40, 1))
+
+
+def test_weights_that_are_no_maximum_are_refused():
+    la, x, y, w, _ = linear()
+    least = np.linalg.lstsq(x, y, rcond=None)[0]  # near enough, as the data determine it
+    w.assign(least)
+    la.refresh()
+    la.tune_prior_precision()
+    w.assign(least + 1)
+    la.refresh()
+    with pytest.raises(hvp.HvpError, match=r"(?s)deviations.*not trained on.*prior_precision"):
+        la.tune_prior_precision()
+    before = la.prior_precision
+    assert la.tune_prior_precision(check=False) == la.log_marginal_likelihood()
+    assert la.prior_precision != before
+    la.tune_prior_precision((x, y))  # which needs no maximum
+
+
+@pytest.mark.parametrize("curvature", CURVATURES)
+def test_saved_and_loaded(curvature, tmp_path):
+    model, x, y = classifier()
+    la = hvp.Laplace.from_keras(model, (x, y), curvature=curvature)
+    la.prior_precision = np.arange(1, len(la.blocks) + 1)
+    la.save(tmp_path / "posterior.npz")
+    loaded = hvp.Laplace.load(tmp_path / "posterior.npz", model)
+    np.testing.assert_array_equal(loaded.predict(x), la.predict(x))
+    np.testing.assert_array_equal(loaded.prior_precision, la.prior_precision)
+    assert loaded.log_marginal_likelihood() == la.log_marginal_likelihood()
+    assert loaded.tune_prior_precision((x, y)) == la.tune_prior_precision((x, y))
+    for call in (loaded.refresh, loaded.tune_prior_precision):
+        with pytest.raises(hvp.HvpError, match="without its data"):
+            call()
+    with pytest.raises(hvp.CheckpointError, match="uncertain weights"):
+        hvp.Laplace.load(tmp_path / "posterior.npz", model, subset="last-layer")
+    model.layers[0].bias.assign_add(np.ones(8))
+    with pytest.raises(hvp.CheckpointError, match="weights"):
+        hvp.Laplace.load(tmp_path / "posterior.npz", model)
+
+
+def test_a_loss_of_the_caller_is_loaded(tmp_path):
+    x, truth, _ = design()
+    w = tf.Variable(truth)
+
+    def own(f, y):
+        return tf.reduce_mean(tf.cosh(f[:, 0] - y))
+
+    la = hvp.Laplace(lambda x: x @ w, own, (x, x[:, 0]), subset=w, curvature="full")
+    la.save(tmp_path / "posterior.npz")
+    with pytest.raises(hvp.HvpError, match="function"):
+        hvp.Laplace.load(tmp_path / "posterior.npz", lambda x: x @ w, subset=w)
+    loaded = hvp.Laplace.load(tmp_path / "posterior.npz", lambda x: x @ w, likelihood=own, subset=w)
+    np.testing.assert_array_equal(loaded.function(x), la.function(x))
+
+
+def test_the_posterior_is_the_next_prior():
+    """Two halves of the data one after the other are as good as all of them."""
+    _, x, y, w, precision = linear("full")
+    first, second = (x[:20], y[:20]), (x[20:], y[20:])
+    model = lambda x: x @ w  # noqa: E731
+    old = {"subset": w, "curvature": "full", "noise": NOISE}
+    w.assign(
+        np.linalg.solve(
+            first[0].T @ first[0] / NOISE**2 + PRIOR * np.eye(5), first[0].T @ first[1] / NOISE**2
+        )
+    )
+    half = hvp.Laplace(model, "gaussian", first, prior_precision=PRIOR, **old)
+    penalty = half.penalty()
+    assert penalty() == 0
+
+    def loss(x, y):
+        return tf.reduce_sum((x @ w - y) ** 2) / (2 * NOISE**2) + penalty()
+
+    with hvp.HessianOperator(loss, w, second) as H:
+        np.testing.assert_allclose(H.to_dense(), precision, rtol=1e-10, atol=1e-10)
+    hvp.minimize(loss, w, second, options={"gtol": 1e-10})
+    both = np.linalg.solve(precision, x.T @ y / NOISE**2)
+    np.testing.assert_allclose(w, both, rtol=1e-8)
+    assert penalty() > 0
+
+
+@pytest.mark.parametrize("loss", ["mse", "binary_crossentropy"])
+def test_weight_decay_is_the_prior_in_units_of_keras(loss):
+    def made(decay):
+        keras.utils.set_random_seed(0)
+        regularizer = None if decay is None else keras.regularizers.L2(decay)
+        link = "sigmoid" if loss == "binary_crossentropy" else None
+        layers = keras.layers
+        output = layers.Dense(2, link, kernel_regularizer=regularizer, use_bias=False, name="d")
+        model = keras.Sequential([keras.Input((6,)), output])
+        model.compile(loss=loss)
+        return model
+
+    x = np.random.default_rng(0).standard_normal((50, 6)).astype("float32")
+    y = (x[:, :2] > 0).astype("float32")
+    la = hvp.Laplace.from_keras(made(0.01), (x, y), curvature="full")
+    assert la.weight_decay() == pytest.approx({"sequential/d/kernel": 0.01}, rel=1e-5) or (
+        [*la.weight_decay().values()] == pytest.approx([0.01], rel=1e-5)
+    )
+    # The posterior's precision is the Hessian of the sum of negative log-likelihoods.
+    of_keras = hvp.HessianOperator.from_keras(made(0.01), (x, y)).to_dense()
+    unit = 100 / (2 * la.noise**2) if loss == "mse" else 100
+    precision = np.linalg.inv(la.covariance().to_dense())
+    np.testing.assert_allclose(precision, unit * of_keras, rtol=1e-3, atol=1e-3 * precision.max())
+
+
+def test_the_bridge_is_the_mean_of_a_dirichlet():
+    """Of the one whose softmax basis has these means and variances, given that logits sum to 0."""
+    model, x, y = classifier()
+    la = hvp.Laplace.from_keras(model, (x, y), curvature="full")
+    mean, covariance = (a.astype(np.float64) for a in la.function(x, covariance=True))
+    gain = covariance.sum(axis=2) / covariance.sum(axis=(1, 2))[:, np.newaxis]
+    logits = mean - gain * mean.sum(axis=1, keepdims=True)
+    given = covariance - np.einsum("ei,ej->eij", gain, covariance.sum(axis=1))
+    counts = [
+        [(1 - 2 / 3 + np.exp(z[k]) / 9 * np.exp(-z).sum()) / v[k, k] for k in range(3)]
+        for z, v in zip(logits, given)
+    ]
+    expected = counts / np.sum(counts, axis=1, keepdims=True)
+    np.testing.assert_allclose(la.predict(x, method="bridge"), expected, rtol=1e-6)
+
+
+def test_calibration_of_intervals():
+    """Of a linear regression with the right noise, the intervals have their probabilities."""
+    rng = np.random.default_rng(0)
+    x, truth = rng.standard_normal((2000, 5)), rng.standard_normal((5, 1))
+    y = x @ truth + NOISE * rng.standard_normal((2000, 1))
+    w = tf.Variable(np.linalg.lstsq(x[:10], y[:10], rcond=None)[0])
+    la = hvp.Laplace(
+        lambda x: x @ w, "gaussian", (x[:10], y[:10]), subset=w, noise=NOISE, prior_precision=0.01
+    )
+    found = la.calibration((x[10:], y[10:]))
+    assert found.error < 0.1 < found.point.error
+    assert found.log_loss < found.point.log_loss
+    np.testing.assert_allclose(found.confidence, (np.arange(15) + 0.5) / 15)
+    total = la.function(x[10:])[1] + NOISE**2
+    scores = np.abs(y[10:] - x[10:] @ w.numpy()) / np.sqrt(total)
+    assert found.frequency[7] == pytest.approx(np.mean(scores < 0.6744897501960817))
+    assert found.log_loss == pytest.approx(
+        np.mean(scores**2 + np.log(2 * np.pi * total)) / 2, rel=1e-10
+    )

@@ -1,0 +1,125 @@
+"""A Keras callback that tunes the prior of the weights during training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvp._errors import HvpError
+from hvp._laplace.laplace import Laplace
+from hvp._runtime.arguments import check_count
+
+
+class LaplaceCallback(keras.callbacks.Callback):
+    """A Keras callback that chooses the strength of weight decay during training, by the evidence.
+
+    It adds ``prior_precision / (2 * examples) * sum(w**2)`` to the training loss, as a regularizer
+    of each trainable weight, and every few epochs replaces the precision by that which maximizes
+    the evidence at the present weights [Imm2]_. No validation data are needed.
+
+    Parameters
+    ----------
+    data : tuple of arrays, or iterable of such
+        The training examples ``(x, y)``, or batches of them.
+    every : int, optional
+        The number of epochs from one tuning to the next.
+    by : {"all", "block"}, optional
+        As for `Laplace.tune_prior_precision`.
+    **options
+        Other arguments of `Laplace`, such as `curvature`. The `prior_precision` is the first one.
+
+    Attributes
+    ----------
+    laplace : Laplace
+        The posterior; after the training, that at the last weights.
+
+    Raises
+    ------
+    HvpError
+        When the training begins: if weights have regularizers already, or as `Laplace`.
+
+    Notes
+    -----
+    The logs contain ``log_marginal_likelihood``, of the last tuning, and ``prior_precision``, its
+    mean over the blocks: `EarlyStopping` and `ModelCheckpoint` can monitor the first, with
+    ``mode="max"``. The regularizers are removed at the end.
+
+    References
+    ----------
+    .. [Imm2] A. Immer et al., "Scalable marginal likelihood estimation for model selection in deep
+       learning", ICML 2021. https://arxiv.org/abs/2104.04975
+
+    Examples
+    --------
+    >>> import keras
+    >>> import numpy as np
+    >>> import hvp.keras
+    >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, "softmax")])
+    >>> model.compile("sgd", "sparse_categorical_crossentropy")
+    >>> x, y = np.eye(3, dtype="float32"), np.array([0, 1, 1])
+    >>> tuning = hvp.keras.LaplaceCallback((x, y))
+    >>> history = model.fit(x, y, epochs=2, verbose=0, callbacks=[tuning]).history
+    >>> sorted(history)
+    ['log_marginal_likelihood', 'loss', 'prior_precision']
+    >>> tuning.laplace.predict(x).shape
+    (3, 2)
+    """
+
+    def __init__(
+        self, data: Any, *, every: int = 1, by: Literal["all", "block"] = "all", **options: Any
+    ) -> None:
+        super().__init__()
+        self._data, self._every = data, check_count(every, "every")
+        if by not in ("all", "block"):
+            raise HvpError(f"the argument by is {by!r}", "'all' or 'block'")
+        self._by: Literal["all", "block"] = by
+        self._options = options
+        self._last: float = float("nan")
+        self._strengths: dict[str, tf.Variable] = {}
+        self.laplace: Laplace
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Build the posterior, and add the regularizers."""
+        weights = self.model.trainable_variables
+        regularized = [v.path for v in weights if getattr(v, "regularizer", None) is not None]
+        if regularized or not all(hasattr(v, "path") for v in weights):
+            raise HvpError(
+                f"{regularized[0]} has a regularizer" if regularized else "this is not Keras 3",
+                "a model of Keras 3 whose weights have no regularizers",
+                "build the layers without kernel_regularizer",
+            )
+        self.laplace = Laplace.from_keras(self.model, self._data, **self._options)
+        decay = self.laplace.weight_decay()
+        self._strengths = {
+            name: tf.Variable(value, dtype=tf.float32) for name, value in decay.items()
+        }
+        for variable in weights:
+            if variable.path in self._strengths:
+                variable.regularizer = _penalty(self._strengths[variable.path])
+        self.model.make_train_function(force=True)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Tune the prior, and add it to the logs."""
+        if (epoch + 1) % self._every == 0:
+            self.laplace.refresh()
+            self._last = self.laplace.tune_prior_precision(by=self._by, check=False)
+            for name, value in self.laplace.weight_decay().items():
+                self._strengths[name].assign(value)
+        if logs is not None:
+            logs["log_marginal_likelihood"] = self._last
+            logs["prior_precision"] = float(np.mean(self.laplace.prior_precision))
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Remove the regularizers, and compute the posterior at the last weights."""
+        for variable in self.model.trainable_variables:
+            variable.regularizer = None
+        self.model.make_train_function(force=True)
+        self.laplace.refresh()
+
+
+def _penalty(strength: tf.Variable) -> Callable[[Any], Any]:
+    return lambda weights: strength * tf.reduce_sum(tf.square(tf.convert_to_tensor(weights)))

@@ -1,0 +1,54 @@
+"""Tuning of weight decay during training."""
+
+import keras
+import numpy as np
+import pytest
+
+import hvp
+import hvp.keras
+
+
+def trained(callbacks, regularizer=None, epochs=40):
+    keras.utils.set_random_seed(0)
+    layers = keras.layers
+    output = layers.Dense(3, "softmax", kernel_regularizer=regularizer, use_bias=False)
+    model = keras.Sequential([keras.Input((6,)), output])
+    model.compile(keras.optimizers.SGD(1.0), "sparse_categorical_crossentropy")
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((60, 6)).astype("float32")
+    y = np.argmax(x[:, :3] + rng.gumbel(size=(60, 3)), axis=1)
+    history = model.fit(x, y, 60, epochs, verbose=0, callbacks=callbacks(x, y)).history
+    return model, x, y, history
+
+
+def test_the_prior_comes_to_rest_where_the_evidence_is_largest():
+    made = []
+
+    def callbacks(x, y):
+        made.append(hvp.keras.LaplaceCallback((x, y), every=5, curvature="full"))
+        return made
+
+    model, _, _, history = trained(callbacks)
+    (callback,) = made
+    la = callback.laplace
+    # Trained with the decay that it says, the same weights come out: they are at the maximum.
+    (decay,) = la.weight_decay().values()
+    assert la.prior_precision == pytest.approx(2 * 60 * decay)
+    again, *_ = trained(lambda x, y: [], keras.regularizers.L2(decay), epochs=200)
+    np.testing.assert_allclose(again.layers[0].kernel, model.layers[0].kernel, atol=0.02)
+    before = la.prior_precision
+    best = la.tune_prior_precision()  # which would refuse weights that are no maximum
+    assert la.prior_precision == pytest.approx(before, rel=0.02)
+    assert history["log_marginal_likelihood"][-1] == pytest.approx(best, rel=1e-3)
+    assert np.isnan(history["log_marginal_likelihood"][3])
+    assert history["log_marginal_likelihood"][-1] > history["log_marginal_likelihood"][4]
+    assert model.losses == []
+
+
+def test_what_is_refused():
+    with pytest.raises(hvp.HvpError, match="every is 0"):
+        hvp.keras.LaplaceCallback((), every=0)
+    with pytest.raises(hvp.HvpError, match="'block'"):
+        hvp.keras.LaplaceCallback((), by="weight")
+    with pytest.raises(hvp.HvpError, match="regularizer"):
+        trained(lambda x, y: [hvp.keras.LaplaceCallback((x, y))], keras.regularizers.L2(0.1))
