@@ -107,11 +107,6 @@ class Laplace(FromKeras, OneProcess):
     **options
         As for `HessianOperator`: {option_names}.
 
-    Attributes
-    ----------
-    noise : float
-        The standard deviation of errors; one if there are none.
-
     Raises
     ------
     InvalidDataError
@@ -189,11 +184,10 @@ class Laplace(FromKeras, OneProcess):
         matrix, loss = make()
         self._watch.set()
         self._loss = self._count * loss
-        self.noise = 1.0
+        self._noise = 1.0
         if self._targets.is_gaussian:
             entries = self._count * self._width
             self.noise = math.sqrt(2 * self._loss / entries) if noise is None else noise
-            self._check_noise(self.noise)
         self._set_matrix(matrix, curvature == "diagonal")
         if prior_precision is not None:
             self.prior_precision = prior_precision
@@ -275,6 +269,16 @@ class Laplace(FromKeras, OneProcess):
         return ordered
 
     @property
+    def noise(self) -> float:
+        """The standard deviation of errors, which can be set; one if there are none."""
+        return self._noise
+
+    @noise.setter
+    def noise(self, value: float) -> None:
+        self._check_noise(value)
+        self._noise = float(value)
+
+    @property
     def mean(self) -> np.ndarray:
         """The weights, of shape `(n,)`."""
         return self._space.join(self._values()).numpy()
@@ -344,7 +348,8 @@ class Laplace(FromKeras, OneProcess):
         matrix, mean = self._matrix.frozen(), self.mean
         precision = tf.constant(self._precisions(self._prior), self._space.dtype)
 
-        def penalty() -> tf.Tensor:
+        @tf.autograph.experimental.do_not_convert
+        def penalty() -> Any:
             change = self._space.join(self._values()) - mean
             return tf.reduce_sum(precision * matrix.rotate(change[tf.newaxis])[0] ** 2) / 2
 
@@ -813,7 +818,7 @@ class Laplace(FromKeras, OneProcess):
             other._prepare(model, name, subset)
         for key in ("count", "width", "constant", "loss"):
             setattr(other, f"_{key}", settings[key])
-        other.noise, other._data, other._progress = settings["noise"], None, False
+        other._noise, other._data, other._progress = settings["noise"], None, False
         other._watch.set()
         prior = arrays.pop("prior")
         blocks = FactoredOperator.blocks_from(arrays, other._space.dtype)
