@@ -15,7 +15,8 @@ transposes arrays of `k` matrices and adds up to thirty small operations to find
 two better ways, of one operation each:
 
 - If the common index is the last one of the operand that depends on the vector, the `k` matrices of
-  that operand are one large matrix as they stand. `Einsum` sees that: `zab,bc->zac`.
+  that operand are one large matrix as they stand. `Einsum` sees that: `zab,bc->zac`. It transposes
+  narrow matrices to join them, which costs less than to multiply by each.
 - Otherwise `BatchMatMulV2` multiplies `k` times, and nothing is transposed.
 """
 
@@ -37,6 +38,9 @@ _ENTRIES_IN_CACHE = 2**19
 # matrices. Where these are smaller, other operations keep the other threads busy.
 _MULTIPLICATIONS = 2**24
 _LARGE = 2**17 * 7 // 8
+# Matrices of a vector with so few columns are joined, and with so few if the other matrix is larger
+# than the cache: it is then read once, and not for each vector.
+_NARROW, _NARROW_IF_LARGE = 4, 12
 
 
 def multiply_batches_as_one(graph_def: Any) -> None:
@@ -146,20 +150,30 @@ def for_many_vectors(graph: Graph, dependent: Container[str]) -> Graph:
             left_depends, right_depends = (node_of(x) in dependent for x in data_inputs(node))
             if left_depends != right_depends:
                 left, right, result = _entries(node, graph.sizes)
-                # Matrices of m k, k n and m n entries; a row or column is in order either way.
                 own, other = (left, right) if left_depends else (right, left)
-                _rewrite(node, left_depends, is_vector=0 < own * result == other)
+                _rewrite(node, left_depends, is_narrow=_is_narrow(own, other, result))
     return copy
 
 
-def _rewrite(node: Any, left_depends: bool, *, is_vector: bool) -> None:
+def _is_narrow(own: int, other: int, result: int) -> bool:
+    """Whether matrices with these entries are so narrow that many are better joined side by side.
+
+    `own` is that of a vector, and has a row or column in order either way.
+    """
+    if not (own and other and result):  # a number is not known
+        return False
+    width = math.isqrt(own * result // other)
+    return width <= _NARROW or (width <= _NARROW_IF_LARGE and other > _ENTRIES_IN_CACHE)
+
+
+def _rewrite(node: Any, left_depends: bool, *, is_narrow: bool) -> None:
     dtype = node.attr["T"].type
     transposed = _transposed(node)
     common_is_last = not transposed[0] if left_depends else transposed[1]
     node.attr.clear()
     node.attr["T"].type = dtype
     # BatchMatMulV2 transposes complex matrices to their conjugates.
-    if common_is_last or is_vector or tf.as_dtype(dtype).is_complex:
+    if common_is_last or is_narrow or tf.as_dtype(dtype).is_complex:
         left, right = "ba" if transposed[0] else "ab", "cb" if transposed[1] else "bc"
         node.op = "Einsum"
         node.attr["N"].i = 2

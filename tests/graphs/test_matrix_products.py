@@ -90,6 +90,27 @@ def test_a_matrix_times_many_vectors_is_one_product(dtype):
     np.testing.assert_allclose(products(matrix, vectors), matrix @ vectors, rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("rows", "inner", "width", "op"),
+    [
+        (30, 20, 4, "Einsum"),
+        (30, 20, 5, "BatchMatMulV2"),
+        (1500, 2145, 10, "Einsum"),  # larger than the cache
+        (1500, 2145, 16, "BatchMatMulV2"),
+    ],
+)
+@pytest.mark.parametrize("is_left", [False, True])
+def test_narrow_matrices_are_joined(rows, inner, width, op, is_left):
+    """Ten classes of a linear model with many features: each vector would read all features."""
+    definition, left, right, product = part("float32", (is_left, False))
+    names = [name.partition(":")[0] for name in (left, right, product)]
+    own, other = inner * width, rows * inner
+    entries = [own, other] if is_left else [other, own]
+    sizes = dict(zip(names, [[4 * n] for n in (*entries, rows * width)]))
+    rewritten = for_many_vectors(Graph(definition.graph_def, sizes), {names[not is_left]})
+    assert [node.op for node in rewritten.all_nodes] == [op]
+
+
 def test_what_depends_on_no_vector_or_twice_stays():
     definition, left, right, _ = part("float32", (False, False))
     for dependent in (set(), {left.partition(":")[0], right.partition(":")[0]}):
