@@ -289,6 +289,8 @@ def test_what_is_refused():
         (lambda: made(likelihood=own).tune_prior_precision((x, y)), "likelihoods"),
         (lambda: of_mixing().function(x), "other inputs"),
         (lambda: made(rank=0), "rank is 0"),
+        (lambda: hvp.Laplace(classifier()[0], "categorical", (x, y), subset="conv"), "'conv'"),
+        (lambda: setattr(la, "noise", 0.0), "noise is 0"),
         (lambda: la.predict(x, method="bridge"), "'categorical'"),
         (lambda: la.tune_prior_precision(by="weight"), "'diagonal'"),
         (lambda: la.tune_prior_precision((x,)), r"\(x, y\)"),
@@ -528,3 +530,53 @@ def test_calibration_of_intervals():
     assert found.log_loss == pytest.approx(
         np.mean(scores**2 + np.log(2 * np.pi * total)) / 2, rel=1e-10
     )
+
+
+def test_logistic_regression_against_its_true_posterior():
+    """Two weights, whose posterior is integrated on a grid."""
+    rng = np.random.default_rng(0)
+    x, truth = rng.standard_normal((200, 2)), np.array([[1.0], [-0.5]])
+    y = rng.random((200, 1)) < scipy.special.expit(x @ truth)
+    w = tf.Variable(truth)
+
+    def loss(x, y):
+        cross = tf.nn.sigmoid_cross_entropy_with_logits(tf.cast(y, tf.float64), x @ w)
+        return tf.reduce_sum(cross) + tf.reduce_sum(w**2) / 2
+
+    hvp.minimize(loss, w, (x, y), options={"gtol": 1e-10})
+    la = hvp.Laplace(lambda x: x @ w, "bernoulli", (x, y), subset=w, curvature="full")
+    deviations = np.sqrt(la.covariance().diagonal())
+    steps = np.linspace(-6, 6, 121)
+    places = np.stack(np.meshgrid(steps, steps), axis=-1).reshape(-1, 2)
+    grid = la.mean + places * deviations
+    logits = grid @ x.T
+    log_density = -np.logaddexp(0, np.where(y.ravel(), -logits, logits)).sum(axis=1)
+    log_density -= np.sum(grid**2, axis=1) / 2
+    density = np.exp(log_density - log_density.max())
+    cell = np.prod(deviations) * 0.1**2
+    # The prior's density has a factor of 1 / (2 pi).
+    evidence = np.log(density.sum() * cell) + log_density.max() - np.log(2 * np.pi)
+    density /= density.sum()
+    mean = density @ grid
+    covariance = (density[:, np.newaxis] * (grid - mean)).T @ (grid - mean)
+    np.testing.assert_allclose(la.covariance().to_dense(), covariance, rtol=0.06, atol=1e-3)
+    assert la.log_marginal_likelihood() == pytest.approx(evidence, abs=0.03)
+    new = rng.standard_normal((20, 2))
+    expected = density @ scipy.special.expit(grid @ new.T)
+    np.testing.assert_allclose(la.predict(new)[:, 0], expected, atol=0.01)
+
+
+@pytest.mark.parametrize("curvature", ["full", "kfac"])
+def test_the_last_layer_may_have_other_units(curvature):
+    """Features of another scale, and weights that make up for it, are the same function."""
+    x, truth, rng = design(2)
+    y = x @ truth + NOISE * rng.standard_normal((40, 2))
+    mixed = rng.standard_normal((5, 5)) + 3 * np.eye(5)
+    options = {"curvature": curvature, "noise": NOISE, "prior_precision": 1e-12}
+    found = []
+    for change in (np.eye(5), mixed):
+        w = tf.Variable(np.linalg.solve(change, truth))
+        la = hvp.Laplace(lambda x, w=w: x @ w, "gaussian", (x @ change, y), subset=w, **options)
+        found.append((*la.function(x @ change), la.predict(x @ change)))
+    for one, other in zip(*found):
+        np.testing.assert_allclose(one, other, rtol=1e-8)
