@@ -55,10 +55,10 @@ docs: $(VENV)/.docs
 	@echo "Read docs/_build/html/index.html"
 
 # More than an hour, and nothing else should run meanwhile. Each part says how long it took, and can be
-# run by itself: make benchmark-products. The extra `peers` (JAX, PyTorch, curvlinops) is installed by
+# run by itself: make benchmark-products. The extra `peers` (JAX, PyTorch, ...) is installed by
 # hand, or left out: pip install -e '.[peers]'
-BENCHMARKS = products first_products inputs fits sparse matrices blocks spectra recycling kronecker influence_scores \
-	memory scale precision streaming solving optimizers devices
+BENCHMARKS = products first_products inputs fits sparse matrices blocks spectra recycling kronecker uncertainty \
+	influence_scores memory scale precision streaming solving optimizers devices
 benchmark: $(addprefix benchmark-,$(BENCHMARKS))
 
 benchmark-products benchmark-memory benchmark-scale benchmark-devices: OPTIONS = --figure

@@ -193,7 +193,8 @@ def eigen(moment: np.ndarray, *, full: bool) -> tuple[np.ndarray, np.ndarray | N
 
 
 def _eigh(moment: np.ndarray) -> Any:
-    symmetric = (moment + moment.T) / 2
+    symmetric = moment + moment.T
+    symmetric *= 0.5
     # In its own precision: in float64 large factors of float32 models would take twice as long.
     if len(symmetric) < _SMALL:  # old versions of scipy leave too little room for one row
         values, vectors = np.linalg.eigh(symmetric)
