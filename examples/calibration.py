@@ -5,7 +5,7 @@ Is the network as sure as it should be?
 A network that was trained until it knows its examples by heart is too sure of others. A Laplace
 approximation makes its probabilities honest, without training again. Here it is compared with the
 two usual remedies, a temperature and an ensemble of three networks, on handwritten digits, and on
-images that are no digits at all.
+images that are not digits.
 """
 
 import dataclasses
@@ -66,7 +66,7 @@ print(la.calibration(test))
 print(f"prior precision {la.prior_precision:.3g}")
 
 # %%
-# Without validation data, the evidence would choose the precision. It holds where the weights are
+# Without validation data, the evidence would choose the precision. It is valid where the weights are
 # at the maximum of the posterior, and these are not: no prior held them while they were trained.
 
 la.prior_precision = 1.0
@@ -116,7 +116,7 @@ def auroc(inside, outside):
 
 
 # %%
-# Images that are no digits: the same pixels, in another order.
+# Images that are not digits: the same pixels, in another order.
 
 inside, outside, labels = {}, {}, []
 for seed in range(3):
@@ -132,14 +132,14 @@ for name, result in results.items():
     sure = np.concatenate(inside[name]).max(axis=1), np.concatenate(outside[name])
     print(
         f"{name:15} calibration error {result.error:.4f}, log loss {result.log_loss:.4f}, "
-        f"accuracy {result.accuracy:.3f}; sureness of no digit {sure[1].mean():.3f}, AUROC "
+        f"accuracy {result.accuracy:.3f}; sureness of other images {sure[1].mean():.3f}, AUROC "
         f"{auroc(*sure):.3f}"
     )
 
 # %%
 # Left, how often the most probable digit is the right one, over its predicted probability: below
 # the diagonal the network is too sure. Right, the probabilities of the most probable digit, for
-# images that are none.
+# images that are not.
 
 fig, axes = plt.subplots(1, 2, figsize=(9.6, 3.8), layout="constrained")
 both = dataclasses.replace(results["Laplace"], point=results["point estimate"])
@@ -147,6 +147,6 @@ both.plot(axes[0])
 bins = np.linspace(0.1, 1, 31)
 for name, sureness in outside.items():
     axes[1].hist(np.concatenate(sureness), bins, histtype="step", label=name, linewidth=1.4)
-axes[1].set(xlabel="sureness of images that are no digits", ylabel="images")
+axes[1].set(xlabel="sureness of images that are not digits", ylabel="images")
 axes[1].legend(frameon=False, fontsize="small", loc="upper left")
 plt.show()

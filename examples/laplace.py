@@ -109,6 +109,6 @@ plt.show()
 # %%
 # K-FAC takes layers for independent of each other. It misses that the layers together are
 # determined better than each by itself, so that its band is wider among the data; and that they
-# may change together where no datum holds them, so that in the gap it is too narrow. The last
+# may change together where there are no data, so that in the gap it is too narrow. The last
 # layer alone knows nothing of the gap. Where that matters, and there is room, take the exact
 # curvature.

@@ -103,13 +103,14 @@ assign(model, w)
 
 keras.utils.set_random_seed(1)
 model.fit(x, y, batch_size=50, epochs=2, verbose=0)
-beginning, posteriors = la.refresh() or la.mean, []
+beginning, posteriors = la.mean, []
 for low in (0, 5):
     assign(model, beginning)
+    model.compile(keras.optimizers.Adam(3e-3), "sparse_categorical_crossentropy")
     part = (y >= low) & (y < low + 5)
     model.fit(x[part], y[part], batch_size=50, epochs=20, verbose=0)
     own = hvp.Laplace.from_keras(model, (x[part], y[part]))
-    posteriors.append((own.mean, own.covariance().inverse().frozen()))
+    posteriors.append((own.mean, own.precision().frozen()))
     print(f"trained on {low} to {low + 4}: accuracy {accuracy(model):.3f}")
 means, precisions = zip(*posteriors)
 diagonals = [P.diagonal() for P in precisions]

@@ -156,9 +156,9 @@ def for_many_vectors(graph: Graph, dependent: Container[str]) -> Graph:
 
 
 def _is_narrow(own: int, other: int, result: int) -> bool:
-    """Whether matrices with these entries are so narrow that many are better joined side by side.
+    """Whether matrices with `own` entries are so narrow that many are better joined side by side.
 
-    `own` is that of a vector, and has a row or column in order either way.
+    Of matrices of `m k`, `k n` and `m n` entries, two over the third are the square of a size.
     """
     if not (own and other and result):  # a number is not known
         return False

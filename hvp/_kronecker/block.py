@@ -93,8 +93,9 @@ class Block:
         diagonal = self.scales
         if self.kind == "low-rank" and self.left is not None:
             first, second = self.left.numpy().astype(np.float64)
-            rest, rank = diagonal[0, -1, 0], first.shape[1]
-            vectors = np.eye(*first.shape) - first @ second[:rank].T
+            rest = diagonal[0, -1, 0]
+            rank = np.flatnonzero(diagonal[0, :, 0] != rest).max(initial=-1) + 1
+            vectors = np.eye(len(first), rank) - first @ second[:rank].T
             return rest + (vectors**2 @ (diagonal[0, :rank] - rest))[np.newaxis]
         if self.left is not None:
             diagonal = self.left.numpy().astype(np.float64) ** 2 @ diagonal
@@ -103,16 +104,18 @@ class Block:
             diagonal = diagonal @ squares.transpose(0, 2, 1)
         return diagonal
 
-    def output_variances(self, inputs: np.ndarray) -> np.ndarray:
-        """Return the variances of `inputs @ W`, of shape `(m, O)`, for the covariance of `W`."""
-        if self.left is not None:
-            inputs = inputs @ self.left[0].numpy().astype(np.float64)
-        variances = inputs**2 @ self.scales[0]
-        if self.right is None:
-            return variances
-        # In their own type, by TensorFlow's threads: there may be thousands of outputs.
-        variances = tf.constant(variances, self.right.dtype)
-        return tf.matmul(variances, tf.square(self.right[0]), transpose_b=True).numpy()
+    def output_variances(self) -> Callable[[np.ndarray], np.ndarray]:
+        """Return the variances of `x @ W` for the covariance of `W`, as a function of `x`.
+
+        Its shape is `(m, I)`, and that of the variances `(m, O)`.
+        """
+        left, variances = self.left, self.scales[0]
+        if self.right is not None:  # by TensorFlow's threads: there may be thousands of outputs
+            scales = tf.constant(variances, self.right.dtype)
+            squares = tf.square(self.right[0])
+            variances = tf.matmul(scales, squares, transpose_b=True).numpy()
+        basis = None if left is None else left[0].numpy().astype(np.float64)
+        return lambda inputs: (inputs if basis is None else inputs @ basis) ** 2 @ variances
 
     def multiply(self, rows: tf.Tensor) -> tf.Tensor:
         """Multiply by each row, of shape `(k, K I O)`."""
@@ -177,7 +180,7 @@ def reflected(vectors: np.ndarray) -> np.ndarray:
     kept = factors != 0
     left = (np.tril(packed, -1) + np.eye(*packed.shape))[:, kept]
     inner = np.triu(left.T @ left, 1) + np.diag(1 / factors[kept])
-    return np.stack([left, scipy.linalg.solve_triangular(inner, left.T).T])
+    return np.stack([left, left @ np.linalg.inv(inner).T])
 
 
 def eigen(moment: np.ndarray, *, full: bool) -> tuple[np.ndarray, np.ndarray | None]:

@@ -39,8 +39,8 @@ class FactoredOperator(Operator):
         The blocks, which together cover all entries of the vectors.
     compiled : dict, optional
         Compiled functions of matrices with blocks of the same forms.
-    origin : FactoredOperator, optional
-        The matrix that this one is made from, which it keeps alive.
+    origin : object, optional
+        What this one is made from, which it keeps alive.
     """
 
     is_symmetric = True
@@ -51,7 +51,7 @@ class FactoredOperator(Operator):
         nest: VariableNest,
         factors: Factors,
         compiled: dict[str, Compiled] | None = None,
-        origin: FactoredOperator | None = None,
+        origin: Any = None,
     ) -> None:
         self._space, self._nest, self._factors = space, nest, factors
         self._origin = origin
@@ -287,19 +287,20 @@ class FactoredOperator(Operator):
             number += 1
         return blocks
 
-    def output_variances(self, features: np.ndarray) -> np.ndarray | None:
-        """Return the variances of the outputs of a dense layer whose weights have this covariance.
+    def output_variances(self) -> Callable[[np.ndarray], np.ndarray] | None:
+        """Return the variances of a dense layer's outputs, as a function of its inputs.
 
-        The layer's kernel, and its bias if it has one, are all variables, in one Kronecker block;
-        return None if they are not. No vector of the size of the kernel is formed.
+        The layer's kernel, and its bias if it has one, have this covariance, in one Kronecker
+        block; return None if they are not all variables. No vector of the size of the kernel is
+        formed.
         """
         blocks, width = self._blocks, self._space.shapes[0][-1]
-        if len(blocks) != 1 or blocks[0].entries.shape[2] != width:
+        is_known = len(blocks) == 1 and blocks[0].kind != "low-rank"
+        if not is_known or blocks[0].entries.shape[2] != width:
             return None
         # A row of the kernel, or the bias, for each of the layer's inputs; the bias has a one.
-        rows = blocks[0].entries[0, :, 0] // width
-        inputs = np.concatenate([features, np.ones((len(features), 1))], axis=1)
-        return blocks[0].output_variances(inputs[:, rows])
+        rows, variances = blocks[0].entries[0, :, 0] // width, blocks[0].output_variances()
+        return lambda inputs: variances(np.insert(inputs, inputs.shape[1], 1, axis=1)[:, rows])
 
     def rotate(self, rows: tf.Tensor) -> tf.Tensor:
         """Write each row, of shape `(k, n)`, in terms of the eigenvectors, block by block."""

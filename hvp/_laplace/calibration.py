@@ -34,7 +34,7 @@ class Calibration:
     confidence, frequency, count : ndarray
         For each bin that is not empty, the mean probability of the most probable class, how often
         it was right, and the number of examples. For intervals, the probability of each interval,
-        how many targets were inside, and the number of targets.
+        the fraction of targets that were inside, and the number of targets.
     point : Calibration or None
         That of the point estimate, to compare with.
 
@@ -141,10 +141,11 @@ def calibration(
             "shapes (examples, classes) and (examples,)",
         )
     labels = labels.reshape(-1).astype(int)
-    if (p < 0).any() or (np.abs(p.sum(axis=1) - 1) > _ROUNDING).any():
-        raise InvalidDataError("the numbers are no probabilities", "rows that add up to one")
-    if not ((labels >= 0) & (labels < p.shape[1])).all():
-        raise InvalidDataError(f"there is a class {labels.max()}", f"0 to {p.shape[1] - 1}")
+    if not ((p >= 0).all() and (np.abs(p.sum(axis=1) - 1) <= _ROUNDING).all()):
+        raise InvalidDataError("the numbers are not probabilities", "rows that add up to one")
+    wrong = labels[(labels < 0) | (labels >= p.shape[1])]
+    if len(wrong):
+        raise InvalidDataError(f"there is a class {wrong[0]}", f"0 to {p.shape[1] - 1}")
     each, right = p.max(axis=1), p.argmax(axis=1) == labels
     places = np.minimum((each * bins).astype(int), bins - 1)
     count = np.bincount(places, minlength=bins)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 import keras
@@ -17,9 +16,10 @@ from hvp._runtime.arguments import check_count
 class LaplaceCallback(keras.callbacks.Callback):
     """A Keras callback that chooses the strength of weight decay during training, by the evidence.
 
-    It adds ``prior_precision / (2 * examples) * sum(w**2)`` to the training loss, as a regularizer
-    of each trainable weight, and every few epochs replaces the precision by that which maximizes
-    the evidence at the present weights [Imm2]_. No validation data are needed.
+    It adds the penalties that `Laplace.weight_decay` returns to the training loss, as regularizers
+    of the uncertain weights, and every few epochs replaces the precision of the prior by that which
+    maximizes the evidence at the present weights [Imm2]_. Of a regression, so it does with the
+    standard deviation of errors, unless `noise` is given. No validation data are needed.
 
     Parameters
     ----------
@@ -84,12 +84,15 @@ class LaplaceCallback(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Build the posterior, and add the regularizers."""
+        self._remove_penalties()  # of a training that was interrupted
         weights = self.model.trainable_variables
+        if not all(hasattr(v, "path") for v in weights):
+            raise HvpError(f"the model is {type(self.model).__name__}", "a model of Keras 3")
         regularized = [v.path for v in weights if getattr(v, "regularizer", None) is not None]
-        if regularized or not all(hasattr(v, "path") for v in weights):
+        if regularized:
             raise HvpError(
-                f"{regularized[0]} has a regularizer" if regularized else "this is not Keras 3",
-                "a model of Keras 3 whose weights have no regularizers",
+                f"{regularized[0]} has a regularizer",
+                "weights without regularizers, whose strength is chosen here",
                 "build the layers without kernel_regularizer",
             )
         self.laplace = Laplace.from_keras(self.model, self._data, **self._options)
@@ -99,14 +102,16 @@ class LaplaceCallback(keras.callbacks.Callback):
         }
         for variable in weights:
             if variable.path in self._strengths:
-                variable.regularizer = _penalty(self._strengths[variable.path])
+                variable.regularizer = _Penalty(self._strengths[variable.path])
         self.model.make_train_function(force=True)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Tune the prior, and add it to the logs."""
         if (epoch + 1) % self._every == 0:
             self.laplace.refresh()
-            self._last = self.laplace.tune_prior_precision(by=self._by, check=False)
+            self._last = self.laplace.tune_prior_precision(
+                by=self._by, noise=self._tunes_noise, check=False
+            )
             for name, value in self.laplace.weight_decay().items():
                 self._strengths[name].assign(value)
         if logs is not None:
@@ -115,11 +120,26 @@ class LaplaceCallback(keras.callbacks.Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         """Remove the regularizers, and compute the posterior at the last weights."""
-        for variable in self.model.trainable_variables:
-            variable.regularizer = None
-        self.model.make_train_function(force=True)
+        self._remove_penalties()
         self.laplace.refresh()
 
+    @property
+    def _tunes_noise(self) -> bool:
+        return self.laplace.likelihood == "gaussian" and self._options.get("noise") is None
 
-def _penalty(strength: tf.Variable) -> Callable[[Any], Any]:
-    return lambda weights: strength * tf.reduce_sum(tf.square(tf.convert_to_tensor(weights)))
+    def _remove_penalties(self) -> None:
+        for variable in self.model.trainable_variables:
+            if isinstance(getattr(variable, "regularizer", None), _Penalty):
+                variable.regularizer = None
+        self.model.make_train_function(force=True)
+
+
+class _Penalty:
+    """A multiple of the sum of squares, which this callback recognizes as its own."""
+
+    def __init__(self, strength: tf.Variable) -> None:
+        self._strength = strength
+
+    def __call__(self, weights: Any) -> tf.Tensor:
+        squares = tf.square(tf.convert_to_tensor(weights))
+        return tf.cast(self._strength, squares.dtype) * tf.reduce_sum(squares)

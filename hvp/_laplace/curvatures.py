@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import scipy.linalg
 
+from hvp._errors import TooLargeError
 from hvp._kronecker.block import Block, exact, reflected
 from hvp._kronecker.factored import FactoredOperator
 from hvp._kronecker.kfac import EKFAC, KFAC
@@ -18,6 +19,8 @@ from hvp._vectors.space import Space
 from hvp._vectors.variables import VariableNest, collect_variables
 
 Curvature = Literal["kfac", "ekfac", "full", "diagonal", "low-rank"]
+# A matrix of more rows is not formed.
+_LARGEST = 4096
 # Eigenvectors are wanted up to this part of the largest eigenvalue.
 _TOLERANCE = 1e-6
 
@@ -41,6 +44,12 @@ def curvature_of(
     nest = collect_variables(arguments[2])
     space = Space.of_variables(nest)
     every = np.arange(space.size)
+    if kind == "full" and space.size > _LARGEST:
+        raise TooLargeError(
+            f"the curvature is 'full', and there are {space.size} weights",
+            f"at most {_LARGEST}",
+            "pass curvature='kfac' or 'low-rank', or fewer weights as subset",
+        )
     with GaussNewtonOperator(*arguments, **options) as G:
         if kind == "full":
             values, vectors = scipy.linalg.eigh(G.to_dense())

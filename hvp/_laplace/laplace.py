@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -12,12 +13,13 @@ import scipy.optimize
 import tensorflow as tf
 
 from hvp._data.batches import Batches
-from hvp._data.elements import Elements, convert_batch
+from hvp._data.elements import Elements, convert_batch, rows_of
 from hvp._engines.options import Options, declared
 from hvp._errors import (
     CheckpointError,
     HvpError,
     InvalidDataError,
+    InvalidLossError,
     StaleOperatorError,
     quoted,
 )
@@ -35,17 +37,18 @@ from hvp._laplace.targets import TARGETS, Targets, bridged
 from hvp._operators.example_rows import ExampleRows
 from hvp._operators.jacobian import JacobianOperator
 from hvp._runtime.arguments import check_count, check_number
-from hvp._runtime.checkpoint import Checkpoint
 from hvp._runtime.digest import digest
 from hvp._runtime.guard import OneProcess
 from hvp._runtime.interrupts import Uninterrupted, deliver_interrupt
 from hvp._runtime.progress import progress_bar
 from hvp._vectors.resources import Resource
 from hvp._vectors.space import Space
-from hvp._vectors.variables import collect_variables
+from hvp._vectors.variables import all_variables, collect_variables
 from hvp._vectors.watch import Watch
 
 _OPTIONS = ("batch_size", "memory_limit", "progress")
+# What is saved besides the matrix and the prior.
+_SAVED = ("_count", "_shape", "_loss", "_noise", "_is_diagonal")
 # Rows of Jacobians, or outputs, of one call take at most so many bytes.
 _ROW_BYTES = 2**26
 # Examples of one call, where the data are not divided.
@@ -67,9 +70,10 @@ class Laplace(FromKeras, OneProcess):
     """The Laplace approximation of the posterior of a model's weights.
 
     Around weights that minimize the loss, the posterior is taken to be normal. Its precision is the
-    Gauss-Newton matrix `G` of the negative log-likelihood, summed over the examples, plus that of a
-    normal prior with mean zero: `N G + prior_precision I`. The model is linear in its weights then
-    (Daxberger et al. 2021 [Dax]_, Immer et al. 2021 [Imm]_).
+    Gauss-Newton matrix `G` of the mean negative log-likelihood, times the number of examples, plus
+    that of a normal prior with mean zero: `N G + prior_precision I`, and `N G / noise**2` where
+    targets have normal errors. The model is linear in its weights then (Daxberger et al. 2021
+    [Dax]_, Immer et al. 2021 [Imm]_).
 
     Parameters
     ----------
@@ -170,24 +174,23 @@ class Laplace(FromKeras, OneProcess):
         self._prepare(model, likelihood, subset)
         if noise is not None:
             self._check_noise(noise)
+        if isinstance(data, tuple):
+            _pair(data)
         self._data = data
-        self._count, self._width, self._constant = self._measured()
-        source, named = self._nest.source, self._targets.likelihood
-        arguments = self._outputs, self._targets.loss, source, data
-
-        def make() -> tuple[FactoredOperator, float]:
-            return curvature_of(
-                curvature, arguments, options, self._with_blocks, likelihood=named, rank=rank
-            )
-
-        self._make: Callable[[], tuple[FactoredOperator, float]] = make
-        matrix, loss = make()
+        arguments = self._outputs, self._targets.loss, self._nest.source, data
+        choices: dict[str, Any] = {"likelihood": self._targets.likelihood, "rank": rank}
+        self._make = functools.partial(
+            curvature_of, curvature, arguments, options, self._with_blocks, **choices
+        )
+        matrix, loss = self._make()
+        self._count, self._shape = self._measured()
         self._watch.set()
         self._loss = self._count * loss
         self._noise = 1.0
         if self._targets.is_gaussian:
-            entries = self._count * self._width
-            self.noise = math.sqrt(2 * self._loss / entries) if noise is None else noise
+            if noise is None and not self._loss:
+                raise HvpError("all residuals are zero", "a standard deviation of errors, noise=")
+            self.noise = math.sqrt(2 * self._loss / self._entries) if noise is None else noise
         self._set_matrix(matrix, curvature == "diagonal")
         if prior_precision is not None:
             self.prior_precision = prior_precision
@@ -205,12 +208,19 @@ class Laplace(FromKeras, OneProcess):
         self._outputs = outputs_of(model, self._targets.likelihood in ("categorical", "bernoulli"))
         self._nest = collect_variables(chosen(model, subset))
         self._space = Space.of_variables(self._nest)
-        self._watch = Watch([Resource.of(variable) for variable in self._nest.variables])
-        is_last = isinstance(subset, str) and subset == "last-layer"
-        self._features = features_of(model) if is_last else None
-        self._rows = ExampleRows(self._called, self._nest)
         own = getattr(model, "keras_model", model)
-        self._held = own.weights if hasattr(own, "layers") else self._nest.variables
+        source = own if hasattr(own, "trainable_variables") else self._nest.source
+        # Seeds of layers are integers.
+        self._held = [v for v in all_variables(source) if v.dtype.is_floating]
+        self._watch = Watch([Resource.of(variable) for variable in self._held])
+        self._factors: Factors | None = None
+        is_last = isinstance(subset, str) and subset == "last-layer"
+        self._features: Any = features_of(model) if is_last else None
+        self._rows = ExampleRows(self._called, self._nest)
+        # In a graph, like the curvature: logits are found there.
+        self._traced = tf.function(
+            lambda x: self._called(x), autograph=False, reduce_retracing=True
+        )
 
     def _set_matrix(self, matrix: FactoredOperator, is_diagonal: bool) -> None:
         self._matrix, self._is_diagonal = matrix, is_diagonal
@@ -218,6 +228,7 @@ class Laplace(FromKeras, OneProcess):
         self._sizes = [len(entries) for _, entries, _ in parts]
         self._order = np.concatenate([entries for _, entries, _ in parts])
         self._prior = np.ones(self._space.size)  # in this order
+        self._last: tuple[Any, Any] = (None, None)
 
     @classmethod
     def _of_compiled(cls, compiled: CompiledModel, variables: Any) -> Sequence[Any]:
@@ -230,10 +241,10 @@ class Laplace(FromKeras, OneProcess):
             )
         penalty = compiled.regularization
         if compiled.options.get("prior_precision") is None and penalty is not None:
-            whole = isinstance(compiled.data, tuple)
-            first = compiled.data if whole else next(iter(compiled.data))
-            width = float(np.prod(tf.convert_to_tensor(first[1]).shape[1:]))
-            multiple = TARGETS[likelihoods[0]].multiple(width)
+            size = 1 if isinstance(compiled.data, tuple) else None
+            first = next(iter(Batches(compiled.data, size, None))).elements.first()
+            shape = first.call(lambda x, y: compiled.model(x)).shape[1:]
+            multiple = TARGETS[likelihoods[0]].multiple(shape)
             compiled.options["regularization"] = lambda: multiple * penalty()
         if variables is not compiled.keras_model:
             compiled.options["subset"] = variables
@@ -269,6 +280,11 @@ class Laplace(FromKeras, OneProcess):
         return ordered
 
     @property
+    def likelihood(self) -> str | None:
+        """The name of the distribution of the targets; None if it is a function."""
+        return self._targets.likelihood
+
+    @property
     def noise(self) -> float:
         """The standard deviation of errors, which can be set; one if there are none."""
         return self._noise
@@ -285,6 +301,10 @@ class Laplace(FromKeras, OneProcess):
 
     def _values(self) -> list[tf.Tensor]:
         return [tf.convert_to_tensor(variable) for variable in self._nest.variables]
+
+    def precision(self) -> FactoredOperator:
+        """Return the inverse of `covariance`, as an operator."""
+        return self._function(lambda precision: precision)
 
     def covariance(self) -> FactoredOperator:
         """Return the covariance matrix of the weights, as an operator."""
@@ -307,10 +327,12 @@ class Laplace(FromKeras, OneProcess):
             The factor of the sum of the squares of each variable, to train again with this prior:
             ``keras.regularizers.L2(factor)`` beside a compiled cross-entropy or mean square error.
         """
-        prior = self._in_order_of_weights(self._prior)
-        unit = 2 * self._scale * self._targets.multiple(self._width)
+        prior, names = self._in_order_of_weights(self._prior), self._nest.names
+        if len(set(names)) < len(names):
+            raise HvpError("several variables have the same name", "the weights of a Keras model")
+        unit = 2 * self._scale * self._targets.multiple(self._shape)
         parts = np.split(prior, np.cumsum(self._space.sizes)[:-1])
-        return {name: float(part.mean() / unit) for name, part in zip(self._nest.names, parts)}
+        return {name: float(part.mean() / unit) for name, part in zip(names, parts)}
 
     def saliency(self, method: Literal["damage", "surgeon"] = "damage") -> np.ndarray:
         """Return how much the loss grows if one weight becomes zero, for each weight.
@@ -331,7 +353,7 @@ class Laplace(FromKeras, OneProcess):
             raise HvpError(f"the method is {method!r}", "'damage' or 'surgeon'")
         squares = self.mean.astype(np.float64) ** 2 / 2
         if method == "damage":
-            return squares * self._function(lambda precision: precision).diagonal()
+            return squares * self.precision().diagonal()
         return squares / self.covariance().diagonal()
 
     def penalty(self) -> Callable[[], tf.Tensor]:
@@ -341,7 +363,7 @@ class Laplace(FromKeras, OneProcess):
         -------
         callable
             A function that takes nothing and returns half the squared distance of the weights from
-            those they have now, in standard deviations of the posterior. Added to the *sum* of a
+            their present values, in standard deviations of the posterior. Added to the *sum* of a
             new negative log-likelihood it makes this posterior the new prior; divide it by the
             number of new examples to add it to a mean.
         """
@@ -388,8 +410,9 @@ class Laplace(FromKeras, OneProcess):
         if covariance == "joint":
             return self._joint(x)
         inverse = 1 / self._precisions(self._prior)
-        fast = self.covariance() if self._features is not None and not covariance else None
-        found = [self._moments(*piece, inverse, covariance, fast) for piece in self._pieces(x)]
+        fast = None if covariance else self._of_last_layer()
+        pieces = self._pieces(x, has_rows=fast is None)
+        found = [self._moments(*piece, inverse, covariance, fast) for piece in pieces]
         means, variances = zip(*found)
         return np.concatenate(means), np.concatenate(variances)
 
@@ -399,18 +422,27 @@ class Laplace(FromKeras, OneProcess):
         mean: np.ndarray,
         inverse: np.ndarray,
         covariance: Any,
-        fast: FactoredOperator | None,
+        fast: Callable[[np.ndarray], np.ndarray] | None,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the outputs of some inputs and their variances, or covariances."""
-        if fast is not None and self._features is not None:
-            variance = fast.output_variances(part.call(self._features).numpy())
-            if variance is not None:
-                return mean, variance
+        if fast is not None:
+            return mean, fast(part.call(self._features).numpy().astype(np.float64))
         rows = self._rotated(part, mean)
         if not covariance:
             return mean, (rows**2 @ inverse).reshape(mean.shape)
         each = rows.reshape(-1, mean[0].size, self._space.size)
         return mean, np.einsum("ein,n,ejn->eij", each, inverse, each, optimize=True)
+
+    def _of_last_layer(self, prior: float | None = None) -> Any:
+        """Return the variances of outputs as a function of the last layer's inputs, or None."""
+        if self._features is None:
+            return None
+        if prior is not None:
+            return self._function(lambda p: 1 / p, self._prior * 0 + prior).output_variances()
+        state = self._noise, self._prior.tobytes()
+        if state != self._last[0]:
+            self._last = state, self.covariance().output_variances()
+        return self._last[1]
 
     def _joint(self, x: Any) -> tuple[np.ndarray, np.ndarray]:
         elements = convert_batch((x,), "x")
@@ -424,10 +456,10 @@ class Laplace(FromKeras, OneProcess):
                 columns.append(both @ unit)
         return mean, np.concatenate(columns, axis=1)
 
-    def _pieces(self, x: Any) -> Iterator[tuple[Elements, np.ndarray]]:
-        """Iterate over parts of inputs, with their outputs, each of which depends on its own."""
-        row = 1 if self._features is not None else self._space.size
-        step = max(1, _ROW_BYTES // (self._width * row * self._space.dtype.size))
+    def _pieces(self, x: Any, *, has_rows: bool = True) -> Iterator[tuple[Elements, np.ndarray]]:
+        """Iterate over parts of inputs with their outputs, for rows of the Jacobian of each."""
+        row = self._space.size if has_rows else 1
+        step = max(1, _ROW_BYTES // (math.prod(self._shape) * row * self._space.dtype.size))
         is_set, is_first = isinstance(x, tf.data.Dataset), True
         with progress_bar(self._progress, unit=" examples") as bar:
             for given in x if is_set else [x]:
@@ -436,12 +468,14 @@ class Laplace(FromKeras, OneProcess):
                 for start in range(0, elements.examples, step):
                     deliver_interrupt()
                     part = elements.part(start, min(start + step, elements.examples))
-                    mean = part.call(self._called).numpy()
+                    mean = part.call(self._traced).numpy()
                     if is_first:
                         self._refuse_mixing(part, mean)
                     is_first = False
                     yield part, mean
                     bar.update(len(mean))
+        if is_first:
+            raise InvalidDataError("there are no inputs", "at least one")
 
     def _rotated(self, part: Elements, mean: np.ndarray) -> np.ndarray:
         """Return the Jacobian of the outputs, in terms of the eigenvectors."""
@@ -452,7 +486,7 @@ class Laplace(FromKeras, OneProcess):
         return self._matrix.rotate(tf.constant(rows)).numpy().astype(np.float64)
 
     def _refuse_mixing(self, part: Elements, mean: np.ndarray) -> None:
-        alone = part.first().call(self._called).numpy()
+        alone = part.first().call(self._traced).numpy()
         if np.abs(alone - mean[:1]).max() > _SAME * np.abs(mean).max():
             raise HvpError(
                 "the outputs for an input depend on the other inputs of the batch",
@@ -479,7 +513,7 @@ class Laplace(FromKeras, OneProcess):
                     f"the posterior of {', '.join(names)} has no precision in some direction: the "
                     "data do not determine it, and the prior precision is zero",
                     "a prior precision above zero",
-                    "set prior_precision, or call tune_prior_precision",
+                    "set prior_precision",
                 )
 
     @Uninterrupted()
@@ -537,13 +571,14 @@ class Laplace(FromKeras, OneProcess):
 
     def _of_networks(self, x: Any, samples: int, seed: int) -> np.ndarray:
         """Return the mean predictions over weights that are drawn."""
-        parts, drawn = [part for part, _ in self._pieces(x)], self.sample(samples, seed=seed)
+        parts = [part for part, _ in self._pieces(x, has_rows=False)]
+        drawn = self.sample(samples, seed=seed)
         kept = [variable.numpy() for variable in self._nest.variables]
         total = None
         try:
             for column in drawn.T:
                 self._assign(self._space.split(tf.constant(column)))
-                outputs = np.concatenate([part.call(self._called).numpy() for part in parts])
+                outputs = np.concatenate([part.call(self._traced).numpy() for part in parts])
                 outputs = self._targets.mean(outputs)
                 total = outputs if total is None else total + outputs
         finally:
@@ -579,8 +614,11 @@ class Laplace(FromKeras, OneProcess):
                 f"the likelihood is {self._targets.likelihood or 'a loss of the caller'}",
                 "'categorical', 'bernoulli' or 'gaussian'",
             )
-        point = calibration(self._targets.mean(mean), y, bins=bins)
-        return calibration(self._targets.averaged(mean, variance), y, bins=bins, point=point)
+        both = self._targets.mean(mean), self._targets.averaged(mean, variance)
+        if self._targets.likelihood == "bernoulli":  # each output is a question of its own
+            both, y = (both[0].ravel(), both[1].ravel()), np.ravel(y)
+        point = calibration(both[0], y, bins=bins)
+        return calibration(both[1], y, bins=bins, point=point)
 
     def log_marginal_likelihood(
         self, prior_precision: Any = None, noise: float | None = None, *, gradient: bool = False
@@ -664,7 +702,12 @@ class Laplace(FromKeras, OneProcess):
         if noise and not self._targets.is_gaussian:
             raise HvpError("noise is tuned without any", "the likelihood 'gaussian'")
         if data is not None:
-            return self._validated(_pair(data))
+            if by != "all" or noise:
+                raise HvpError(
+                    "validation data are given, and more than one number is to be chosen",
+                    "by='all' and noise=False",
+                )
+            return self._validated(*_pair(data))
         if check:
             self._refuse_distance()
         size = len(self._prior)
@@ -707,7 +750,7 @@ class Laplace(FromKeras, OneProcess):
         for part in self._parts():
             with tf.GradientTape(watch_accessed_variables=False) as tape:
                 tape.watch(self._nest.variables)
-                loss = part.call(lambda x, y: self._targets.loss(self._called(x), y))
+                loss = part.call(lambda x, y: self._targets.loss(self._traced(x), y))
             slopes = tape.gradient(loss, self._nest.variables, unconnected_gradients="zero")
             own = self._space.join([tf.convert_to_tensor(s) for s in slopes])
             slope += part.examples * own
@@ -719,31 +762,36 @@ class Laplace(FromKeras, OneProcess):
         effective = np.sum(curvature / precision)
         if squared > effective:
             raise HvpError(
-                "the weights are no maximum of the posterior for the prior precision "
-                f"{_shown(self._prior)}: they are {math.sqrt(squared):.3g} deviations from it, and "
-                f"the data determine {effective:.3g} directions",
+                "the weights are not at the maximum of the posterior for the prior precision "
+                f"{_shown(self._prior)}: it is {math.sqrt(squared):.3g} standard deviations away, "
+                f"and the posterior is {math.sqrt(effective):.3g} wide",
                 "weights that were trained with this prior until they converged",
                 "pass data that were not trained on, tune_prior_precision((x, y)), or train with "
-                "the penalty prior_precision / (2 * examples) * sum(w**2)",
+                "the penalties that weight_decay() returns",
             )
 
-    def _validated(self, data: tuple[Any, Any]) -> float:
+    def _validated(self, x: Any, y: Any) -> float:
         """Choose a precision for all weights by the likelihood of validation data."""
-        x, y = data
         grid, scaled = np.logspace(*_GRID), self._scale * self._matrix.scales()
-        inverses = 1 / (scaled[:, np.newaxis] + grid)
-        pieces = []
-        for part, mean in self._pieces(x):
-            squares = self._rotated(part, mean) ** 2 @ inverses
-            pieces.append((mean, squares.reshape(*mean.shape, len(grid))))
-        means, variances = map(np.concatenate, zip(*pieces))
-        losses = [
-            self._targets.predictive(means, variances[..., i], y, self.noise)
-            for i in range(len(grid))
-        ]
-        best = int(np.argmin(losses))
-        self._prior[:] = grid[best]
-        return float(losses[best])
+        fast, start, losses = self._of_last_layer(), 0, np.zeros(len(grid))
+        for part, mean in self._pieces(x, has_rows=fast is None):
+            if fast is None:
+                squares = self._rotated(part, mean) ** 2
+                variances = (squares @ (1 / (scaled + value)) for value in grid)
+            else:
+                features = part.call(self._features).numpy().astype(np.float64)
+                variances = (self._of_last_layer(value)(features) for value in grid)
+            own = rows_of(y, start, start + len(mean))
+            for place, variance in enumerate(variances):
+                shaped = variance.reshape(mean.shape)
+                loss = self._targets.predictive(mean, shaped, own, self.noise)
+                losses[place] += len(mean) * loss
+            start += len(mean)
+        if not np.isfinite(losses).any():
+            raise HvpError("no prediction has a finite likelihood", "targets as in the training")
+        best = int(np.nanargmin(losses))
+        self._prior = np.full_like(self._prior, grid[best])
+        return float(losses[best] / start)
 
     @Uninterrupted()
     def refresh(self) -> None:
@@ -756,7 +804,7 @@ class Laplace(FromKeras, OneProcess):
         else:
             self._matrix, loss = self._make()
         self._watch.set()
-        self._loss = self._count * loss
+        self._loss, self._last = self._count * loss, (None, None)
 
     def save(self, path: Any) -> None:
         """Write the posterior to a file, for `load`; the weights are saved with the model.
@@ -766,17 +814,13 @@ class Laplace(FromKeras, OneProcess):
         path : str or path
             A file in a folder that exists.
         """
-        settings = {
-            "count": self._count,
-            "width": self._width,
-            "constant": self._constant,
-            "loss": self._loss,
-            "noise": self.noise,
-            "is_diagonal": self._is_diagonal,
-            "likelihood": self._targets.likelihood,
-        }
-        arrays = {"settings": np.array(json.dumps(settings)), "prior": self._prior}
-        Checkpoint(path, self._fingerprint()).save(arrays | self._matrix.arrays())
+        settings = {name: getattr(self, name) for name in _SAVED}
+        settings |= {"likelihood": self.likelihood, "weights": self._digests()}
+        settings["is_last"] = self._features is not None
+        arrays: dict[str, Any] = dict(self._matrix.arrays())
+        arrays |= {"settings": np.array(json.dumps(settings)), "prior": self._prior}
+        with open(path, "wb") as file:
+            np.savez(file, **arrays)
 
     @classmethod
     def load(
@@ -805,62 +849,77 @@ class Laplace(FromKeras, OneProcess):
         CheckpointError
             If there is no such file, or the weights are others.
         """
-        other = cls.__new__(cls)
-        other._prepare(model, likelihood or "gaussian", subset)
-        arrays = Checkpoint(path, other._fingerprint()).load()
-        if not arrays:
-            raise CheckpointError(f"there is no file {path}", "one that Laplace.save wrote")
-        settings = json.loads(str(arrays.pop("settings")))
-        name, is_diagonal = settings.pop("likelihood"), settings.pop("is_diagonal")
+        try:
+            with open(path, "rb") as file, np.load(file) as archive:
+                arrays = dict(archive)
+            settings = json.loads(str(arrays.pop("settings")))
+        except (OSError, ValueError, KeyError) as error:
+            raise CheckpointError(
+                f"the posterior cannot be read from {path} ({type(error).__name__})",
+                "a file that Laplace.save wrote",
+            ) from error
+        name = settings["likelihood"]
         if (name is None) != callable(likelihood):
             raise HvpError(f"the likelihood was {name}", "a function if, and only if, it was one")
-        if name is not None:
-            other._prepare(model, name, subset)
-        for key in ("count", "width", "constant", "loss"):
-            setattr(other, f"_{key}", settings[key])
-        other._noise, other._data, other._progress = settings["noise"], None, False
+        other = cls.__new__(cls)
+        other._prepare(model, likelihood or name, subset)
+        if settings["weights"] != other._digests():
+            raise CheckpointError(
+                f"the posterior in {path} is of other weights",
+                "the model with the weights that it had, and the subset that was uncertain",
+                "save the model with its posterior, and load both",
+            )
+        for key in _SAVED:
+            setattr(other, key, settings[key])
+        other._data, other._progress = None, False
         other._watch.set()
         prior = arrays.pop("prior")
         blocks = FactoredOperator.blocks_from(arrays, other._space.dtype)
-        other._set_matrix(other._with_blocks(blocks), is_diagonal)
+        other._set_matrix(other._with_blocks(blocks), other._is_diagonal)
         other._prior = prior
+        if not settings["is_last"]:
+            other._features = None
         return other
 
-    def _fingerprint(self) -> dict[str, str]:
-        weights = " ".join(digest(np.asarray(variable)) for variable in self._held)
-        names = " ".join(self._nest.names)
-        return {"call": "hvp.Laplace", "weights": weights, "uncertain weights": names}
+    def _digests(self) -> list[str]:
+        """Return digests of all weights, and of those that are uncertain."""
+        return [digest(v.numpy()) for v in (*self._held, *self._nest.variables)]
 
     def _evidence(self, prior: np.ndarray, noise: float) -> tuple[float, np.ndarray, float]:
         """Return the evidence, and its derivatives in logarithms of precisions and of the noise."""
         weights = self.mean.astype(np.float64)[self._order]
         squares = prior * weights**2
         precision = self._count / noise**2 * self._matrix.scales() + prior
-        value, of_noise = -self._loss / noise**2 - self._constant, 0.0
+        value, of_noise = -self._loss / noise**2, 0.0
         share = prior / precision
         if self._targets.is_gaussian:
-            entries = self._count * self._width
-            value -= entries * (math.log(noise) + math.log(2 * math.pi) / 2)
-            of_noise = 2 * self._loss / noise**2 - entries + float(np.sum(1 - share))
+            value -= self._entries * (math.log(noise) + math.log(2 * math.pi) / 2)
+            of_noise = 2 * self._loss / noise**2 - self._entries + float(np.sum(1 - share))
         with np.errstate(divide="ignore"):
             value += np.sum(np.log(prior) - squares - np.log(precision)) / 2
         return float(value), (1 - squares - share) / 2, of_noise
 
-    def _function(self, of_precision: Callable[[np.ndarray], np.ndarray]) -> FactoredOperator:
+    def _function(
+        self, of_precision: Callable[[np.ndarray], np.ndarray], prior: np.ndarray | None = None
+    ) -> FactoredOperator:
         """Return a function of the precision matrix."""
-        self._refuse_singular(self._prior)
+        prior = self._prior if prior is None else prior
+        self._refuse_singular(prior)
         scale = self._scale
 
         def of_block(own: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
             return lambda values: of_precision(scale * values + own.reshape(values.shape))
 
-        blocks = np.split(self._prior, np.cumsum(self._sizes)[:-1])
+        blocks = np.split(prior, np.cumsum(self._sizes)[:-1])
         return self._matrix.rescaled([*map(of_block, blocks)])
 
     def _with_blocks(self, blocks: list[Block]) -> FactoredOperator:
-        """Return the matrix with these blocks, which refuses other weights."""
-        factors = Factors(lambda: blocks, watch=self._watch, check=self._make_sure)
-        return FactoredOperator(self._space, self._nest, factors)
+        """Return the matrix with these blocks, which refuses other weights, and keeps this."""
+        if self._factors is None:
+            self._factors = Factors(lambda: blocks, watch=self._watch, check=self._make_sure)
+            return FactoredOperator(self._space, self._nest, self._factors, origin=self)
+        self._factors.replace(lambda: blocks)
+        return self._matrix
 
     def _assign(self, parts: Sequence[Any]) -> None:
         for variable, part in zip(self._nest.variables, parts):
@@ -872,19 +931,38 @@ class Laplace(FromKeras, OneProcess):
         batches = Batches(self._data, _EXAMPLES if is_whole else None, None)
         return (batch.elements for batch in batches)
 
-    def _measured(self) -> tuple[int, int, float]:
-        """Return how many examples and outputs of each there are, and the loss's constant."""
-        count, constant, width = 0, 0.0, 0
+    def _measured(self) -> tuple[int, tuple[int, ...]]:
+        """Return how many examples there are, and the shape of the outputs of one."""
+        count, shape = 0, ()
         for part in self._parts():
-            given = part.as_data()
-            if not isinstance(given, tuple) or len(given) != 2:
-                raise InvalidDataError("the data are not pairs", "inputs and targets, (x, y)")
-            if not width:
-                outputs = part.first().call(lambda x, y: self._called(x))
-                width = int(np.prod(outputs.shape[1:]))
+            x, _ = _pair(part.as_data())
+            if not count:
+                first = convert_batch((x,), "x").first()
+                outputs = first.call(self._traced).numpy()
+                shape = outputs.shape[1:]
+                self._check_outputs(first, outputs)
             count += part.examples
-            constant += self._targets.constant(given[1].numpy())
-        return count, width, constant
+        return count, shape
+
+    def _check_outputs(self, first: Elements, outputs: np.ndarray) -> None:
+        """Refuse probabilities; see whether the last layer's outputs are those of the model."""
+        if self._targets.likelihood == "categorical":
+            sums = outputs.astype(np.float64).sum(axis=-1)
+            if (outputs >= 0).all() and np.abs(sums - 1).max() < _SAME:
+                raise InvalidLossError(
+                    "the outputs of the model are probabilities",
+                    "logits, or a Keras model that ends with a softmax",
+                    "leave out the softmax",
+                )
+        if self._features is not None:
+            own, (kernel, *bias) = first.call(self._features), self._values()
+            own = tf.matmul(own, kernel) + (bias[0] if bias else 0)
+            if np.abs(own - outputs).max() > _SAME * np.abs(outputs).max():
+                self._features = None  # something follows the layer
+
+    @property
+    def _entries(self) -> int:
+        return self._count * math.prod(self._shape)
 
     def _called(self, x: Any) -> Any:
         return self._outputs(*x) if isinstance(x, tuple) else self._outputs(x)
@@ -936,7 +1014,7 @@ class Laplace(FromKeras, OneProcess):
 
 def _pair(data: Any) -> tuple[Any, Any]:
     if not isinstance(data, tuple) or len(data) != 2:
-        raise InvalidDataError("the data are no pair", "inputs and targets, (x, y)")
+        raise InvalidDataError("the data are not a pair", "inputs and targets, (x, y)")
     return data
 
 

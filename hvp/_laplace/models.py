@@ -53,7 +53,8 @@ def chosen(model: Any, subset: Any) -> Any:
         return _last_layer(model)
     nest: VariableNest = collect_variables(model)
     space = Space.of_variables(nest)
-    return [nest.variables[place] for place in select(subset, space.paths, nest.variables)]
+    places = select(subset, space.paths, nest.variables)
+    return [model.trainable_variables[place] for place in places]
 
 
 def _last_layer(model: Any) -> Any:
@@ -68,14 +69,20 @@ def _last_layer(model: Any) -> Any:
 
 
 def features_of(model: Any) -> Callable[..., Any] | None:
-    """Return the inputs of the last layer of a Keras model, if it is a dense one."""
+    """Return the inputs of the last layer of a Keras model, if it is a dense one.
+
+    Whoever takes them has to make sure that the outputs are those of this layer.
+    """
     model = getattr(model, "keras_model", model)
     layer = _last_layer(model)
     is_dense = type(layer).__name__ == "Dense"
-    # Models that are classes, and layers that are called twice, have none.
+    # Models that are classes have none, and layers that other models call have theirs.
     ends: tuple[Any, Any] = getattr(model, "inputs", None), getattr(layer, "input", None)
     if not is_dense or any(end is None for end in ends) or len(ends[1].shape) != 2:
         return None
     keras = importlib.import_module(type(layer).__module__.partition(".")[0])  # or tf_keras
-    inner = keras.Model(*ends)
+    try:
+        inner = keras.Model(*ends)
+    except ValueError:
+        return None
     return lambda x: inner(x, training=False)

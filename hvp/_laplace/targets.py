@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,25 +26,28 @@ class Targets:
     likelihood : str or None
         What `FisherOperator` calls it; None for a loss of the caller.
     loss : callable
-        The mean over examples of the negative log-likelihood of targets, up to a constant.
+        The mean over examples of the negative log-likelihood of targets; for normal ones with the
+        variance one, up to a constant.
     mean : callable
         The means of targets, given outputs.
     flattened : callable or None
         Of normal outputs and their variances, the outputs whose distribution is about the mean of
         theirs; None if that is not known.
-    constant : callable
-        What the sum of the negative log-likelihoods of targets has beside `loss`.
     """
 
     likelihood: str | None
     loss: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
     mean: Callable[[np.ndarray], np.ndarray] = np.asarray
     flattened: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None
-    constant: Callable[[np.ndarray], float] = lambda y: 0.0
 
-    def multiple(self, width: float) -> float:
-        """Return how much larger `loss` is than that of Keras, a mean over outputs as well."""
-        return {"bernoulli": width, "gaussian": width / 2}.get(self.likelihood or "", 1.0)
+    def multiple(self, shape: Sequence[int]) -> float:
+        """Return how much larger `loss` is than that of Keras, for outputs of a shape.
+
+        Keras averages over outputs and positions as well.
+        """
+        size = math.prod(shape)
+        sizes = {"bernoulli": size, "gaussian": size / 2, "categorical": math.prod(shape[:-1])}
+        return float(sizes.get(self.likelihood or "", 1))
 
     @property
     def is_gaussian(self) -> bool:
@@ -75,8 +79,13 @@ def bridged(mean: np.ndarray, covariance: np.ndarray) -> np.ndarray:
 
     The logits are first restricted to those whose sum is zero, which changes no probability.
     """
-    total = covariance.sum(axis=(1, 2))[:, np.newaxis]
+    if mean.ndim != 2:
+        raise HvpError(
+            f"the outputs have shape {mean.shape}", "one vector of logits for each input"
+        )
     sums = covariance.sum(axis=2)
+    total = sums.sum(axis=1, keepdims=True)
+    total[total == 0] = 1  # logits whose sum is zero anyway
     mean = mean - sums * mean.sum(axis=1, keepdims=True) / total
     variance = np.diagonal(covariance, axis1=1, axis2=2) - sums**2 / total
     classes = mean.shape[1]
@@ -101,7 +110,8 @@ def _bernoulli(outputs: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
 
 
 def _poisson(outputs: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
-    return _per_example(tf.exp(outputs) - _shaped(y, outputs) * outputs, outputs)
+    counts = _shaped(y, outputs)
+    return _per_example(tf.exp(outputs) - counts * outputs + tf.math.lgamma(counts + 1), outputs)
 
 
 def _gaussian(outputs: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
@@ -128,14 +138,10 @@ def _of_exponentials(outputs: np.ndarray, variance: np.ndarray) -> np.ndarray:
     return outputs + variance / 2
 
 
-def _log_factorials(y: np.ndarray) -> float:
-    return float(scipy.special.gammaln(np.asarray(y, np.float64) + 1).sum())
-
-
 # The outputs are the logits of classes, the logits of ones, logarithms of means, and means.
 TARGETS = {
     "categorical": Targets("categorical", _categorical, _softmax, _probit),
     "bernoulli": Targets("bernoulli", _bernoulli, scipy.special.expit, _probit),
-    "poisson": Targets("poisson", _poisson, np.exp, _of_exponentials, _log_factorials),
+    "poisson": Targets("poisson", _poisson, np.exp, _of_exponentials),
     "gaussian": Targets("gaussian", _gaussian),
 }

@@ -52,3 +52,30 @@ def test_what_is_refused():
         hvp.keras.LaplaceCallback((), by="weight")
     with pytest.raises(hvp.HvpError, match="regularizer"):
         trained(lambda x, y: [hvp.keras.LaplaceCallback((x, y))], keras.regularizers.L2(0.1))
+
+
+def test_a_regression_tunes_its_noise():
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, name="out")])
+    model.compile(keras.optimizers.SGD(0.2), "mse")
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((200, 4)).astype("float32")
+    y = x.sum(axis=1, keepdims=True) + 0.1 * rng.standard_normal((200, 1)).astype("float32")
+    tuning = hvp.keras.LaplaceCallback((x, y), subset="out", curvature="full", every=5)
+    model.fit(x, y, 200, 60, verbose=0, callbacks=[tuning])
+    assert tuning.laplace.noise == pytest.approx(0.1, rel=0.15)
+    assert [name.rpartition("/")[2] for name in tuning.laplace.weight_decay()] == ["kernel", "bias"]
+
+
+def test_a_training_that_was_interrupted():
+    class Stop(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            raise KeyboardInterrupt
+
+    model, x, y, _ = trained(lambda x, y: [], epochs=1)
+    options = {"curvature": "diagonal"}
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(x, y, verbose=0, callbacks=[hvp.keras.LaplaceCallback((x, y), **options), Stop()])
+    assert len(model.losses) == 1
+    model.fit(x, y, verbose=0, callbacks=[hvp.keras.LaplaceCallback((x, y), **options)])
+    assert model.losses == []
