@@ -66,8 +66,8 @@ print(la.calibration(test))
 print(f"prior precision {la.prior_precision:.3g}")
 
 # %%
-# Without validation data, the evidence would choose the precision. It is valid where the weights are
-# at the maximum of the posterior, and these are not: no prior held them while they were trained.
+# Without validation data, the evidence would choose the precision. It is valid where the weights
+# are at the maximum of the posterior, and these are not: they were trained without a prior.
 
 la.prior_precision = 1.0
 try:

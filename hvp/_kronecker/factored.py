@@ -290,16 +290,23 @@ class FactoredOperator(Operator):
     def output_variances(self) -> Callable[[np.ndarray], np.ndarray] | None:
         """Return the variances of a dense layer's outputs, as a function of its inputs.
 
-        The layer's kernel, and its bias if it has one, have this covariance, in one Kronecker
-        block; return None if they are not all variables. No vector of the size of the kernel is
-        formed.
+        The layer's kernel, and its bias if it has one, have this covariance; return None if it is
+        not known to which of its entries these belong. No Jacobian is formed.
         """
         blocks, width = self._blocks, self._space.shapes[0][-1]
-        is_known = len(blocks) == 1 and blocks[0].kind != "low-rank"
-        if not is_known or blocks[0].entries.shape[2] != width:
-            return None
         # A row of the kernel, or the bias, for each of the layer's inputs; the bias has a one.
-        rows, variances = blocks[0].entries[0, :, 0] // width, blocks[0].output_variances()
+        rows = np.arange(self.shape[0] // width)
+        if all(block.kind == "diagonal" for block in blocks):
+            diagonal = self.diagonal().reshape(-1, width)
+            variances = lambda x: x**2 @ diagonal  # noqa: E731
+        elif len(blocks) == 1 and blocks[0].kind == "exact":
+            whole = self.to_dense().reshape(len(rows), width, len(rows), width)
+            own = np.einsum("iojo->oij", whole)
+            variances = lambda x: np.einsum("mi,oij,mj->mo", x, own, x, optimize=True)  # noqa: E731
+        elif [block.kind for block in blocks] == ["kronecker"]:
+            rows, variances = blocks[0].entries[0, :, 0] // width, blocks[0].output_variances()
+        else:
+            return None
         return lambda inputs: variances(np.insert(inputs, inputs.shape[1], 1, axis=1)[:, rows])
 
     def rotate(self, rows: tf.Tensor) -> tf.Tensor:

@@ -118,7 +118,7 @@ def calibration(
     Raises
     ------
     InvalidDataError
-        If the shapes do not fit, or the numbers are no probabilities.
+        If the shapes do not fit, or the numbers are not probabilities.
 
     Examples
     --------

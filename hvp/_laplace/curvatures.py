@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
-import scipy.linalg
 
 from hvp._errors import TooLargeError
-from hvp._kronecker.block import Block, exact, reflected
+from hvp._kronecker.block import Block, eigen, exact, reflected
 from hvp._kronecker.factored import FactoredOperator
 from hvp._kronecker.kfac import EKFAC, KFAC
 from hvp._operators.gauss_newton import GaussNewtonOperator
@@ -52,8 +51,8 @@ def curvature_of(
         )
     with GaussNewtonOperator(*arguments, **options) as G:
         if kind == "full":
-            values, vectors = scipy.linalg.eigh(G.to_dense())
-            blocks = [_block("exact", nest, space, every, values, vectors[np.newaxis])]
+            values, vectors = eigen(G.to_dense()[np.newaxis], full=True)
+            blocks = [_block("exact", nest, space, every, values[0], vectors)]
         elif kind == "low-rank":
             found = eigsh(G, min(rank, space.size), tol=_TOLERANCE)
             values = np.zeros(space.size)

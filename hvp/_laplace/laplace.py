@@ -48,7 +48,7 @@ from hvp._vectors.watch import Watch
 
 _OPTIONS = ("batch_size", "memory_limit", "progress")
 # What is saved besides the matrix and the prior.
-_SAVED = ("_count", "_shape", "_loss", "_noise", "_is_diagonal")
+_SAVED = ("count", "shape", "loss", "noise", "is_diagonal")
 # Rows of Jacobians, or outputs, of one call take at most so many bytes.
 _ROW_BYTES = 2**26
 # Examples of one call, where the data are not divided.
@@ -814,7 +814,7 @@ class Laplace(FromKeras, OneProcess):
         path : str or path
             A file in a folder that exists.
         """
-        settings = {name: getattr(self, name) for name in _SAVED}
+        settings = {name: getattr(self, f"_{name}") for name in _SAVED}
         settings |= {"likelihood": self.likelihood, "weights": self._digests()}
         settings["is_last"] = self._features is not None
         arrays: dict[str, Any] = dict(self._matrix.arrays())
@@ -870,7 +870,7 @@ class Laplace(FromKeras, OneProcess):
                 "save the model with its posterior, and load both",
             )
         for key in _SAVED:
-            setattr(other, key, settings[key])
+            setattr(other, f"_{key}", settings[key])
         other._data, other._progress = None, False
         other._watch.set()
         prior = arrays.pop("prior")

@@ -310,7 +310,7 @@ def test_what_is_refused():
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("curvature", ["kfac", "ekfac", "diagonal"])
+@pytest.mark.parametrize("curvature", ["kfac", "ekfac", "diagonal", "full"])
 def test_the_last_layer_needs_no_jacobian(curvature, bias):
     """Against variances from the Jacobian, for weights that are named."""
     keras.utils.set_random_seed(0)
