@@ -656,7 +656,8 @@ def test_the_limit_is_kept():
             print(f"{name}_kept", H.stats.batches_kept)
             print(f"{name}_norm", np.linalg.norm(product))
 
-    with hvp.HessianOperator(loss, weights, (x[:8],)) as first:  # what it takes to begin at all
+    # What it takes to begin at all, the graphs of cut data included.
+    with hvp.HessianOperator(loss, weights, (x[:640],), memory_limit="8MiB") as first:
         first @ np.ones(first.shape[0])
     start = resident_megabytes()
     measure("limited", LIMITED)
