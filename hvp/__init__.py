@@ -51,6 +51,10 @@ The public names:
     Kronecker-factored approximations of these matrices, with their inverses in closed form.
 `InfluenceFunctions`
     Predictions of how weights and losses change if training examples are left out.
+`linear_datamodeling_score`
+    How much such predictions are worth, by training on part of the data.
+`argmin`, `root`, `fixed_point`
+    Solutions whose derivatives in everything else are right under a tape.
 `laplacian`, `bilaplacian`, `hessian_trace`, `partial_derivatives`, `jet`
     Derivatives of a function in its inputs, as tensors that can be differentiated further.
 `Laplacian`
@@ -97,6 +101,9 @@ from hvp._errors import (
     StaleOperatorError,
     TooLargeError,
 )
+from hvp._implicit.argmin import argmin
+from hvp._implicit.roots import fixed_point, root
+from hvp._influence.datamodeling import DatamodelingScore, linear_datamodeling_score
 from hvp._influence.influence import InfluenceFunctions, TokenScores, TopInfluences
 from hvp._kronecker.factored import FactoredOperator
 from hvp._kronecker.kfac import EKFAC, KFAC, BlockDescription
@@ -157,6 +164,7 @@ __all__ = [
     "ClosedOperatorError",
     "Cluster",
     "ConvergenceWarning",
+    "DatamodelingScore",
     "DeviceError",
     "DeviceStatistics",
     "DiagonalPreconditioner",
@@ -203,16 +211,19 @@ __all__ = [
     "TokenScores",
     "TooLargeError",
     "TopInfluences",
+    "argmin",
     "bilaplacian",
     "calibration",
     "check",
     "diagonal",
     "eigsh",
     "fit",
+    "fixed_point",
     "hessian_trace",
     "hessian_vector_product",
     "jet",
     "laplacian",
+    "linear_datamodeling_score",
     "linearize",
     "logdet",
     "loss_slice",
@@ -223,6 +234,7 @@ __all__ = [
     "quadratic_forms",
     "recompute",
     "recompute_model",
+    "root",
     "solve",
     "spectral_density",
     "standard_errors",

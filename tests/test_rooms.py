@@ -29,7 +29,7 @@ FLOORS = [
     ["_operators"],
     ["_solve", "_kronecker"],
     ["_minimize", "_influence", "_spectra"],
-    ["_laplace"],
+    ["_laplace", "_implicit"],
     ["_check"],
     ["_command"],
 ]

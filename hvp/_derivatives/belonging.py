@@ -39,6 +39,11 @@ def belonging_to(
     return tf.nest.pack_sequence_as(result, _linked(tensors, _handles(variables)))
 
 
+def may_be_recorded() -> bool:
+    """Return whether a tape is open."""
+    return bool(record.could_possibly_record())
+
+
 def is_recorded(evaluated: Sequence[Any]) -> bool:
     """Return whether a tape records a product, and has not recorded what it is computed from."""
     if not record.could_possibly_record():
@@ -74,6 +79,31 @@ def recorded_product(
     inputs = [*tf.nest.flatten(vector), *handles]
     record.record_operation("HessianVectorProduct", linked, inputs, backward)
     return tf.nest.pack_sequence_as(result, linked)
+
+
+def recorded_solution(
+    solve: Callable[[tf.Tensor], tf.Tensor],
+    multiply: Callable[[tf.Tensor], tf.Tensor],
+    right: tf.Tensor,
+    variables: Sequence[tf.Variable],
+) -> tf.Tensor:
+    """Solve a symmetric system, and record the solution as a function of variables as well.
+
+    `multiply` is a product with the matrix, as tapes around it see it.
+    """
+    handles = _handles(variables)
+    with record.stop_recording():
+        (solution,) = _linked([solve(right)], handles)
+
+    def backward(upstream: tf.Tensor) -> list[Any]:
+        adjoint = recorded_solution(solve, multiply, upstream, variables)
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(variables)
+            product = multiply(solution)
+        return [adjoint, *tape.gradient(product, list(variables), -adjoint)]
+
+    record.record_operation("Solution", [solution], [right, *handles], backward)
+    return solution
 
 
 def recorded_result(

@@ -32,39 +32,56 @@ def curvature_of(
     *,
     likelihood: str | None,
     rank: int,
-) -> tuple[FactoredOperator, float]:
-    """Return the curvature and the loss of the `arguments`: model, loss, variables and data.
+) -> Callable[[], tuple[FactoredOperator, float]]:
+    """Return a function that returns the curvature and the loss at the weights of its call.
 
-    `made` returns the matrix with these blocks.
+    The `arguments` are model, loss, variables and data, which are traced once. `made` returns the
+    matrix with these blocks.
     """
-    if kind in ("kfac", "ekfac"):
-        K = (KFAC if kind == "kfac" else EKFAC)(*arguments, likelihood=likelihood, **options)
-        return K, K.value
     nest = collect_variables(arguments[2])
-    space = Space.of_variables(nest)
-    every = np.arange(space.size)
-    if kind == "full" and space.size > _LARGEST:
+    size = Space.of_variables(nest).size
+    if kind == "full" and size > _LARGEST:
         raise TooLargeError(
-            f"the curvature is 'full', and there are {space.size} weights",
+            f"the curvature is 'full', and there are {size} weights",
             f"at most {_LARGEST}",
             "pass curvature='kfac' or 'low-rank', or fewer weights as subset",
         )
-    with GaussNewtonOperator(*arguments, **options) as G:
-        if kind == "full":
-            values, vectors = eigen(G.to_dense()[np.newaxis], full=True)
-            blocks = [_block("exact", nest, space, every, values[0], vectors)]
-        elif kind == "low-rank":
-            found = eigsh(G, min(rank, space.size), tol=_TOLERANCE)
-            values = np.zeros(space.size)
-            values[: len(found.eigenvalues)] = found.eigenvalues
-            blocks = [_block(kind, nest, space, every, values, reflected(found.eigenvectors))]
-        else:
-            diagonal = G.diagonal(max_size=space.size)
-            ends, blocks = np.cumsum([0, *space.sizes]), []
-            for places in groups(space.paths).values():
-                own = np.concatenate([every[ends[place] : ends[place + 1]] for place in places])
-                blocks.append(_block("diagonal", nest, space, own, diagonal[own], None))
-        return made(blocks), G.value
+    matrix: Any
+    if kind in ("kfac", "ekfac"):
+        matrix = (KFAC if kind == "kfac" else EKFAC)(*arguments, likelihood=likelihood, **options)
+    else:
+        matrix = GaussNewtonOperator(*arguments, **options)
+    is_evaluated = True
+
+    def evaluated() -> tuple[FactoredOperator, float]:
+        nonlocal is_evaluated
+        if not is_evaluated:
+            matrix.refresh()
+        is_evaluated = False
+        if isinstance(matrix, KFAC):
+            return matrix, matrix.value
+        return made(_blocks(kind, matrix, nest, rank)), matrix.value
+
+    return evaluated
+
+
+def _blocks(kind: Curvature, G: GaussNewtonOperator, nest: VariableNest, rank: int) -> list[Block]:
+    space = Space.of_variables(nest)
+    every = np.arange(space.size)
+    if kind == "full":
+        values, vectors = eigen(G.to_dense()[np.newaxis], full=True)
+        return [_block("exact", nest, space, every, values[0], vectors)]
+    if kind == "low-rank":
+        found = eigsh(G, min(rank, space.size), tol=_TOLERANCE)
+        values = np.zeros(space.size)
+        values[: len(found.eigenvalues)] = found.eigenvalues
+        return [_block(kind, nest, space, every, values, reflected(found.eigenvectors))]
+    diagonal = G.diagonal(max_size=space.size)
+    ends, blocks = np.cumsum([0, *space.sizes]), []
+    for places in groups(space.paths).values():
+        own = np.concatenate([every[ends[place] : ends[place + 1]] for place in places])
+        blocks.append(_block("diagonal", nest, space, own, diagonal[own], None))
+    return blocks
 
 
 def _block(

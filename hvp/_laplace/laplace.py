@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -23,12 +22,13 @@ from hvp._errors import (
     StaleOperatorError,
     quoted,
 )
+from hvp._graphs.compiled import Compiled
 from hvp._keras.compiled_loss import CompiledModel
 from hvp._keras.from_keras import FromKeras
 from hvp._kronecker.block import Block
 from hvp._kronecker.factored import FactoredOperator
 from hvp._kronecker.factors import Factors
-from hvp._kronecker.kfac import KFAC, WithLayers
+from hvp._kronecker.kfac import WithLayers
 from hvp._kronecker.penalty import penalty_diagonal
 from hvp._laplace.calibration import Calibration, calibration, of_intervals
 from hvp._laplace.curvatures import Curvature, curvature_of
@@ -41,6 +41,7 @@ from hvp._runtime.digest import digest
 from hvp._runtime.guard import OneProcess
 from hvp._runtime.interrupts import Uninterrupted, deliver_interrupt
 from hvp._runtime.progress import progress_bar
+from hvp._runtime.recent import Recent
 from hvp._vectors.resources import Resource
 from hvp._vectors.space import Space
 from hvp._vectors.variables import all_variables, collect_variables
@@ -179,9 +180,7 @@ class Laplace(FromKeras, OneProcess):
         self._data = data
         arguments = self._outputs, self._targets.loss, self._nest.source, data
         choices: dict[str, Any] = {"likelihood": self._targets.likelihood, "rank": rank}
-        self._make = functools.partial(
-            curvature_of, curvature, arguments, options, self._with_blocks, **choices
-        )
+        self._make = curvature_of(curvature, arguments, options, self._with_blocks, **choices)
         matrix, loss = self._make()
         self._count, self._shape = self._measured()
         self._watch.set()
@@ -217,10 +216,7 @@ class Laplace(FromKeras, OneProcess):
         is_last = isinstance(subset, str) and subset == "last-layer"
         self._features: Any = features_of(model) if is_last else None
         self._rows = ExampleRows(self._called, self._nest)
-        # In a graph, like the curvature: logits are found there.
-        self._traced = tf.function(
-            lambda x: self._called(x), autograph=False, reduce_retracing=True
-        )
+        self._functions = Recent(4)
 
     def _set_matrix(self, matrix: FactoredOperator, is_diagonal: bool) -> None:
         self._matrix, self._is_diagonal = matrix, is_diagonal
@@ -468,7 +464,7 @@ class Laplace(FromKeras, OneProcess):
                 for start in range(0, elements.examples, step):
                     deliver_interrupt()
                     part = elements.part(start, min(start + step, elements.examples))
-                    mean = part.call(self._traced).numpy()
+                    mean = self._outputs_for(part).numpy()
                     if is_first:
                         self._refuse_mixing(part, mean)
                     is_first = False
@@ -486,7 +482,7 @@ class Laplace(FromKeras, OneProcess):
         return self._matrix.rotate(tf.constant(rows)).numpy().astype(np.float64)
 
     def _refuse_mixing(self, part: Elements, mean: np.ndarray) -> None:
-        alone = part.first().call(self._traced).numpy()
+        alone = self._outputs_for(part.first()).numpy()
         if np.abs(alone - mean[:1]).max() > _SAME * np.abs(mean).max():
             raise HvpError(
                 "the outputs for an input depend on the other inputs of the batch",
@@ -578,7 +574,7 @@ class Laplace(FromKeras, OneProcess):
         try:
             for column in drawn.T:
                 self._assign(self._space.split(tf.constant(column)))
-                outputs = np.concatenate([part.call(self._traced).numpy() for part in parts])
+                outputs = np.concatenate([self._outputs_for(part).numpy() for part in parts])
                 outputs = self._targets.mean(outputs)
                 total = outputs if total is None else total + outputs
         finally:
@@ -750,7 +746,8 @@ class Laplace(FromKeras, OneProcess):
         for part in self._parts():
             with tf.GradientTape(watch_accessed_variables=False) as tape:
                 tape.watch(self._nest.variables)
-                loss = part.call(lambda x, y: self._targets.loss(self._traced(x), y))
+                x, y = part.as_data()
+                loss = self._targets.loss(self._outputs_for(convert_batch((x,), "x")), y)
             slopes = tape.gradient(loss, self._nest.variables, unconnected_gradients="zero")
             own = self._space.join([tf.convert_to_tensor(s) for s in slopes])
             slope += part.examples * own
@@ -798,11 +795,7 @@ class Laplace(FromKeras, OneProcess):
         """Compute the curvature again, at the values the weights have now."""
         if self._data is None:
             raise HvpError("the posterior was loaded without its data", "hvp.Laplace(...) anew")
-        if isinstance(self._matrix, KFAC):
-            self._matrix.refresh()
-            loss = self._matrix.value
-        else:
-            self._matrix, loss = self._make()
+        self._matrix, loss = self._make()
         self._watch.set()
         self._loss, self._last = self._count * loss, (None, None)
 
@@ -938,7 +931,7 @@ class Laplace(FromKeras, OneProcess):
             x, _ = _pair(part.as_data())
             if not count:
                 first = convert_batch((x,), "x").first()
-                outputs = first.call(self._traced).numpy()
+                outputs = self._outputs_for(first).numpy()
                 shape = outputs.shape[1:]
                 self._check_outputs(first, outputs)
             count += part.examples
@@ -963,6 +956,15 @@ class Laplace(FromKeras, OneProcess):
     @property
     def _entries(self) -> int:
         return self._count * math.prod(self._shape)
+
+    def _outputs_for(self, inputs: Elements) -> tf.Tensor:
+        """Return the outputs of the model, from a graph: logits are found there."""
+        specs = inputs.specs_of_any_number
+        function = self._functions.get_or_make(
+            tuple(specs),
+            lambda: Compiled(lambda *x: inputs.with_tensors(x).call(self._called), specs, False),
+        )
+        return function(*inputs.tensors)
 
     def _called(self, x: Any) -> Any:
         return self._outputs(*x) if isinstance(x, tuple) else self._outputs(x)

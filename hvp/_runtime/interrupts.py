@@ -11,9 +11,10 @@ deferred.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import signal
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -76,9 +77,24 @@ class Uninterrupted(contextlib.ContextDecorator):
                 _deliver(handler)
 
 
+# Whether the main thread waits for this one, which then receives its interrupts.
+_acts_for_main: contextvars.ContextVar[bool] = contextvars.ContextVar("acts", default=False)
+
+
+@contextlib.contextmanager
+def acting_for_this_thread() -> Iterator[None]:
+    """Let a thread that copies this context receive interrupts in place of this one."""
+    is_main = threading.current_thread() is threading.main_thread()
+    token = _acts_for_main.set(is_main or _acts_for_main.get())
+    try:
+        yield
+    finally:
+        _acts_for_main.reset(token)
+
+
 def deliver_interrupt() -> None:
     """Deliver a deferred interrupt between the parts of a long computation."""
-    is_main = threading.current_thread() is threading.main_thread()
+    is_main = threading.current_thread() is threading.main_thread() or _acts_for_main.get()
     if is_main and _Deferred.depth and _Deferred.handler is not None:
         _deliver(_Deferred.handler)
 

@@ -6,7 +6,7 @@ import inspect
 import warnings
 
 # Code of these packages may lie between the user's code and what warns.
-_BETWEEN = frozenset("concurrent contextlib functools hvp numpy scipy threading".split())
+_BETWEEN = frozenset("concurrent contextlib functools hvp numpy scipy tensorflow threading".split())
 
 
 def warn(message: str | Warning, category: type[Warning] = UserWarning) -> None:

@@ -8,6 +8,7 @@ implemented here; dense matrices are solved by scipy.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 from scipy.sparse.linalg import LinearOperator, aslinearoperator
 
+from hvp._derivatives.belonging import may_be_recorded, recorded_solution
 from hvp._engines.linear_map import TensorFunction
 from hvp._errors import ConvergenceWarning, GraphModeError, HvpError, InvalidVectorError
 from hvp._graphs.python_calls import call_python
@@ -27,6 +29,7 @@ from hvp._runtime.checkpoint import Checkpoint
 from hvp._runtime.digest import digest
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.progress import check_progress
+from hvp._runtime.strategies import in_another_thread
 from hvp._runtime.user_warning import warn
 from hvp._solve.block_conjugate_gradients import BLOCK_CONJUGATE_GRADIENTS
 from hvp._solve.conjugate_gradients import CONJUGATE_GRADIENTS
@@ -37,6 +40,7 @@ from hvp._solve.equations import (
     solve_iteratively,
     solve_sparsely,
 )
+from hvp._solve.in_graph import RowSolution, solve_in_graph
 from hvp._solve.method import Method
 from hvp._solve.minres import MINRES
 from hvp._solve.nystrom import NystromSketch, nystrom_factors
@@ -53,6 +57,7 @@ from hvp._solve.recycled import RecycledSpace
 from hvp._solve.right_hand_sides import RightHandSides
 from hvp._solve.rows import norms
 from hvp._solve.sparse import SparseInverse
+from hvp._vectors.nests import flattened, unflattened
 
 _KRYLOV = {m.name: m for m in (CONJUGATE_GRADIENTS, BLOCK_CONJUGATE_GRADIENTS, MINRES)}
 _NAMES = ("auto", *_KRYLOV, "exact", "sparse")
@@ -111,6 +116,8 @@ class SolveResult:
     products: int
 
     def __repr__(self) -> str:
+        if self.outcomes is None:
+            return f"SolveResult(in a graph, by {self.method})"
         count, total = int(np.sum(self.converged)), int(np.size(self.converged))
         indefinite = (
             "" if self.negative_curvature is None else "; the operator is not positive definite"
@@ -121,6 +128,7 @@ class SolveResult:
         )
 
 
+@tf.autograph.experimental.do_not_convert
 @Uninterrupted()
 def solve(
     H: Any,
@@ -201,7 +209,7 @@ def solve(
     TooLargeError
         If `method` is ``"exact"`` and `n` is larger than 4096.
     GraphModeError
-        If the function is called while TensorFlow traces a graph.
+        In a graph: if an option is given that needs Python.
     HvpError
         If another argument is invalid.
 
@@ -220,6 +228,17 @@ def solve(
     A block has at most 128 columns and takes at most 1 GiB of memory. More columns are solved block
     by block.
 
+    If `b` is a tensor, or a nest of tensors, tapes see `x` as a function of it: a gradient costs
+    another solution. If `H` is a `HessianOperator` whose data are one batch, if any, `x` is a
+    function of the variables as well, as `product` is; other gradients in variables raise a
+    `SecondDerivativeError`.
+
+    In a `tf.function` the iterations become a loop of the graph, which XLA can compile if it can
+    the product. Methods are ``"cg"`` and ``"minres"``; `M`, `x0`, `checkpoint` and `progress`
+    cannot be given, and `converged`, `iterations`, `residual_norms` and `products` are tensors,
+    `outcomes` None. Nothing can be raised or warned of there: look at `converged`. A gradient that
+    is not accurate is NaN.
+
     Examples
     --------
     >>> import numpy as np
@@ -231,19 +250,22 @@ def solve(
     >>> result.x, result.converged
     (array([1., 1., 1.], dtype=float32), True)
     """
-    return solve_with(
-        H,
-        b,
-        None,
-        method=method,
-        damping=damping,
-        rtol=rtol,
-        atol=atol,
-        maxiter=maxiter,
-        M=M,
-        x0=x0,
-        progress=progress,
-        checkpoint=checkpoint,
+    choices: dict[str, Any] = {"damping": damping, "rtol": rtol, "atol": atol, "maxiter": maxiter}
+    if not tf.executing_eagerly():
+        given = {"M": M, "x0": x0, "checkpoint": checkpoint, "progress": progress or None}
+        return _solve_in_graph(H, b, method, given, **choices)
+
+    def solved(right: Any, start: Any = None, file: Any = None) -> SolveResult:
+        choices.update(method=method, M=M, x0=start, progress=progress, checkpoint=file)
+        return solve_with(H, right, None, **choices)
+
+    if not may_be_recorded():
+        return solved(b, x0, checkpoint)
+    result = in_another_thread(solved, b, x0, checkpoint)
+    if not any(map(tf.is_tensor, tf.nest.flatten(b))):
+        return result
+    return replace(
+        result, x=_recorded(H, b, result.x, lambda right: in_another_thread(solved, right).x)
     )
 
 
@@ -269,6 +291,8 @@ def solve_with(
     `preconditions`, they are also preconditioned by it if `M` is None or "auto"; if it is empty, it
     then begins with a sketch of the operator, of a rank that pays.
     """
+    if not tf.executing_eagerly():
+        raise GraphModeError("a solver was called while TensorFlow traces a graph", "hvp.solve")
     matrix = matrix_of(H)
     matrix.make_sure()
     _check(method, damping, rtol, atol, maxiter, M)
@@ -342,9 +366,99 @@ def solve_with(
         return _result(right_hand_sides, solution, used)
 
 
+def _recorded(H: Any, b: Any, x: Any, solve_again: Callable[[tf.Tensor], tf.Tensor]) -> Any:
+    """Return a solution as tapes should see it: a function of `b`, and of the operator's variables.
+
+    `solve_again` solves for a flat right-hand side, or columns of these.
+    """
+    matrix, is_nest = matrix_of(H), not tf.is_tensor(x)
+    right = flattened(matrix.space, b) if is_nest else tf.cast(b, matrix.dtype)
+    first = [flattened(matrix.space, x) if is_nest else x]
+    product: Callable[[tf.Tensor], tf.Tensor] = tf.identity
+    variables: Sequence[tf.Variable] = ()
+    if isinstance(H, Operator):
+        with tf.GradientTape() as tape:  # it says which variables a product is a function of
+            H.product(tf.zeros(matrix.size, matrix.dtype))
+        variables = tape.watched_variables()
+
+        def product(rows: tf.Tensor) -> tf.Tensor:
+            if len(rows.shape) == 1:
+                return H.product(rows)
+            return tf.stack([H.product(column) for column in tf.unstack(rows, axis=1)], axis=1)
+
+    def solved(right: tf.Tensor) -> tf.Tensor:
+        return first.pop() if first else solve_again(right)
+
+    solution = recorded_solution(solved, product, right, variables)
+    return unflattened(matrix.space, solution) if is_nest else solution
+
+
+def _solve_in_graph(
+    H: Any,
+    b: Any,
+    method: Any,
+    given: dict[str, Any],
+    *,
+    damping: Any,
+    rtol: Any,
+    atol: Any,
+    maxiter: Any,
+) -> SolveResult:
+    """Solve inside the graph being traced."""
+    _check(method, damping, rtol, atol, maxiter, None)
+    others = [name for name, value in given.items() if value is not None]
+    iterative = {m.name: m for m in (CONJUGATE_GRADIENTS, MINRES)} | {"auto": CONJUGATE_GRADIENTS}
+    if others or method not in iterative or not isinstance(H, Operator):
+        problem = f"{', '.join(others)} is given" if others else f"the method is {method!r}"
+        raise GraphModeError(
+            "solve was called while TensorFlow traces a graph, and "
+            + (problem if isinstance(H, Operator) else f"the operator is {type(H).__name__}"),
+            "an operator of this package, and the method 'auto', 'cg' or 'minres' alone",
+        )
+    matrix = matrix_of(H)
+    is_nest = tf.nest.is_nested(b) or tuple(b.shape) == matrix.space.shapes[0] != (matrix.size,)
+    flat = flattened(matrix.space, b) if is_nest else tf.cast(b, matrix.dtype)
+    is_single = len(flat.shape) == 1
+    total = float(matrix.damping + damping)
+
+    def solved(right: tf.Tensor) -> RowSolution:
+        rows = right[tf.newaxis] if is_single else tf.transpose(right)
+        tolerance = tf.maximum(rtol * tf.norm(rows, axis=1), tf.cast(atol, rows.dtype))
+        return solve_in_graph(
+            iterative[method],
+            lambda rows: matrix.multiply(rows) + total * rows,
+            rows,
+            tolerance,
+            _ITERATIONS * matrix.size if maxiter is None else int(maxiter),
+        )
+
+    def like_right(rows: tf.Tensor) -> tf.Tensor:
+        return rows[0] if is_single else tf.transpose(rows)
+
+    def solved_or_nan(right: tf.Tensor) -> tf.Tensor:
+        found = solved(right)
+        is_found = tf.equal(found.outcome, int(SolveOutcome.CONVERGED))
+        nan = tf.cast(np.nan, found.rows.dtype)
+        return like_right(tf.where(is_found[:, tf.newaxis], found.rows, nan))
+
+    found = solved(flat)
+    x = _recorded(H, flat, like_right(found.rows), solved_or_nan)
+    converged = tf.equal(found.outcome, int(SolveOutcome.CONVERGED))
+    columns = [converged, found.iterations, found.residual_norms]
+    numbers = [one[0] for one in columns] if is_single else columns
+    return SolveResult(
+        x=unflattened(matrix.space, x) if is_nest else x,
+        converged=numbers[0],
+        iterations=numbers[1],
+        residual_norms=numbers[2],
+        negative_curvature=None,
+        outcomes=None,
+        method=iterative[method].name,
+        products=tf.reduce_max(found.iterations) * tf.shape(found.rows)[0],
+    )
+
+
 def _check(method: Any, damping: Any, rtol: Any, atol: Any, maxiter: Any, M: Any) -> None:
-    if not tf.executing_eagerly():
-        raise GraphModeError("solve was called while TensorFlow traces a graph", "eager execution")
     if method not in _NAMES:
         raise HvpError(f"the method is {method!r}", " or ".join(map(repr, _NAMES)))
     check_damping(damping)

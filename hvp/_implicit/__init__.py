@@ -1,0 +1,1 @@
+"""Solutions of equations as functions of what the equations depend on."""

@@ -1,0 +1,314 @@
+"""Derivatives of minima: closed forms, differences of solutions, and tapes around tapes."""
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import scipy.optimize
+import tensorflow as tf
+
+import hvp
+
+SHAPES = [(4, "tanh"), (1, None)]
+rng = np.random.default_rng(0)
+X, Y = rng.standard_normal((40, 6)), rng.standard_normal(40)
+X_NEW, Y_NEW = rng.standard_normal((15, 6)), rng.standard_normal(15)
+
+
+class Ridge:
+    """Weights with a strength of the penalty for each, whose minimum is known."""
+
+    def __init__(self):
+        self.w = tf.Variable(np.zeros(6), name="w")
+        self.strengths = tf.Variable(np.linspace(-1.0, 1.0, 6), name="strengths")
+
+    def loss(self, w=None):
+        w = self.w if w is None else w
+        residuals = tf.linalg.matvec(tf.constant(X), w) - Y
+        return tf.reduce_sum(residuals**2) / 2 + tf.reduce_sum(tf.exp(self.strengths) * w**2) / 2
+
+    def validation(self, w):
+        return tf.reduce_sum((tf.linalg.matvec(tf.constant(X_NEW), w) - Y_NEW) ** 2) / 2
+
+    def closed_form(self, strengths):
+        return tf.linalg.solve(
+            X.T @ X + tf.linalg.diag(tf.exp(strengths)), tf.constant(X.T @ Y)[:, tf.newaxis]
+        )[:, 0]
+
+    def expected(self):
+        """Return the minimum, the gradient of the validation loss, and its Hessian."""
+        with tf.GradientTape(persistent=True) as outer:
+            with tf.GradientTape() as tape:
+                best = self.closed_form(self.strengths)
+                value = self.validation(best)
+            gradient = tape.gradient(value, self.strengths)
+        return best, gradient, outer.jacobian(gradient, self.strengths)
+
+
+def ways(ridge):
+    """Return functions that find the minimum: by operators, and by tapes on tensors."""
+    w, t = ridge.w, ridge.strengths
+    operator = hvp.HessianOperator(ridge.loss, [t, w])
+    newton = hvp.NewtonCG(ridge.loss, w)
+    return {
+        "variables": lambda: hvp.argmin(ridge.loss, w, t),
+        "operator": lambda: hvp.argmin(operator, w, t),
+        "newton": lambda: hvp.argmin(
+            ridge.loss, w, t, solver=lambda: newton.minimize(gtol=1e-12, leave_saddles=False)
+        ),
+        "tensors": lambda: hvp.argmin(ridge.loss, tf.zeros(6, tf.float64), t),
+        "own solver": lambda: hvp.argmin(
+            ridge.loss, np.zeros(6), t, solver=lambda start: ridge.closed_form(t)
+        ),
+    }
+
+
+@pytest.mark.parametrize("way", ["variables", "operator", "newton", "tensors", "own solver"])
+def test_ridge_regression_to_second_order(way):
+    ridge = Ridge()
+    best, gradient, hessian = ridge.expected()
+    find = ways(ridge)[way]
+    with tf.GradientTape(persistent=True) as outer:
+        with tf.GradientTape() as tape:
+            found = find()
+            value = ridge.validation(found)
+        own = tape.gradient(value, ridge.strengths)
+    np.testing.assert_allclose(found, best, rtol=1e-9)
+    np.testing.assert_allclose(own, gradient, rtol=1e-8, atol=1e-10)
+    second = outer.jacobian(own, ridge.strengths, experimental_use_pfor=False)
+    np.testing.assert_allclose(second, hessian, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("way", ["variables", "operator", "tensors"])
+def test_again_at_other_strengths(way):
+    ridge = Ridge()
+    find = ways(ridge)[way]
+    for _ in range(3):
+        _, gradient, _ = ridge.expected()
+        with tf.GradientTape() as tape:
+            value = ridge.validation(find())
+        own = tape.gradient(value, ridge.strengths)
+        np.testing.assert_allclose(own, gradient, rtol=1e-7, atol=1e-9)
+        ridge.strengths.assign_sub(own)
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("variables", [False, True])
+def test_in_a_graph(jit_compile, variables):
+    ridge = Ridge()
+    _, gradient, hessian = ridge.expected()
+
+    @tf.function(jit_compile=jit_compile)
+    def derivatives():
+        with tf.GradientTape(persistent=True) as outer:
+            with tf.GradientTape() as tape:
+                start = ridge.w if variables else tf.zeros(6, tf.float64)
+                value = ridge.validation(hvp.argmin(ridge.loss, start, ridge.strengths))
+            own = tape.gradient(value, ridge.strengths)
+            part = own[2]
+        return own, outer.gradient(part, ridge.strengths)
+
+    own, row = derivatives()
+    np.testing.assert_allclose(own, gradient, rtol=1e-8, atol=1e-10)
+    np.testing.assert_allclose(row, hessian[2], rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_a_tape_around_a_function(jit_compile):
+    ridge = Ridge()
+    _, gradient, _ = ridge.expected()
+    find = tf.function(
+        lambda: hvp.argmin(ridge.loss, tf.zeros(6, tf.float64), ridge.strengths),
+        jit_compile=jit_compile,
+    )
+    with tf.GradientTape() as tape:
+        value = ridge.validation(find())
+    np.testing.assert_allclose(
+        tape.gradient(value, ridge.strengths), gradient, rtol=1e-8, atol=1e-10
+    )
+
+
+@pytest.mark.parametrize("way", ["variables", "tensors"])
+def test_forward_mode(way):
+    ridge = Ridge()
+    direction = tf.constant(rng.standard_normal(6))
+    find = ways(ridge)[way]
+    with tf.GradientTape() as tape:
+        best = ridge.closed_form(ridge.strengths)
+    jacobian = tape.jacobian(best, ridge.strengths)
+    with tf.autodiff.ForwardAccumulator(ridge.strengths, direction) as forward:
+        found = find()
+    np.testing.assert_allclose(
+        forward.jvp(found), tf.linalg.matvec(jacobian, direction), rtol=1e-7, atol=1e-10
+    )
+
+
+def test_outer_tensors():
+    target = tf.constant([1.0, 2.0], tf.float64)
+    w = tf.Variable(np.zeros(2))
+    for start in (w, tf.zeros(2, tf.float64)):
+        with tf.GradientTape() as tape:
+            tape.watch(target)
+            other = target**2
+
+            def loss(v=w, other=other):
+                return tf.reduce_sum((v - other) ** 4 + (v - other) ** 2)
+
+            found = hvp.argmin(loss, start, other)
+        np.testing.assert_allclose(found, [1, 4], rtol=1e-10)
+        np.testing.assert_allclose(tape.gradient(found, target), [2, 4], rtol=1e-8)
+
+
+class TestLogisticRegression:
+    """One strength; the derivative is compared with differences of solutions by scipy."""
+
+    labels = (rng.random(40) < 0.5).astype(float)
+
+    def solved(self, strength):
+        def both(w):
+            z = X @ w
+            value = np.mean(np.logaddexp(0, z) - self.labels * z)
+            slope = X.T @ (1 / (1 + np.exp(-z)) - self.labels) / 40
+            return value + np.exp(strength) * w @ w / 2, slope + np.exp(strength) * w
+
+        found = scipy.optimize.minimize(
+            both, np.zeros(6), jac=True, method="BFGS", options={"gtol": 1e-12}
+        )
+        return found.x
+
+    @pytest.mark.parametrize("engine", ["graph", "tape"])
+    @pytest.mark.parametrize("batch_size", [None, 16])
+    def test_data_engines_and_batches(self, engine, batch_size):
+        w, strength = tf.Variable(np.zeros(6)), tf.Variable(-2.0, dtype=tf.float64)
+
+        def loss(x, y):
+            z = tf.linalg.matvec(x, w)
+            each = tf.nn.sigmoid_cross_entropy_with_logits(y, z)
+            return tf.reduce_mean(each) + tf.exp(strength) * tf.reduce_sum(w**2) / 2
+
+        data = (X, self.labels)
+        H = hvp.HessianOperator(loss, [w, strength], data, engine=engine, batch_size=batch_size)
+        with tf.GradientTape(persistent=True) as outer:
+            with tf.GradientTape() as tape:
+                value = tf.reduce_sum(tf.sin(hvp.argmin(H, w, strength)))
+            gradient = tape.gradient(value, strength)
+        values = [np.sin(self.solved(-2 + step)).sum() for step in (1e-4, -1e-4)]
+        assert float(gradient) == pytest.approx((values[0] - values[1]) / 2e-4, rel=1e-5)
+        if batch_size is None:
+            middle = np.sin(self.solved(-2.0)).sum()
+            second = (values[0] - 2 * middle + values[1]) / 1e-8
+            assert float(outer.gradient(gradient, strength)) == pytest.approx(second, rel=1e-2)
+        else:
+            with pytest.raises(hvp.SecondDerivativeError):
+                float(outer.gradient(gradient, strength))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_keras_network_beside_differences_of_training(recompute):
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.Dense(size, name, dtype="float64") for size, name in SHAPES]
+    model = keras.Sequential([keras.Input((6,), dtype="float64"), *layers])
+    decay = tf.Variable(-3.0, dtype=tf.float64)
+    network = hvp.recompute(model) if recompute else model
+
+    def loss(x, y):
+        fit = tf.reduce_mean((network(x)[:, 0] - y) ** 2)
+        return fit + tf.exp(decay) * sum(
+            tf.reduce_sum(v.value**2) for v in model.trainable_variables
+        )
+
+    H = hvp.HessianOperator(loss, [model, decay], (X, Y))
+
+    def validation(weights):
+        outputs, _ = model.stateless_call(weights, [], X_NEW)
+        return tf.reduce_mean((outputs[:, 0] - Y_NEW) ** 2)
+
+    def trained(value):
+        decay.assign(value)
+        return float(validation(hvp.argmin(H, model, decay)))
+
+    start = trained(-3.0)
+    with tf.GradientTape() as tape:
+        value = validation(hvp.argmin(H, model, decay))
+    assert float(value) == pytest.approx(start, rel=1e-8)
+    gradient = float(tape.gradient(value, decay))
+    difference = (trained(-3.0 + 1e-4) - trained(-3.0 - 1e-4)) / 2e-4
+    assert gradient == pytest.approx(difference, rel=1e-4)
+
+
+class TestWhatIsRefused:
+    def test_a_maximum(self):
+        w, t = tf.Variable(0.0), tf.Variable(1.0)
+        for start in (w, tf.constant(0.0)):
+
+            def loss(v=w):
+                return -t * v**2
+
+            with tf.GradientTape() as tape:
+                found = hvp.argmin(loss, start, t, solver=lambda start=None: start)
+            with pytest.raises(hvp.HvpError, match=r"not positive definite.* in [13] products"):
+                tape.gradient(found, t)
+
+    def test_a_maximum_in_a_graph_is_nan(self):
+        t = tf.Variable(1.0)
+
+        @tf.function
+        def derivative():
+            with tf.GradientTape() as tape:
+                found = hvp.argmin(
+                    lambda v: t * v - v**2, tf.constant(0.5), t, solver=lambda start: start
+                )
+            return tape.gradient(found, t)
+
+        assert np.isnan(derivative())
+
+    def test_damping_makes_up_for_flat_directions(self):
+        w, t = tf.Variable([0.0, 0.0]), tf.Variable(1.0)
+        with tf.GradientTape() as tape:
+            found = hvp.argmin(lambda: (w[0] - t) ** 2, w, t, damping=0.5)
+        # 2 / (2 + damping)
+        assert float(tape.gradient(found, t)) == pytest.approx(0.8, rel=1e-5)
+
+    @pytest.mark.parametrize("way", ["variables", "tensors"])
+    def test_changed_variables(self, way):
+        ridge = Ridge()
+        with tf.GradientTape() as tape:
+            value = ridge.validation(ways(ridge)[way]())
+        ridge.strengths.assign_add(tf.ones(6, tf.float64))
+        with pytest.raises(hvp.StaleOperatorError, match="strengths"):
+            tape.gradient(value, ridge.strengths)
+
+    def test_a_search_that_fails_warns(self):
+        w, t = tf.Variable(0.0), tf.Variable(1.0)
+        with pytest.warns(hvp.ConvergenceWarning, match="minimum"):
+            hvp.argmin(lambda: -t * w, w, t)
+        with pytest.warns(hvp.ConvergenceWarning, match="converged"):
+            hvp.argmin(lambda v: t * tf.exp(-v), tf.constant(0.0), t)
+
+    def test_arguments(self):
+        w, t = tf.Variable([0.0]), tf.Variable(1.0)
+        loss = lambda: tf.reduce_sum((w - t) ** 2)  # noqa: E731
+        with pytest.raises(hvp.HvpError, match="no outer variables"):
+            hvp.argmin(loss, w, [])
+        with pytest.raises(hvp.HvpError, match="rtol"):
+            hvp.argmin(loss, w, t, rtol=0.0)
+        with pytest.raises(hvp.HvpError, match="loss is int"):
+            hvp.argmin(3, w, t)
+        with pytest.raises(hvp.HvpError, match="HessianOperator"):
+            hvp.argmin(hvp.HessianOperator(loss, w), w, t)
+        with pytest.raises(hvp.HvpError, match="preconditioner"):
+            hvp.argmin(lambda v: v**2 * t, tf.constant(1.0), t, M="nystrom")
+        with pytest.raises(hvp.HvpError, match="shapes"):
+            hvp.argmin(lambda v: v**2 * t, tf.constant(1.0), t, solver=lambda v: tf.zeros(3))
+        with pytest.raises(hvp.HvpError, match="float32, float64"):
+            hvp.argmin(loss, [tf.zeros(1), tf.zeros(1, tf.float64)], t)
+
+
+def test_no_warning_where_the_start_is_the_minimum():
+    ridge = Ridge()
+    hvp.argmin(ridge.loss, ridge.w, ridge.strengths)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = hvp.argmin(ridge.loss, ridge.w, ridge.strengths)
+    np.testing.assert_allclose(again, ridge.closed_form(ridge.strengths), rtol=1e-9)
