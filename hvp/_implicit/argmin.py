@@ -72,7 +72,8 @@ def argmin(
         Tolerance of the search and of the linear system, as for `solve`. The default is `2/3` of
         the digits of the variables' type.
     maxiter : int, optional
-        Upper bound on the iterations for the linear system.
+        Upper bound on the iterations for the linear system. The default is ten for each unknown, as
+        for `solve`, and 1000 at most for tensors and in graphs.
     M : optional
         A preconditioner of the linear system, as for `solve`, where the result of `argmin` is
         computed by operators; see the notes.

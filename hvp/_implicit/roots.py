@@ -47,7 +47,8 @@ def root(
         Tolerance of the last step of Newton's method, relative to the solution, and of the linear
         system. The default is `2/3` of the digits of the type.
     maxiter : int, optional
-        Upper bound on the iterations for the linear system.
+        Upper bound on the iterations for the linear system. The default is ten for each unknown,
+        and 1000 at most.
 
     Returns
     -------

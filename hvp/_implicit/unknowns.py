@@ -19,8 +19,8 @@ from hvp._solve.outcome import SolveOutcome
 from hvp._vectors.variables import collect_variables
 
 _ZERO = tf.UnconnectedGradients.ZERO
-# Steps of Newton's method, and iterations of conjugate gradients for each unknown.
-_STEPS, _ITERATIONS = 100, 10
+# Steps of Newton's method, and iterations of conjugate gradients: for each unknown, and at most.
+_STEPS, _ITERATIONS, _MOST_ITERATIONS = 100, 10, 1000
 # The residual of the system for a step, relative to what is to become zero.
 _FORCING = 1e-3
 
@@ -217,7 +217,8 @@ class TapedEquation:
             return (pulled(row) if self._loss is not None else second(first(row)))[tf.newaxis]
 
         tolerance = rtol * tf.norm(right)[tf.newaxis]
-        most = _ITERATIONS * tf.size(right) if self._maxiter is None else self._maxiter
+        most = tf.minimum(_ITERATIONS * tf.size(right), _MOST_ITERATIONS)
+        most = most if self._maxiter is None else self._maxiter
         found = solve_in_graph(CONJUGATE_GRADIENTS, multiply, right[tf.newaxis], tolerance, most)
         return (found.rows[0] if self._loss is not None else first(found.rows[0])), found
 
