@@ -58,7 +58,7 @@ docs: $(VENV)/.docs
 # run by itself: make benchmark-products. The extra `peers` (JAX, PyTorch, ...) is installed by
 # hand, or left out: pip install -e '.[peers]'
 BENCHMARKS = products first_products inputs fits sparse matrices blocks spectra recycling kronecker uncertainty \
-	influence_scores memory scale precision streaming solving optimizers devices
+	influence_scores attribution training memory scale precision streaming solving optimizers devices
 benchmark: $(addprefix benchmark-,$(BENCHMARKS))
 
 benchmark-products benchmark-memory benchmark-scale benchmark-devices: OPTIONS = --figure

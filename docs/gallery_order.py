@@ -4,7 +4,7 @@ ORDER = """
 cg_solve persistent_tapes all_digits memory_limit gauss_newton standard_errors spectrum sharpness
 newton_logistic newton_autoencoder newton_pinn poisson_pinn schroedinger influence_digits
 influence_loo ekfac_influence influence_text laplace calibration weights_that_matter
-two_workers
+hyperparameters implicit_maml equilibrium_layer two_workers
 """.split()
 
 

@@ -29,9 +29,9 @@ FLOORS = [
     ["_operators"],
     ["_solve", "_kronecker"],
     ["_minimize", "_influence", "_spectra"],
-    ["_laplace", "_implicit"],
+    ["_laplace", "_implicit", "_training"],
     ["_check"],
-    ["_command"],
+    ["_command", "keras"],
 ]
 LEVEL = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE)

@@ -1,0 +1,1 @@
+"""Optimizers for `model.fit` that use curvature."""
