@@ -11,7 +11,13 @@ import tensorflow as tf
 
 from hvp._errors import ConvergenceWarning, HvpError
 from hvp._implicit.equation import Equation, Tensors, at_tensors
-from hvp._implicit.unknowns import TapedEquation, Unknowns, not_a_minimum, tolerance_of
+from hvp._implicit.unknowns import (
+    TapedEquation,
+    Unknowns,
+    not_a_minimum,
+    tolerance_of,
+    unconnected,
+)
 from hvp._minimize.newton_cg import NewtonCG
 from hvp._operators.damping import check_damping
 from hvp._operators.hessian import HessianOperator
@@ -193,6 +199,14 @@ def _by_operator(
         H = in_another_thread(HessianOperator, loss, [*unknowns.parts, *sources])
     matrix = evaluation_of(H)
     space, places = matrix.space, _places(matrix.variables, [*unknowns.parts, *sources])
+
+    def refuse_unused() -> None:
+        unused = {matrix.variable_names[place] for place in places} & set(matrix.unconnected())
+        if unused:
+            raise unconnected(sorted(unused))
+
+    if is_own:
+        refuse_unused()
     count = len(unknowns.parts)
     order = np.argsort(places[:count])  # of the unknowns in the operator
     block = H.block([unknowns.parts[place] for place in order])
@@ -230,6 +244,7 @@ def _by_operator(
         if not is_current:  # the operator was evaluated where the search began, or elsewhere
             H.refresh()
             is_current = True
+            refuse_unused()
 
     def solved(w: Tensors, right: Tensors, transposed: bool) -> Tensors:
         del w, transposed  # of a symmetric matrix

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvp._derivatives.exact import exact_functions
-from hvp._errors import ConvergenceWarning, HvpError, InvalidVariablesError
+from hvp._errors import ConvergenceWarning, HvpError, InvalidVariablesError, quoted
 from hvp._implicit.equation import Equation, Tensors, at_tensors
 from hvp._implicit.newton import newton
 from hvp._runtime.user_warning import warn
@@ -107,8 +107,24 @@ class TapedEquation:
 
     def solution(self, solver: Callable[..., Any] | None) -> Any:
         """Return the solution as a function of the sources, in the caller's structure."""
+        self._refuse_unconnected()
         equation = Equation(self._sources, self._pullback, self._solved)
         return self._unknowns.nest_of(equation.solution(lambda: self._found(solver)))
+
+    def _refuse_unconnected(self) -> None:
+        """Refuse sources that the function does not read: a gradient of zero would hide that."""
+        parts, of_all = self._unknowns.parts, self._loss or self._force
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(self._sources)
+            result = of_all(parts)
+        slopes = tape.gradient(result, list(self._sources))
+        unused = [
+            getattr(source, "name", "") if isinstance(source, tf.Variable) else f"tensor {place}"
+            for place, (source, slope) in enumerate(zip(self._sources, slopes))
+            if slope is None
+        ]
+        if unused:
+            raise unconnected(unused)
 
     def _found(self, solver: Callable[..., Any] | None) -> Tensors:
         unknowns = self._unknowns
@@ -221,6 +237,16 @@ class TapedEquation:
         most = most if self._maxiter is None else self._maxiter
         found = solve_in_graph(CONJUGATE_GRADIENTS, multiply, right[tf.newaxis], tolerance, most)
         return (found.rows[0] if self._loss is not None else first(found.rows[0])), found
+
+
+def unconnected(names: Sequence[str]) -> HvpError:
+    """Return the error for outer variables that the function does not depend on."""
+    return HvpError(
+        f"the function does not depend on {quoted(names)} of the outer variables",
+        "variables and tensors that it reads",
+        "if it reads a tensor that was computed from these, list that tensor: a tape around the "
+        "call finds the way from there",
+    )
 
 
 def not_a_minimum(products: int) -> HvpError:

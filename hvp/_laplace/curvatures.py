@@ -60,7 +60,9 @@ def curvature_of(
         is_evaluated = False
         if isinstance(matrix, KFAC):
             return matrix, matrix.value
-        return made(_blocks(kind, matrix, nest, rank)), matrix.value
+        blocks, loss = _blocks(kind, matrix, nest, rank), matrix.value
+        matrix.close()  # which frees memory; what was traced remains
+        return made(blocks), loss
 
     return evaluated
 

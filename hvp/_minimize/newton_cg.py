@@ -44,8 +44,18 @@ _INSTEAD = dict.fromkeys(
 )
 
 
+class _NotForCompile(type(tf.Module)):  # type: ignore[misc]
+    """The type of a class that `model.compile` does not take, and names in its error."""
+
+    def __str__(cls) -> str:
+        return (
+            f"{super().__str__()}, which minimizes over all data by its method minimize(); "
+            "model.compile takes hvp.keras.optimizers.KFAC, SOAP or Sophia"
+        )
+
+
 @declared(OPERATOR_OPTIONS)
-class NewtonCG(FromKeras, OneProcess, tf.Module):
+class NewtonCG(FromKeras, OneProcess, tf.Module, metaclass=_NotForCompile):
     """A truncated Newton method whose conjugate gradients run inside a graph.
 
     Each step approximately minimizes the quadratic model of the loss in a trust region,

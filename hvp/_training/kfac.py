@@ -13,7 +13,7 @@ from hvp._data.elements import convert_batch
 from hvp._derivatives.exact import exact_functions
 from hvp._errors import HvpError, quoted
 from hvp._graphs.compiled import Compiled
-from hvp._keras.scope import preserved_losses
+from hvp._keras.losses import preserved_losses
 from hvp._keras.unrolled import unrolled
 from hvp._kronecker.layered_graph import LayeredGraph
 from hvp._kronecker.layers import Layer
@@ -138,7 +138,8 @@ class KFACOptimizer(CurvatureOptimizer):
                 "use hvp.keras.optimizers.SOAP, or set trainable=False",
             )
         self._velocities = [self.add_variable_from_reference(v, "velocity") for v in variables]
-        self._factors, self._inverses = [], []
+        self._factors: list[list[Any]] = []
+        self._inverses: list[list[Any]] = []
         for layer in self._layers:
             shapes = self._arrangement.shapes(layer)
             name = layer.names[0].replace("/", "_").split(":")[0]
@@ -152,8 +153,8 @@ class KFACOptimizer(CurvatureOptimizer):
                     ]
                 )
 
-    def observe(self, data: tuple[Any, ...]) -> None:
-        """Update the factors from a batch ``(x, y)``, in the graph of a training step."""
+    def measure(self, data: tuple[Any, ...]) -> None:
+        """Update the factors from a batch ``(x, y)``."""
         if self._traced is None:
             self._traced = self._statistics()
         done = self.steps()
@@ -223,7 +224,8 @@ class KFACOptimizer(CurvatureOptimizer):
 
         def statistics(*data: Any) -> Sequence[tf.Tensor]:
             with exact_functions(), preserved_losses([model]):
-                return rule.evaluate(stand_ins, convert_batch(data, "data")).gradient
+                found = rule.evaluate(stand_ins, convert_batch(data, "data"))
+            return list(found.gradient or ())
 
         return tf.function(statistics, autograph=False)
 

@@ -10,15 +10,13 @@ import tensorflow as tf
 
 from hvp._data.elements import convert_batch
 from hvp._derivatives.exact import exact_functions
-from hvp._engines.prediction_rule import Output
-from hvp._engines.predictions import Predictions
-from hvp._engines.taped import TapedGradient
 from hvp._errors import HvpError
 from hvp._keras.compiled_loss import CompiledModel
-from hvp._keras.scope import preserved_losses
+from hvp._keras.losses import preserved_losses
 from hvp._kronecker.roots import roots
 from hvp._runtime.arguments import check_count, check_number
 from hvp._training.trainer import CurvatureOptimizer
+from hvp._vectors.space import Space
 from hvp._vectors.variables import collect_variables
 
 _ZERO = tf.UnconnectedGradients.ZERO
@@ -114,8 +112,8 @@ class Sophia(CurvatureOptimizer):
         self._means = [self.add_variable_from_reference(v, "mean") for v in variables]
         self._curvatures = [self.add_variable_from_reference(v, "curvature") for v in variables]
 
-    def observe(self, data: tuple[Any, ...]) -> None:
-        """Estimate the curvature from a batch ``(x, y)``, in the graph of a training step."""
+    def measure(self, data: tuple[Any, ...]) -> None:
+        """Estimate the curvature from a batch ``(x, y)``."""
         if self._traced is None:
             estimate = self._signs if self.estimator == "hutchinson" else self._squares
             self._traced = tf.function(estimate(), autograph=False)
@@ -173,21 +171,11 @@ class Sophia(CurvatureOptimizer):
         def estimate(*data: Any) -> Sequence[tf.Tensor]:
             batch = convert_batch(data, "data")
             with exact_functions(), preserved_losses([model]):
-                with tf.GradientTape(watch_accessed_variables=False) as tape:
-                    tape.watch(variables)
-                    made = batch.call(lambda *elements: Predictions(rule.predict(*elements)))
-                    chosen = [made.tensors[i] for i in made.choose(rule.output_loss, batch)]
-
-                def loss(parts: Any, of: Any) -> Any:
-                    return made.loss(rule.output_loss, parts, of)
-
-                taped = TapedGradient(lambda: loss(chosen, batch), chosen)
-                vectors = roots(rule, Output(taped, chosen, batch, loss), 1)
-                slopes = tape.gradient(
-                    chosen, variables, [v[0] for v in vectors], unconnected_gradients=_ZERO
-                )
-            count = tf.shape(chosen[0])[0]
-            return [tf.convert_to_tensor(s) ** 2 / tf.cast(count, s.dtype) for s in slopes]
+                outputs, output = rule.taped(variables, batch)
+                drawn = [part[0] for part in roots(rule, output, 1)]
+                slopes = Space.of_variables(self._nest).with_zeros(outputs.vjp(drawn))
+            count = tf.shape(output.predictions[0])[0]
+            return [slope**2 / tf.cast(count, slope.dtype) for slope in slopes]
 
         return estimate
 

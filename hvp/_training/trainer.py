@@ -44,7 +44,14 @@ class CurvatureOptimizer(keras.optimizers.Optimizer):
         self._traced: Any = None
 
     def observe(self, data: tuple[Any, ...]) -> None:
-        """Look at a batch ``(x, y)``."""
+        """Look at a batch ``(x, y)``, in the graph of a training step."""
+        if not self.built:
+            with tf.init_scope():
+                self.build(self._model().trainable_variables)
+        self.measure(data)
+
+    def measure(self, data: tuple[Any, ...]) -> None:
+        """Update what is known of the curvature, from a batch ``(x, y)``."""
         raise NotImplementedError
 
     def steps(self) -> tf.Tensor:
@@ -60,7 +67,11 @@ class CurvatureOptimizer(keras.optimizers.Optimizer):
                 "a cross-entropy or the mean square error",
                 "use hvp.keras.optimizers.SOAP",
             )
-        functions = checked_model(compiled.model), checked_output_loss(compiled.output_loss)
+
+        def outputs(*inputs: Any) -> Any:
+            return compiled.model(inputs[0] if len(inputs) == 1 else list(inputs))
+
+        functions = checked_model(outputs), checked_output_loss(compiled.output_loss)
         return FisherRule(*functions, None, compiled.likelihoods, 1, self._seed)
 
     def kept(self, variable: Any, value: tf.Tensor, part: Any) -> tf.Tensor:
@@ -86,12 +97,18 @@ class Trainer:
         if attach is not None:
             attach(self)
 
+    def compile_from_config(self, config: Any) -> None:
+        """Compile as before the model was saved; Keras calls it."""
+        self.compile(**keras.saving.deserialize_keras_object(config))
+        if self.built:  # type: ignore[attr-defined]
+            self.optimizer.build(self.trainable_variables)  # type: ignore[attr-defined]
+
     def train_step(self, data: Any) -> Any:
         """Let the optimizer look at the batch, and take a step."""
         observe = getattr(self._own_optimizer(), "observe", None)
         if observe is not None:
             x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
-            observe((x, y))
+            observe((tuple(x) if isinstance(x, list) else x, y))
         return super().train_step(data)  # type: ignore[misc]
 
     def _own_optimizer(self) -> Any:

@@ -279,6 +279,18 @@ class TestWhatIsRefused:
         with pytest.raises(hvp.StaleOperatorError, match="strengths"):
             tape.gradient(value, ridge.strengths)
 
+    def test_what_the_loss_does_not_read(self):
+        w, t = tf.Variable(0.0), tf.Variable(1.0, name="t")
+        twice = 2 * t
+        with pytest.raises(hvp.HvpError, match=r"'t(:0)?' of the outer"):
+            hvp.argmin(lambda: w**2, w, t)
+        with pytest.raises(hvp.HvpError, match=r"'t:0' of the outer.*list that tensor"):
+            hvp.argmin(lambda v: (v - twice) ** 2, tf.constant(0.0), t)
+        with tf.GradientTape() as tape:
+            twice = 2 * t
+            found = hvp.argmin(lambda v: (v - twice) ** 2, tf.constant(0.0), twice)
+        assert float(tape.gradient(found, t)) == pytest.approx(2)
+
     def test_a_search_that_fails_warns(self):
         w, t = tf.Variable(0.0), tf.Variable(1.0)
         with pytest.warns(hvp.ConvergenceWarning, match="minimum"):

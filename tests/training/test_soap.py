@@ -10,14 +10,14 @@ import tensorflow as tf
 import hvp
 
 rng = np.random.default_rng(0)
-X, Y = rng.standard_normal((32, 5)).astype("float32"), rng.standard_normal((32, 2))
+X, Y = rng.standard_normal((32, 5)).astype("float32"), rng.standard_normal((32, 4))
 OPTIONS = {"learning_rate": 0.02, "interval": 3}
 
 
 def made(optimizer, dtype="float64", seed=0, **options):
     keras.utils.set_random_seed(seed)
     hidden = keras.layers.Dense(4, "tanh", dtype=dtype, name="hidden")
-    last = keras.layers.Dense(2, dtype=dtype, name="last")
+    last = keras.layers.Dense(4, dtype=dtype, name="last")
     model = keras.Sequential([keras.Input((5,)), hidden, last])
     model.compile(optimizer, "mse", **options)
     return model
@@ -133,7 +133,7 @@ def test_kernels_of_convolutions_and_long_sides():
     x, y = rng.standard_normal((16, 6, 6, 2)), rng.standard_normal(16)
     losses = model.fit(x, y, epochs=20, verbose=0).history["loss"]
     assert losses[-1] < 0.8 * losses[0]
-    shapes = sorted(v.shape for v in optimizer.variables if "moment" in v.path)
+    shapes = sorted(tuple(v.shape) for v in optimizer.variables if "moment" in v.path)
     assert shapes == [(1, 1), (3, 3), (18, 18)]  # not 48, the inputs of the last layer
 
 

@@ -12,11 +12,11 @@ Y = rng.integers(0, 3, 200)
 Sophia = hvp.keras.optimizers.Sophia
 
 
-def made(optimizer, dtype="float64"):
+def made(optimizer):
     keras.utils.set_random_seed(0)
     inputs = keras.Input((5,))
-    hidden = keras.layers.Dense(4, "tanh", dtype=dtype)(inputs)
-    model = hvp.keras.Model(inputs, keras.layers.Dense(3, "softmax", dtype=dtype)(hidden))
+    hidden = keras.layers.Dense(4, "tanh")(inputs)
+    model = hvp.keras.Model(inputs, keras.layers.Dense(3, "softmax")(hidden))
     model.compile(optimizer, "sparse_categorical_crossentropy")
     return model
 
@@ -33,7 +33,7 @@ def state(optimizer, name):
 @pytest.mark.parametrize("estimator", ["hutchinson", "gauss-newton-bartlett"])
 def test_estimates_come_near_the_diagonal(estimator):
     """The mean over six hundred steps that move nothing, each with other random numbers."""
-    optimizer = Sophia(1e-14, beta_2=0.995, estimator=estimator, interval=1)
+    optimizer = Sophia(1e-9, beta_2=0.995, estimator=estimator, interval=1)
     model = made(optimizer)
     fit(model, 600)
     curvature = np.concatenate([part.ravel() for part in state(optimizer, "curvature")])
@@ -61,13 +61,13 @@ def test_steps(estimator):
         ):
             step = np.clip(m / np.maximum(gamma * h, 1e-12), -1, 1)
             clipped += [np.abs(step) == 1]
-            np.testing.assert_allclose(variable.numpy(), w - rate * step, rtol=1e-6, atol=1e-9)
+            np.testing.assert_allclose(variable.numpy(), w - rate * step, rtol=1e-4, atol=1e-6)
     share = np.mean(np.concatenate([c.ravel() for c in clipped]))
     assert 0 < share < 1
 
 
 def test_it_trains_and_resumes_to_the_bit(tmp_path):
-    whole, first = (made(Sophia(0.02, interval=3), "float32") for _ in range(2))
+    whole, first = (made(Sophia(0.02, interval=3)) for _ in range(2))
     losses = fit(whole, 60)
     assert losses[-1] < 0.9 * losses[0]
     fit(first, 30)
