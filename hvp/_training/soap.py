@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -12,7 +13,8 @@ from hvp._errors import HvpError
 from hvp._runtime.arguments import check_count, check_number
 
 
-class _Side(NamedTuple):
+@dataclass(frozen=True)
+class _Side:
     """One side of a matrix of weights: which it is, the mean of `G G^T`, and its eigenvectors."""
 
     axis: int
@@ -120,7 +122,7 @@ class SOAP(keras.optimizers.Optimizer):
                     name = f"{variable.path.replace('/', '_')}_{'rows' if axis == 0 else 'columns'}"
                     shape, dtype = (size, size), variable.dtype
                     moment = self.add_variable(shape, "zeros", dtype, name=f"{name}_moment")
-                    basis = self.add_variable(shape, "identity", dtype, name=f"{name}_basis")
+                    basis = self.add_variable(shape, "zeros", dtype, name=f"{name}_basis")
                     sides.append(_Side(axis, moment, basis))
             self._sides.append(sides)
 

@@ -5,7 +5,6 @@ import warnings
 import keras
 import numpy as np
 import pytest
-import scipy.optimize
 import tensorflow as tf
 
 import hvp
@@ -161,21 +160,18 @@ def test_outer_tensors():
 
 
 class TestLogisticRegression:
-    """One strength; the derivative is compared with differences of solutions by scipy."""
+    """One strength; the derivative is compared with differences of solutions."""
 
     labels = (rng.random(40) < 0.5).astype(float)
 
     def solved(self, strength):
-        def both(w):
-            z = X @ w
-            value = np.mean(np.logaddexp(0, z) - self.labels * z)
-            slope = X.T @ (1 / (1 + np.exp(-z)) - self.labels) / 40
-            return value + np.exp(strength) * w @ w / 2, slope + np.exp(strength) * w
-
-        found = scipy.optimize.minimize(
-            both, np.zeros(6), jac=True, method="BFGS", options={"gtol": 1e-12}
-        )
-        return found.x
+        w = np.zeros(6)
+        for _ in range(20):  # Newton's method, by hand
+            p = 1 / (1 + np.exp(-X @ w))
+            slope = X.T @ (p - self.labels) / 40 + np.exp(strength) * w
+            hessian = X.T @ (X * (p * (1 - p))[:, None]) / 40 + np.exp(strength) * np.eye(6)
+            w = w - np.linalg.solve(hessian, slope)
+        return w
 
     @pytest.mark.parametrize("engine", ["graph", "tape"])
     @pytest.mark.parametrize("batch_size", [None, 16])
@@ -193,12 +189,12 @@ class TestLogisticRegression:
             with tf.GradientTape() as tape:
                 value = tf.reduce_sum(tf.sin(hvp.argmin(H, w, strength)))
             gradient = tape.gradient(value, strength)
-        values = [np.sin(self.solved(-2 + step)).sum() for step in (1e-4, -1e-4)]
-        assert float(gradient) == pytest.approx((values[0] - values[1]) / 2e-4, rel=1e-5)
+        values = [np.sin(self.solved(-2 + step)).sum() for step in (1e-3, -1e-3)]
+        assert float(gradient) == pytest.approx((values[0] - values[1]) / 2e-3, rel=1e-5)
         if batch_size is None:
             middle = np.sin(self.solved(-2.0)).sum()
-            second = (values[0] - 2 * middle + values[1]) / 1e-8
-            assert float(outer.gradient(gradient, strength)) == pytest.approx(second, rel=1e-2)
+            second = (values[0] - 2 * middle + values[1]) / 1e-6
+            assert float(outer.gradient(gradient, strength)) == pytest.approx(second, rel=1e-4)
         else:
             with pytest.raises(hvp.SecondDerivativeError):
                 float(outer.gradient(gradient, strength))

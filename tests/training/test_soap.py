@@ -153,17 +153,22 @@ def test_nothing_is_traced_again():
 
 
 def test_under_a_strategy():
-    devices = tf.config.list_logical_devices("CPU")
-    strategy = tf.distribute.MirroredStrategy([device.name for device in devices[:2]])
-    with strategy.scope():
-        model = made(hvp.keras.optimizers.SOAP(**OPTIONS))
-    alone = made(hvp.keras.optimizers.SOAP(**OPTIONS))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of TensorFlow, about sharding
-        fit(model, 3)
-    fit(alone, 3)
-    for one, other in zip(model.trainable_variables, alone.trainable_variables):
-        np.testing.assert_allclose(one.numpy(), other.numpy(), rtol=1e-6, atol=1e-9)
+    devices = [device.name for device in tf.config.list_logical_devices("CPU")[:2]]
+
+    def difference(make):
+        with tf.distribute.MirroredStrategy(devices).scope():
+            model = made(make())
+        alone = made(make())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of TensorFlow, about sharding
+            fit(model, 3)
+        fit(alone, 3)
+        pairs = zip(model.trainable_variables, alone.trainable_variables)
+        return max(np.abs(one.numpy() - other.numpy()).max() for one, other in pairs)
+
+    if difference(lambda: keras.optimizers.SGD(0.1)) > 1e-6:
+        pytest.skip("this version of Keras adds gradients of replicas differently")
+    assert difference(lambda: hvp.keras.optimizers.SOAP(**OPTIONS)) < 1e-6
 
 
 def test_arguments():
