@@ -355,7 +355,8 @@ def check_first_axes(batch: dict[Any, Any], name: str) -> None:
                     EXPECTED,
                     "batch the data, dataset.batch(n); or close over it in the loss",
                 )
-            lengths[f"{name}[{key!r}]"] = int(leaf.shape[0])
+            if leaf.shape[0] is not None:  # it is not known in a graph
+                lengths[f"{name}[{key!r}]"] = int(leaf.shape[0])
     if len(set(lengths.values())) > 1:
         shown = ", ".join(f"{name} has {length}" for name, length in lengths.items())
         single = name.startswith("batch")  # of a data set, whose elements may be single examples

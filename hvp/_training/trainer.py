@@ -26,11 +26,13 @@ class CurvatureOptimizer(keras.optimizers.Optimizer):
 
     def attach(self, model: Any) -> None:
         """Show the optimizer the model that it trains; `Trainer` does."""
+        self._refuse_replicas()
         self._model = weakref.ref(model)
 
     def build(self, variables: Any) -> None:
         """Refuse a model that does not show its data."""
         super().build(variables)
+        self._refuse_replicas()
         if self._model() is None:
             raise HvpError(
                 f"the optimizer {self.name!r} does not see the data of its model",
@@ -42,6 +44,16 @@ class CurvatureOptimizer(keras.optimizers.Optimizer):
         # Of random numbers, which differ in each step.
         self._seed = tf.Variable(0, trainable=False, dtype=tf.int32)
         self._traced: Any = None
+
+    def _refuse_replicas(self) -> None:
+        count = tf.distribute.get_strategy().num_replicas_in_sync
+        if count > 1:
+            raise HvpError(
+                f"the optimizer {self.name!r} measures curvature on one device, and the strategy "
+                f"has {count}",
+                "a model outside of the strategy's scope",
+                "use hvp.keras.optimizers.SOAP, which needs gradients alone",
+            )
 
     def observe(self, data: tuple[Any, ...]) -> None:
         """Look at a batch ``(x, y)``, in the graph of a training step."""

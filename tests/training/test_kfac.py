@@ -137,6 +137,13 @@ def test_what_keras_does_for_every_optimizer():
     assert fit(made("adam"), 3)[-1] > 0
 
 
+@pytest.mark.parametrize("optimizer", ["KFAC", "Sophia"])
+def test_a_last_batch_of_another_size(optimizer):
+    model = made(getattr(hvp.keras.optimizers, optimizer)(0.02))
+    losses = fit(model, 30, batch_size=16)  # 16, 16 and 8
+    assert losses[-1] < losses[0]
+
+
 def test_a_class_of_ones_own():
     @keras.saving.register_keras_serializable(package="tests")
     class Own(hvp.keras.Trainer, keras.Model):
@@ -158,6 +165,10 @@ def test_what_is_refused():
         plain.fit(X, np.ones((40, 3)), verbose=0)
     with pytest.raises(hvp.HvpError, match="likelihood"):
         made(KFAC(), loss="mae").fit(X, np.ones((40, 3)), verbose=0)
+    devices = [device.name for device in tf.config.list_logical_devices("CPU")[:2]]
+    strategy = tf.distribute.MirroredStrategy(devices)
+    with strategy.scope(), pytest.raises(hvp.HvpError, match="has 2"):
+        made(KFAC())
     for options in (
         {"momentum": 1.0},
         {"damping": 0.0},
