@@ -92,5 +92,5 @@ for name, label in (("accuracy", "training"), ("val_accuracy", "other digits")):
 left.set(xlabel="epoch", ylabel="accuracy", title="Training through a fixed point")
 left.legend()
 right.semilogy(distances)
-right.set(xlabel="iterations by hand", ylabel="distance to `fixed_point`, relative", title="The same by iterating")
+right.set(xlabel="iterations", ylabel="relative distance", title="The same by iterating")
 figure.savefig("equilibrium_layer.png", dpi=120)

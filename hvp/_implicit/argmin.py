@@ -52,7 +52,7 @@ def argmin(
     For a tape around the call the result has derivatives in the outer variables, by the implicit
     function theorem: with `g` the gradient of something in the minimum `w`, the gradient in the
     outer variables `t` is `-B u`, where `H u = g` with the Hessian `H = d2L/dw2`, and
-    `B = d2L/dt dw`. How the minimum was found does not matter, and no iterations are kept.
+    `B = d2L/dt dw` [Blo]_. How the minimum was found does not matter, and no iterations are kept.
 
     Parameters
     ----------
