@@ -83,7 +83,7 @@ class KFACOptimizer(CurvatureOptimizer):
     >>> import numpy as np
     >>> import hvp
     >>> inputs = keras.Input((3,))
-    >>> model = hvp.keras.Model(inputs, keras.layers.Dense(1)(inputs))
+    >>> model = hvp.keras.Model(inputs, keras.layers.Dense(1, kernel_initializer="zeros")(inputs))
     >>> model.compile(hvp.keras.optimizers.KFAC(0.5), "mse")
     >>> history = model.fit(np.eye(3), np.ones(3), epochs=10, verbose=0)
     >>> history.history["loss"][-1] < 0.5 * history.history["loss"][0]

@@ -76,7 +76,8 @@ class SOAP(keras.optimizers.Optimizer):
     >>> import keras
     >>> import numpy as np
     >>> import hvp
-    >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    >>> layer = keras.layers.Dense(1, kernel_initializer="zeros")
+    >>> model = keras.Sequential([keras.Input((3,)), layer])
     >>> model.compile(hvp.keras.optimizers.SOAP(3e-3), "mse")
     >>> history = model.fit(np.ones((8, 3)), np.ones(8), epochs=20, verbose=0)
     >>> history.history["loss"][-1] < history.history["loss"][0]
