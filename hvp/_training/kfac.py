@@ -124,19 +124,20 @@ class KFACOptimizer(CurvatureOptimizer):
         """Find the layers of the model, and make the state: factors and inverses of each."""
         if self.built:
             return
-        super().build(variables)
+        model = self.shown_model()
         self._nest = collect_variables(list(variables))
         self._space = Space.of_variables(self._nest)
         self._arrangement = Arrangement(
             self.sharing == "reduce", self.largest, self.largest_exact, self._space.dtype
         )
-        self._layers, uncovered = _layers_of(self._model(), self._nest)
+        self._layers, uncovered = _layers_of(model, self._nest)
         if uncovered:
             raise HvpError(
                 f"the weights {quoted(uncovered)} enter no operation that has Kronecker factors",
                 "products of matrices, convolutions, einsums, embeddings, and entrywise operations",
                 "use hvp.keras.optimizers.SOAP, or set trainable=False",
             )
+        super().build(variables)
         self._velocities = [self.add_variable_from_reference(v, "velocity") for v in variables]
         self._factors: list[list[Any]] = []
         self._inverses: list[list[Any]] = []

@@ -23,17 +23,26 @@ class CurvatureOptimizer(keras.optimizers.Optimizer):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._model: Any = lambda: None
+        self._traced: Any = None
 
     def attach(self, model: Any) -> None:
         """Show the optimizer the model that it trains; `Trainer` does."""
         self._refuse_replicas()
         self._model = weakref.ref(model)
+        self._traced = None  # of the loss that the model had
 
     def build(self, variables: Any) -> None:
         """Refuse a model that does not show its data."""
+        self.shown_model()
         super().build(variables)
+        # Of random numbers, which differ in each step.
+        self._seed = tf.Variable(0, trainable=False, dtype=tf.int32)
+
+    def shown_model(self) -> Any:
+        """Return the model; raise an error if there is none, or several replicas."""
         self._refuse_replicas()
-        if self._model() is None:
+        model = self._model()
+        if model is None:
             raise HvpError(
                 f"the optimizer {self.name!r} does not see the data of its model",
                 "a model that shows them",
@@ -41,9 +50,7 @@ class CurvatureOptimizer(keras.optimizers.Optimizer):
                 "hvp.keras.Trainer before keras.Model; or use hvp.keras.optimizers.SOAP, which "
                 "needs gradients alone",
             )
-        # Of random numbers, which differ in each step.
-        self._seed = tf.Variable(0, trainable=False, dtype=tf.int32)
-        self._traced: Any = None
+        return model
 
     def _refuse_replicas(self) -> None:
         count = tf.distribute.get_strategy().num_replicas_in_sync
