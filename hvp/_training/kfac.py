@@ -19,6 +19,7 @@ from hvp._kronecker.layered_graph import LayeredGraph
 from hvp._kronecker.layers import Layer
 from hvp._kronecker.rule import Arrangement, StatisticsRule
 from hvp._runtime.arguments import check_count, check_number
+from hvp._training.means import kept
 from hvp._training.trainer import CurvatureOptimizer
 from hvp._vectors.space import Space
 from hvp._vectors.variables import collect_variables
@@ -144,8 +145,8 @@ class KFACOptimizer(CurvatureOptimizer):
         for layer in self._layers:
             shapes = self._arrangement.shapes(layer)
             name = layer.names[0].replace("/", "_").split(":")[0]
-            for kept, initial in ((self._factors, "factor"), (self._inverses, "inverse")):
-                kept.append(
+            for state, initial in ((self._factors, "factor"), (self._inverses, "inverse")):
+                state.append(
                     [
                         self.add_variable(
                             shape, "zeros", self._space.dtype.name, name=f"{name}_{initial}_{i}"
@@ -166,7 +167,7 @@ class KFACOptimizer(CurvatureOptimizer):
             keep = tf.minimum(1 - 1 / (count + 1), tf.cast(self.decay, self._space.dtype))
             factors = [factor for several in self._factors for factor in several]
             for factor, mean in zip(factors, self._traced(*data)):
-                self.kept(factor, mean, keep)
+                kept(self, factor, mean, keep)
 
         tf.cond(done % self.statistics_interval == 0, update, lambda: None)
 

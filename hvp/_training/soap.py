@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from hvp._errors import HvpError
 from hvp._runtime.arguments import check_count, check_number
+from hvp._training.means import kept
 
 
 @dataclass(frozen=True)
@@ -147,16 +148,16 @@ class SOAP(keras.optimizers.Optimizer):
 
         def step() -> None:
             count = tf.cast(done if sides else done + 1, variable.dtype)
-            mean = self._kept(self._means[place], gradient, self.beta_1)
+            mean = kept(self, self._means[place], gradient, self.beta_1)
             turned = _turned(matrix, sides, back=False)
-            squared = self._kept(square, tf.reshape(turned**2, variable.shape), self.beta_2)
+            squared = kept(self, square, tf.reshape(turned**2, variable.shape), self.beta_2)
             direction = _turned(tf.reshape(mean, shape), sides, back=False)
             corrected = tf.sqrt(tf.reshape(squared, shape) / (1 - self.beta_2**count))
             direction /= (1 - self.beta_1**count) * (corrected + self.epsilon)
             change = tf.reshape(_turned(direction, sides, back=True), variable.shape)
             self.assign_sub(variable, rate * change)
             for side in sides:
-                self._kept(side.moment, _moment(matrix, side.axis), self.shampoo_beta)
+                kept(self, side.moment, _moment(matrix, side.axis), self.shampoo_beta)
             if sides:
                 tf.cond(done % self.interval == 0, follow, lambda: None)
 
@@ -171,13 +172,6 @@ class SOAP(keras.optimizers.Optimizer):
                 self.assign(side.basis, tf.linalg.qr(tf.gather(images, order, axis=1))[0])
 
         tf.cond(is_first, measure, step)
-
-    def _kept(self, variable: Any, value: tf.Tensor, beta: float) -> tf.Tensor:
-        """Update a running mean, and return it."""
-        mean = tf.convert_to_tensor(variable)
-        mean += (1 - beta) * (value - mean)
-        self.assign(variable, mean)
-        return mean
 
     def get_config(self) -> dict[str, Any]:
         """Return what `from_config` makes the same optimizer of."""

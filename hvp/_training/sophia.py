@@ -15,6 +15,7 @@ from hvp._keras.compiled_loss import CompiledModel
 from hvp._keras.losses import preserved_losses
 from hvp._kronecker.roots import roots
 from hvp._runtime.arguments import check_count, check_number
+from hvp._training.means import kept
 from hvp._training.trainer import CurvatureOptimizer
 from hvp._vectors.space import Space
 from hvp._vectors.variables import collect_variables
@@ -122,7 +123,7 @@ class Sophia(CurvatureOptimizer):
         def update() -> None:
             self._seed.assign(done)
             for curvature, estimate in zip(self._curvatures, self._traced(*data)):
-                self.kept(curvature, estimate, self.beta_2)
+                kept(self, curvature, estimate, self.beta_2)
 
         tf.cond(done % self.interval == 0, update, lambda: None)
 
@@ -131,7 +132,7 @@ class Sophia(CurvatureOptimizer):
         # The way of Keras' own optimizers to find what they keep for a variable.
         place = self._get_variable_index(variable)
         gradient = tf.cast(tf.convert_to_tensor(gradient), variable.dtype)
-        mean = self.kept(self._means[place], gradient, self.beta_1)
+        mean = kept(self, self._means[place], gradient, self.beta_1)
         curvature = tf.convert_to_tensor(self._curvatures[place])
         ratio = mean / tf.maximum(self.gamma * curvature, self.epsilon)
         step = tf.clip_by_value(ratio, -1.0, 1.0)

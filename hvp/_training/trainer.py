@@ -93,13 +93,6 @@ class CurvatureOptimizer(keras.optimizers.Optimizer):
         functions = checked_model(outputs), checked_output_loss(compiled.output_loss)
         return FisherRule(*functions, None, compiled.likelihoods, 1, self._seed)
 
-    def kept(self, variable: Any, value: tf.Tensor, part: Any) -> tf.Tensor:
-        """Update a running mean of which this part is kept, and return it."""
-        mean = tf.convert_to_tensor(variable)
-        mean += (1 - part) * (value - mean)
-        self.assign(variable, mean)
-        return mean
-
 
 class Trainer:
     """A mixin of Keras models whose optimizer needs the data, and not only gradients.
