@@ -16,18 +16,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from hvp._engines.likelihoods import LIKELIHOODS, Likelihood
-from hvp._engines.prediction_rule import Output, PredictionRule, is_close
+from hvp._engines.prediction_rule import Output, PredictionRule
 from hvp._engines.rule import Parts
 from hvp._errors import HvpError, InvalidLossError
 from hvp._graphs.refusals import refuse_unless
 
-# Rounding errors of a product, in units of the vector times the type's precision. Where predictions
-# are certain they are all that there is.
-_ROUNDING = 64
 # What the test vectors of `c` are drawn from.
 _PROBE_SEED = (17, 29)
 
@@ -115,8 +111,8 @@ class FisherRule(PredictionRule):
             if product is None:
                 product = tf.zeros_like(fisher)
             c = tf.math.divide_no_nan(tf.reduce_sum(v * product), tf.reduce_sum(v * fisher))
-            slack = _ROUNDING * np.finfo(v.dtype.as_numpy_dtype).eps * c * tf.norm(v)
-            refuse_unless(is_close([product], [c * fisher], slack), _another_loss(name))
+            agree = output.are_close([product], [c * fisher], c * tf.norm(v))
+            refuse_unless(agree, _another_loss(name))
             constants.append(c)
         return constants
 

@@ -16,10 +16,11 @@ from hvp._engines.taped import TapedFunction, TapedGradient
 from hvp._errors import InvalidLossError
 from hvp._graphs.refusals import refuse_unless
 
-# How far two computations of the same vector may be apart, as a part of its Euclidean norm. Some
+# How far two computations of the same vector may be apart, as a part of its Euclidean norm, and of
+# what it was computed from: rounding is all that there is where predictions are certain. Some
 # versions of Keras divide masked losses by the number of entries plus 1e-7.
-_APART = {tf.float64: 1e-7, tf.float32: 1e-3}
-_APART_IN_HALF_PRECISION = 0.1
+_APART = {tf.float64: (1e-7, 2**-46), tf.float32: (1e-3, 2**-17)}
+_IN_HALF = 0.1, 0.25
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,22 @@ class Output:
     predictions: Parts
     batch: Arguments
     loss: Callable[[Parts, Arguments], Any]
+
+    def are_close(self, one: Parts, other: Parts, scale: Any = 0) -> tf.Tensor:
+        """Return whether two vectors, given by their parts, agree up to rounding.
+
+        The type that counts is the least precise one: Keras computes losses in float32, whatever
+        the model is in. `scale` is the size of what the first was computed from. The answer is True
+        if the first is not finite, which is refused elsewhere.
+        """
+        if not one:
+            return tf.constant(True)
+        types = [self.taped.value.dtype, *(part.dtype for part in one)]
+        relative, rounding = _APART.get(min(types, key=lambda dtype: dtype.size), _IN_HALF)
+        apart = tf.linalg.global_norm([a - b for a, b in zip(one, other)])
+        own, others = tf.linalg.global_norm(one), tf.linalg.global_norm(other)
+        allowed = relative * (own + others) + tf.cast(rounding * scale, own.dtype)
+        return (apart <= allowed) | ~tf.math.is_finite(own)
 
 
 @dataclass(frozen=True)
@@ -114,7 +131,7 @@ class PredictionRule(Rule):
         within, alone = self._gradients_of_first(output)
         count, one = self._weights(output)
         refuse_unless(
-            is_close([count * part for part in within], [one * part for part in alone]),
+            output.are_close([count * part for part in within], [one * part for part in alone]),
             InvalidLossError(
                 "the output loss is not a mean of a loss for each example",
                 "a mean over the first axis of the predictions, to which every example "
@@ -134,9 +151,10 @@ class PredictionRule(Rule):
         if not within:
             return
         count, one = self._weights(output)
-        is_mean = is_close([count * part for part in within], [one * part for part in alone])
+        whole, own = [count * part for part in within], [one * part for part in alone]
+        is_mean = output.are_close(whole, own)
         refuse_unless(
-            is_mean | tf.logical_not(is_close(within, alone)),
+            is_mean | tf.logical_not(output.are_close(within, alone)),
             InvalidLossError(
                 "the output loss is a sum over examples",
                 "a mean over examples",
@@ -186,20 +204,6 @@ class Chosen:
     def jvp(self, tangents: Parts) -> Parts:
         products = self.model.jvp(tangents)
         return [products[place] for place in self.places]
-
-
-def is_close(one: Sequence[tf.Tensor], other: Sequence[tf.Tensor], slack: Any = 0) -> tf.Tensor:
-    """Return whether two vectors, given by their parts, agree up to rounding and `slack`.
-
-    The answer is True if the first is not finite, which is refused elsewhere.
-    """
-    if not one:
-        return tf.constant(True)
-    dtype = one[0].dtype
-    apart = tf.linalg.global_norm([a - b for a, b in zip(one, other)])
-    own, others = tf.linalg.global_norm(one), tf.linalg.global_norm(other)
-    allowed = _APART.get(dtype, _APART_IN_HALF_PRECISION) * (own + others) + tf.cast(slack, dtype)
-    return (apart <= allowed) | ~tf.math.is_finite(own)
 
 
 def _rows_of(predictions: Sequence[tf.Tensor]) -> tf.Tensor:

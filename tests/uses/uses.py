@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -660,6 +661,81 @@ def gradient_of_a_product(s: Subject) -> None:
     expected = (ends[0] - ends[1]) / (2 * h)
     difference = abs(gradient @ direction.numpy() - expected)
     assert difference <= (1e-5 if s.dtype == "float64" else 2e-2) * (1 + abs(expected))
+
+
+def shifted(s: Subject, direction: np.ndarray) -> np.ndarray:
+    """Return the Hessian in float64 at weights that are moved by `direction`."""
+    problem = FAMILIES[s.name]("float64").problem
+    variables = problem.tensorflow_variables()
+    sizes = [variable.shape.num_elements() for variable in variables]
+    for variable, part in zip(variables, np.split(direction, np.cumsum(sizes)[:-1])):
+        variable.assign_add(np.reshape(part, variable.shape))
+    return dense_hessian(problem)
+
+
+@use
+def derivatives_of_a_solution(s: Subject) -> None:
+    """Differentiate the solution of a system in both of its sides, or refuse by name."""
+    family, size, h = s.fresh(), len(s.dense), 1e-4
+    H = hvp.HessianOperator(family.loss, family.variables, family.data)
+    b, c, direction = (random(seed, size, dtype=s.dtype) for seed in (1, 2, 3))
+    rhs, variables = tf.constant(b), family.problem.tensorflow_variables()
+    exact = np.linalg.inv(s.dense + s.damping * np.eye(size))
+    with tf.GradientTape(persistent=True) as tape:
+        tape.watch([rhs, *variables])
+        solution = hvp.solve(H, rhs, damping=s.damping, rtol=1e-10 if s.tol < 1e-6 else 1e-5).x
+        scalar = tf.tensordot(tf.constant(c), solution, 1)
+    close(tape.gradient(scalar, rhs), exact @ c, 1e3 * s.tol)
+    try:
+        parts = [tf.convert_to_tensor(part) for part in tape.gradient(scalar, variables)]
+    except hvp.SecondDerivativeError as error:
+        must_say(error, _REFUSED)
+        return
+    gradient = np.concatenate([np.ravel(part) for part in parts]).astype(np.float64)
+    ends = [shifted(s, sign * h * direction.astype(np.float64)) for sign in (1, -1)]
+    expected = -(exact @ c) @ ((ends[0] - ends[1]) / (2 * h)) @ (exact @ b)
+    assert abs(gradient @ direction - expected) <= 1e3 * s.tol * (1 + abs(expected))
+
+
+@use
+def derivative_of_a_minimum(s: Subject) -> None:
+    """Differentiate the minimum of a loss with a penalty in the penalty's strength."""
+    family = s.fresh()
+    strength = tf.Variable(s.damping, dtype=s.dtype)
+    inner = family.problem.tensorflow_variables()
+    before = np.concatenate([np.ravel(variable) for variable in inner])
+
+    def loss() -> Any:
+        # Around where the weights begin, so that the minimum is near.
+        whole = tf.concat([tf.reshape(variable, [-1]) for variable in inner], 0)
+        return family.loss(*family.data) + strength * tf.reduce_sum((whole - before) ** 2)
+
+    with tf.GradientTape() as tape:
+        found = hvp.argmin(loss, inner, strength)
+        moved = tf.concat([tf.reshape(part, [-1]) for part in found], 0) - before
+        scalar = tf.reduce_sum(moved**2)
+    moved = moved.numpy()
+    H = shifted(s, moved.astype(np.float64)) + 2 * s.damping * np.eye(len(moved))
+    expected = 2 * moved @ np.linalg.solve(H, -2 * moved)
+    assert abs(tape.gradient(scalar, strength) - expected) <= 1e4 * s.tol * abs(expected)
+
+
+@uses("KFAC", "SOAP", "Sophia")
+def optimizer(s: Subject, kind: str) -> None:
+    """Train a Keras model by `model.fit`."""
+    family = s.fresh()
+    if not isinstance(family.variables, keras.Model):
+        return
+    model = hvp.keras.Model(family.variables.inputs, family.variables.outputs)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(getattr(hvp.keras.optimizers, kind)(0.01), loss)
+    before = model.evaluate(*family.data, verbose=0)
+    try:
+        model.fit(*family.data, epochs=10, shuffle=False, verbose=0)
+    except hvp.HvpError as error:
+        must_say(error, "gru_cell/bias.* enter no operation that has Kronecker factors")
+        return
+    assert model.evaluate(*family.data, verbose=0) < before
 
 
 @use
