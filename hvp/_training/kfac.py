@@ -43,7 +43,7 @@ class KFACOptimizer(CurvatureOptimizer):
         The part of the last step that is added to the next.
     damping : float, optional
         Is added to the curvature, shared between both factors of a block in proportion to their
-        mean eigenvalues. The most important number after the learning rate.
+        mean eigenvalues. What is too small makes steps diverge; tune it in factors of two.
     decay : float, optional
         How much of the factors is kept when those of another batch are added.
     statistics_interval, interval : int, optional

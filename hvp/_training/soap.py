@@ -64,8 +64,8 @@ class SOAP(keras.optimizers.Optimizer):
     Vectors have Adam alone. The first step measures gradients, and leaves the weights as they are.
 
     A step takes six products of matrices more than Adam does, for each matrix of weights, and every
-    `interval` steps two QR factorizations: one step of the power method brings the eigenvectors
-    closer to those of the means.
+    `interval` steps six others and two QR factorizations: one step of the power method brings the
+    eigenvectors closer to those of the means.
 
     References
     ----------
@@ -132,12 +132,11 @@ class SOAP(keras.optimizers.Optimizer):
         """Update one variable; called by Keras."""
         # The way of Keras' own optimizers to find what they keep for a variable.
         place = self._get_variable_index(variable)
-        sides, square = self._sides[place], self._squares[place]
+        sides, average, square = self._sides[place], self._means[place], self._squares[place]
         gradient = tf.cast(tf.convert_to_tensor(gradient), variable.dtype)
         shape = _matrix_shape(variable.shape) or tuple(variable.shape)
         matrix = tf.reshape(gradient, shape)
         done = tf.cast(tf.convert_to_tensor(self.iterations), tf.int32)
-        is_first = done == 0 if sides else tf.constant(False)
         rate = tf.cast(learning_rate, variable.dtype)
 
         def measure() -> None:
@@ -148,12 +147,12 @@ class SOAP(keras.optimizers.Optimizer):
 
         def step() -> None:
             count = tf.cast(done if sides else done + 1, variable.dtype)
-            mean = kept(self, self._means[place], gradient, self.beta_1)
             turned = _turned(matrix, sides, back=False)
+            mean = kept(self, average, tf.reshape(turned, variable.shape), self.beta_1)
             squared = kept(self, square, tf.reshape(turned**2, variable.shape), self.beta_2)
-            direction = _turned(tf.reshape(mean, shape), sides, back=False)
             corrected = tf.sqrt(tf.reshape(squared, shape) / (1 - self.beta_2**count))
-            direction /= (1 - self.beta_1**count) * (corrected + self.epsilon)
+            correction = (1 - self.beta_1**count) * (corrected + self.epsilon)
+            direction = tf.reshape(mean, shape) / correction
             change = tf.reshape(_turned(direction, sides, back=True), variable.shape)
             self.assign_sub(variable, rate * change)
             for side in sides:
@@ -162,7 +161,8 @@ class SOAP(keras.optimizers.Optimizer):
                 tf.cond(done % self.interval == 0, follow, lambda: None)
 
         def follow() -> None:
-            """Turn the eigenvectors, and the means of squares, which are in their order."""
+            """Turn the eigenvectors, and the means, which are in terms of them."""
+            mean = _turned(tf.reshape(average, shape), sides, back=True)
             for side in sides:
                 moment, basis = tf.convert_to_tensor(side.moment), tf.convert_to_tensor(side.basis)
                 images = moment @ basis
@@ -170,8 +170,12 @@ class SOAP(keras.optimizers.Optimizer):
                 ordered = tf.gather(tf.reshape(square, shape), order, axis=side.axis)
                 self.assign(square, tf.reshape(ordered, variable.shape))
                 self.assign(side.basis, tf.linalg.qr(tf.gather(images, order, axis=1))[0])
+            self.assign(average, tf.reshape(_turned(mean, sides, back=False), variable.shape))
 
-        tf.cond(is_first, measure, step)
+        if sides:
+            tf.cond(done == 0, measure, step)
+        else:
+            step()
 
     def get_config(self) -> dict[str, Any]:
         """Return what `from_config` makes the same optimizer of."""

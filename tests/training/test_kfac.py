@@ -95,6 +95,17 @@ def test_factors_are_means_with_targets_that_are_drawn_anew():
     assert 1e-3 < error < 0.3
 
 
+def test_a_model_that_is_compiled_again_is_measured_by_its_new_loss():
+    optimizer = KFAC(1e-12, decay=0.0)
+    model = made(optimizer)
+    fit(model, batch_size=40)
+    model.compile(optimizer, "mse")
+    model.fit(np.repeat(X, 50, axis=0), np.zeros((2000, 3)), batch_size=2000, verbose=0)
+    (factor,) = [v for v in optimizer.variables if v.path.endswith("last_kernel_factor_1")]
+    # The Hessian of the mean of three squares, from 2000 draws.
+    np.testing.assert_allclose(factor.numpy()[0], 2 / 3 * np.eye(3), atol=0.1)
+
+
 def test_it_resumes_to_the_bit(tmp_path):
     options = {"learning_rate": 0.05, "interval": 3, "statistics_interval": 2}
     whole, first = (made(KFAC(**options)) for _ in range(2))
