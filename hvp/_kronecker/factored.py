@@ -302,7 +302,7 @@ class FactoredOperator(Operator):
         elif len(blocks) == 1 and blocks[0].kind == "exact":
             whole = self.to_dense().reshape(len(rows), width, len(rows), width)
             own = np.einsum("iojo->oij", whole)
-            variances = lambda x: np.einsum("mi,oij,mj->mo", x, own, x, optimize=True)  # noqa: E731
+            variances = lambda x: np.einsum("omi,mi->mo", x @ own, x)  # noqa: E731
         elif [block.kind for block in blocks] == ["kronecker"]:
             rows, variances = blocks[0].entries[0, :, 0] // width, blocks[0].output_variances()
         else:

@@ -413,6 +413,25 @@ def test_weights_that_are_no_maximum_are_refused():
     la.tune_prior_precision((x, y))  # which needs no maximum
 
 
+@pytest.mark.parametrize("curvature", ["full", "diagonal", "low-rank"])
+def test_refresh_traces_nothing_again(curvature):
+    rng = np.random.default_rng(0)
+    w, x = tf.Variable(rng.standard_normal((4, 3))), rng.standard_normal((30, 4))
+    traces = []
+
+    def model(x):
+        if not tf.executing_eagerly():
+            traces.append(1)
+        return tf.matmul(x, w)
+
+    la = hvp.Laplace(model, "categorical", (x, np.arange(30) % 3), subset=w, curvature=curvature)
+    before, variances = len(traces), la.function(x)[1]
+    w.assign(2 * w)
+    la.refresh()
+    assert len(traces) == before + 1  # predictions, for variances
+    assert not np.allclose(la.function(x)[1], variances)
+
+
 @pytest.mark.parametrize("curvature", CURVATURES)
 def test_saved_and_loaded(curvature, tmp_path):
     model, x, y = classifier()
