@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+import tensorflow as tf
+
 from hvp._command.load import check_fit, load_data, load_model
 from hvp._command.report import Curvature, Subject
 from hvp._errors import HvpError
@@ -25,8 +27,10 @@ example:
   %(prog)s model.keras data.npz --figure curvature.png
 
 Compile the model before you save it with model.save("model.keras"). Save the data with
-np.savez("data.npz", x=x, y=y), and sample_weight=... if there are weights. The model has one input
-and one output; for others, use hvp.HessianOperator.from_keras in Python.
+np.savez("data.npz", x=x, y=y), and sample_weight=... if there are weights. A model of several
+inputs takes np.savez("data.npz", **{"x/NAME": ..., "x/OTHER": ..., "y": ...}), or x/0, x/1 in its
+order; likewise y. DATA may also be a folder that dataset.save(folder) wrote, or a Python file with
+a function data() that returns what model.fit takes.
 
 Layers run in inference mode, as in model.evaluate, unless you pass --training. Estimates are
 printed with their standard errors, and eigenvalues with the norms of their residuals: an eigenvalue
@@ -66,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add = result.add_argument
     add("model", type=Path, help="a compiled Keras model: a .keras or .h5 file")
-    add("data", type=Path, help="an .npz file with the arrays x and y")
+    add("data", type=Path, help="an .npz file with the arrays x and y; see below for others")
     add("--matrix", choices=["hessian", "gauss-newton"], default="hessian",
         help="which matrix to look at (default: hessian)")  # fmt: skip
     add("--training", action="store_true", help="run the layers in training mode")
@@ -87,6 +91,8 @@ def parser() -> argparse.ArgumentParser:
         help="a module that registers custom objects; may be repeated")  # fmt: skip
     add("--json", type=Path, metavar="FILE", help="write all results to FILE as JSON")
     add("--figure", type=Path, metavar="FILE", help="draw all results into FILE; needs matplotlib")
+    add("--html", type=Path, metavar="FILE",
+        help="write a page with all results and their figure; needs matplotlib")  # fmt: skip
     return result
 
 
@@ -103,12 +109,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace) -> None:
     """Load the model and the data, compute the curvature, and print and write it."""
-    for path in (options.json, options.figure):
+    for path in (options.json, options.figure, options.html):
         if path is not None and not path.absolute().parent.is_dir():
             raise HvpError(f"there is no folder {path.parent}", "a folder that exists")
         if path is not None and path.is_dir():
             raise HvpError(f"{path} is a folder", "the name of a file to write")
-    if options.figure is not None:
+    if options.figure is not None or options.html is not None:
         _use_files_only(options.figure)
     data, unused = load_data(options.data, options.examples, options.seed)
     if unused:
@@ -121,12 +127,12 @@ def run(options: argparse.Namespace) -> None:
         subject = Subject(
             model=str(options.model),
             data=str(options.data),
-            examples=len(data[0]),
+            examples=len(tf.nest.flatten(data)[0]) if isinstance(data, (tuple, list)) else None,
             matrix=options.matrix,
             mode="training" if options.training else "inference",
             seed=options.seed,
         )
-        print(subject.as_text(H), flush=True)
+        print(subject.as_text(H.shape[0]), flush=True)
         curvature = Curvature.of(
             H,
             subject,
@@ -141,10 +147,12 @@ def run(options: argparse.Namespace) -> None:
     if options.json is not None:
         curvature.save_json(options.json)
     if options.figure is not None:
-        curvature.save_figure(options.figure)
+        curvature.save_figure(options.figure, options.figure.suffix[1:])
+    if options.html is not None:
+        curvature.save_html(options.html)
 
 
-def _use_files_only(path: Path) -> None:
+def _use_files_only(path: Path | None) -> None:
     """Let matplotlib draw without a screen; refuse what it cannot do before any work is done."""
     try:
         import matplotlib
@@ -152,13 +160,13 @@ def _use_files_only(path: Path) -> None:
         raise HvpError(
             "a figure was requested, but matplotlib is not installed",
             "matplotlib, which draws it",
-            "pip install matplotlib, or leave out --figure",
+            "pip install matplotlib, or leave out --figure and --html",
         ) from error
     matplotlib.use("agg")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     endings = [f".{name}" for name in sorted(FigureCanvasAgg.get_supported_filetypes())]
-    if path.suffix.lower() not in endings:
+    if path is not None and path.suffix.lower() not in endings:
         raise HvpError(
             f"the figure is to be written to {path}, whose format is unknown",
             f"a file name that ends with one of {', '.join(endings)}",

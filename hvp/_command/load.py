@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import runpy
 import sys
 import zipfile
 from pathlib import Path
@@ -13,56 +14,110 @@ import tensorflow as tf
 
 from hvp._errors import HvpError, InvalidDataError, InvalidLossError, reason_of
 
-# Names of the arrays, in the order in which `model.fit` takes them.
-_ARRAYS = ("x", "y", "sample_weight")
+# What `model.fit` takes, in its order.
+_NAMES = ("x", "y", "sample_weight")
+_WRITTEN = "a file that np.savez(file, x=..., y=...) wrote"
 
 
-def load_data(
-    path: Path, examples: int | None, seed: int
-) -> tuple[tuple[np.ndarray, ...], list[str]]:
-    """Read the arrays `x`, `y` and optionally `sample_weight` of an `.npz` file.
+def load_data(path: Path, examples: int | None, seed: int) -> tuple[Any, list[str]]:
+    """Read data: an `.npz` file, a folder that `tf.data.Dataset.save` wrote, or a Python file.
 
-    The second result lists the other arrays in the file, which are not used. If `examples` is a
-    smaller number than there are, as many are drawn at random.
+    The second result lists arrays that are not used. If `examples` is a smaller number than there
+    are, as many are drawn at random.
     """
-    expected = "a file that np.savez(file, x=..., y=...) wrote"
     if not path.exists():
-        raise InvalidDataError(f"there is no file {path}", expected)
+        raise InvalidDataError(f"there is no file {path}", _WRITTEN)
+    unused: list[str] = []
+    if path.is_dir():
+        data = _of_folder(path)
+    elif path.suffix == ".py":
+        data = _of_script(path)
+    else:
+        data, unused = _of_arrays(path)
+    if not isinstance(data, (tuple, list)):
+        if examples is not None:
+            raise HvpError(
+                f"{path} holds batches, of which --examples cannot draw",
+                "arrays",
+                "leave out --examples, and save fewer examples: dataset.take(count)",
+            )
+        return data, unused
+    count = _count(path, data)
+    if examples is not None and examples < count:
+        places = np.random.default_rng(seed).choice(count, examples, replace=False)
+        data = tf.nest.map_structure(lambda array: np.asarray(array)[np.sort(places)], data)
+    return data, unused
+
+
+def _of_folder(path: Path) -> Any:
+    try:
+        return tf.data.Dataset.load(str(path))
+    except (tf.errors.OpError, ValueError) as error:
+        raise InvalidDataError(
+            f"{path} is no data set: {reason_of(error)}",
+            "a folder that dataset.save(folder) wrote, of batches (x, y)",
+        ) from error
+
+
+def _of_script(path: Path) -> Any:
+    make = runpy.run_path(str(path)).get("data")
+    if not callable(make):
+        raise InvalidDataError(
+            f"{path} defines no function data", "def data() that returns (x, y), or batches of them"
+        )
+    return make()
+
+
+def _of_arrays(path: Path) -> tuple[tuple[Any, ...], list[str]]:
     try:
         with path.open("rb") as stream:
             content = np.load(stream, allow_pickle=False)
             is_single = isinstance(content, np.ndarray)
             arrays = {} if is_single else {name: content[name] for name in content.files}
     except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
-        raise InvalidDataError(f"{path} is not an .npz file of numbers", expected) from error
+        raise InvalidDataError(f"{path} is not an .npz file of numbers", _WRITTEN) from error
     if is_single:
-        raise InvalidDataError(f"{path} holds a single array without a name", expected)
-    if not {"x", "y"} <= set(arrays):
+        raise InvalidDataError(f"{path} holds a single array without a name", _WRITTEN)
+    found = {name: _part(arrays, name) for name in _NAMES}
+    if found["x"] is None or found["y"] is None:
         raise InvalidDataError(
             f"{path} has the arrays {', '.join(sorted(arrays)) or 'none'}",
-            "arrays called x and y, and optionally sample_weight",
+            "arrays called x and y, and optionally sample_weight; of several inputs x/NAME each",
             "write it with np.savez(file, x=..., y=...)",
         )
-    for name in _ARRAYS:
-        if name in arrays and arrays[name].dtype.kind not in "fiub":
+    unused = sorted(name for name in arrays if name.split("/")[0] not in _NAMES)
+    return tuple(part for part in found.values() if part is not None), unused
+
+
+def _part(arrays: dict[str, np.ndarray], name: str) -> Any:
+    """Return one array, or a dict or list of those that are called `name/...`; None without any."""
+    if name in arrays:
+        return arrays[name]
+    several = {key[len(name) + 1 :]: a for key, a in arrays.items() if key.startswith(name + "/")}
+    if several and all(key.isdecimal() for key in several):
+        return [several[key] for key in sorted(several, key=int)]
+    return several or None
+
+
+def _count(path: Path, data: Any) -> int:
+    """Return the number of examples in arrays, after checking that all have the same."""
+    arrays = [(n, np.asarray(a)) for n, part in zip(_NAMES, data) for a in tf.nest.flatten(part)]
+    for name, array in arrays:
+        if array.dtype.kind not in "fiub":
             raise InvalidDataError(
-                f"the array {name} in {path} has the dtype {arrays[name].dtype}",
+                f"the array {name} in {path} has the dtype {array.dtype}",
                 "numbers",
                 "encode labels as integers, as by np.unique(y, return_inverse=True)[1]",
             )
-    data = tuple(arrays[name] for name in _ARRAYS if name in arrays)
-    lengths = [len(array) if array.ndim else 0 for array in data]
-    if not any(lengths):
-        raise InvalidDataError(f"the arrays in {path} contain no examples", "at least one example")
-    if len(set(lengths)) > 1:
-        shapes = ", ".join(f"{n} {a.shape}" for n, a in zip(_ARRAYS, data))
+    lengths = {len(array) if array.ndim else 0 for _, array in arrays}
+    if len(lengths) > 1:
+        shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays)
         raise InvalidDataError(
             f"the arrays in {path} have the shapes {shapes}", "the same number of examples in all"
         )
-    if examples is not None and examples < lengths[0]:
-        places = np.random.default_rng(seed).choice(lengths[0], examples, replace=False)
-        data = tuple(array[np.sort(places)] for array in data)
-    return data, sorted(set(arrays) - set(_ARRAYS))
+    if lengths == {0}:
+        raise InvalidDataError(f"the arrays in {path} contain no examples", "at least one example")
+    return lengths.pop()
 
 
 def load_model(path: Path, modules: list[str]) -> Any:
@@ -110,35 +165,41 @@ def load_model(path: Path, modules: list[str]) -> Any:
     return model
 
 
-def check_fit(model: Any, data: tuple[np.ndarray, ...]) -> None:
+def check_fit(model: Any, data: Any) -> None:
     """Evaluate the loss of the first example, to refuse data that do not fit the model."""
-    for name in ("inputs", "outputs"):
-        count = len(getattr(model, name, None) or [None])
-        if count > 1:
-            raise InvalidLossError(
-                f"the model has {count} {name}",
-                "one input and one output",
-                "use hvp.HessianOperator.from_keras(model, data) in Python",
-            )
     if getattr(model, "loss", None) is None:
         raise InvalidLossError(
             "the model was compiled without a loss",
             "a compiled loss",
             "call model.compile(loss=...) before model.save",
         )
-    x, *rest = (array[:1] for array in data)
-    expected = f"arrays like those the model was trained with: x of shape {model.input_shape}"
+    whole = data if isinstance(data, (tuple, list)) else next(iter(data))
+    x, *rest = tf.nest.map_structure(lambda array: array[:1], tuple(whole))
+    shapes = [f"{name} of shape {_shapes(part)}" for name, part in zip(_NAMES, whole)]
+    expected = f"arrays like those of its training: x of shape {_of(model, 'input_shape')}"
     try:
         outputs = model(x)
-    except (TypeError, ValueError, tf.errors.OpError) as error:
+    except (TypeError, ValueError, KeyError, tf.errors.OpError) as error:
         raise InvalidDataError(
-            f"the model does not accept x of shape {data[0].shape}: {reason_of(error)}", expected
+            f"the model does not accept {shapes[0]}: {reason_of(error)}", expected
         ) from error
     try:
         model.compute_loss(x, rest[0], outputs, *rest[1:])
-    except (TypeError, ValueError, tf.errors.OpError) as error:
-        shapes = ", ".join(f"{name} of shape {a.shape}" for name, a in zip(_ARRAYS[1:], data[1:]))
+    except (TypeError, ValueError, KeyError, tf.errors.OpError) as error:
         raise InvalidDataError(
-            f"the loss does not accept {shapes}: {reason_of(error)}",
-            f"targets for outputs of shape {model.output_shape}",
+            f"the loss does not accept {', '.join(shapes[1:])}: {reason_of(error)}",
+            f"targets for outputs of shape {_of(model, 'output_shape')}",
         ) from error
+
+
+def _of(model: Any, name: str) -> Any:
+    """Return a shape of the model; a class of one's own has none."""
+    try:
+        return getattr(model, name)
+    except (AttributeError, ValueError):
+        return "unknown"
+
+
+def _shapes(part: Any) -> Any:
+    """Return the shapes of a nest of arrays in its structure."""
+    return tf.nest.map_structure(lambda array: tuple(np.shape(array)), part)

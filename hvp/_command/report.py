@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import warnings
 from dataclasses import asdict, dataclass
@@ -13,6 +14,7 @@ import numpy as np
 
 from hvp._check.check import check
 from hvp._check.report import CheckReport
+from hvp._command.page import page
 from hvp._errors import ConvergenceWarning
 from hvp._operators.symmetric import SymmetricOperator
 from hvp._spectra.density import SpectralDensity, spectral_density
@@ -23,21 +25,25 @@ from hvp._spectra.trace import FEWEST_PRODUCTS, trace
 
 @dataclass(frozen=True)
 class Subject:
-    """The files and settings of a report; `mode` is ``"training"`` or ``"inference"``."""
+    """The files and settings of a report; `mode` is ``"training"`` or ``"inference"``.
+
+    `examples` is None if they come in batches, and are not counted.
+    """
 
     model: str
     data: str
-    examples: int
+    examples: int | None
     matrix: str
     mode: str
     seed: int
 
-    def as_text(self, H: SymmetricOperator) -> str:
-        """Describe the operator in one line."""
-        examples = f"{self.examples} example{'' if self.examples == 1 else 's'}"
+    def as_text(self, size: int) -> str:
+        """Describe the operator, which has `size` variables, in one line."""
+        count = "all" if self.examples is None else self.examples
+        examples = f"{count} example{'' if self.examples == 1 else 's'}"
         name = {"hessian": "Hessian", "gauss-newton": "Gauss-Newton matrix"}[self.matrix]
         return (
-            f"{name} of {self.model}, {H.shape[0]:,} variables, {examples} of {self.data}, "
+            f"{name} of {self.model}, {size:,} variables, {examples} of {self.data}, "
             f"{self.mode} mode"
         )
 
@@ -163,14 +169,19 @@ class Curvature:
         """Write all results to a JSON file."""
         path.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
 
-    def save_figure(self, path: Path) -> None:
-        """Draw all results into a file, in the format of its suffix."""
+    def save_figure(self, file: Any, kind: str) -> None:
+        """Draw all results into a file or stream, in a format of matplotlib's."""
         import matplotlib.pyplot as plt
 
         count = 1 + (self.density is not None) + bool(self.trace.layers)
         figure, row = plt.subplots(1, count, figsize=(4.6 * count, 3.6), layout="constrained")
         row = list(np.atleast_1d(row))
-        self.largest.plot(row.pop(0)).set_title("Largest eigenvalues", loc="left")
+        ax, least = self.largest.plot(row.pop(0)), self.smallest
+        places = np.arange(1, len(self.largest.eigenvalues) + 1)
+        last = places[-1] + 2
+        ax.errorbar([last], least.eigenvalues, yerr=least.residual_norms, fmt="s", color="C1")
+        ax.set_xticks([*places, last], [*map(str, places), f"{sum(self.sizes.values()):,}"])
+        ax.set_title("Largest and smallest eigenvalues", loc="left")
         if self.trace.layers:
             self.trace.plot(row.pop(0)).set_title("Trace of each layer", loc="left")
         if self.density is not None:
@@ -179,8 +190,17 @@ class Curvature:
             f"{self.subject.model}, {self.subject.matrix}, {self.subject.mode} mode",
             fontsize="medium",
         )
-        figure.savefig(path, dpi=120)
+        figure.savefig(file, dpi=120, format=kind)
         plt.close(figure)
+
+    def save_html(self, path: Path) -> None:
+        """Write a page with the results, which needs no other file and no network."""
+        drawn = io.StringIO()
+        self.save_figure(drawn, "svg")
+        text = page(
+            self.as_dict(), self.subject.as_text(sum(self.sizes.values())), drawn.getvalue()
+        )
+        path.write_text(text, "utf-8")
 
 
 def _eigenvalues(result: EigenResult) -> list[dict[str, Any]]:

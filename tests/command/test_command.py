@@ -142,6 +142,82 @@ def test_custom_objects(files, monkeypatch, capsys):
     assert "no_such_module cannot be imported" in capsys.readouterr().err
 
 
+BATCHES = """
+import numpy as np
+import tensorflow as tf
+
+def data():
+    rng = np.random.default_rng(0)
+    whole = rng.normal(size=(60, 4)), rng.normal(size=(60, 2))
+    return tf.data.Dataset.from_tensor_slices(whole).batch(25)
+"""
+
+
+def results(arguments, folder):
+    out = folder / "found.json"
+    assert main([*arguments, "--no-density", "--no-check", "--json", str(out)]) == 0
+    return json.loads(out.read_text())
+
+
+def test_batches_in_a_folder_and_from_a_script(files):
+    model, folder, (saved, _) = files
+    (folder / "batches.py").write_text(BATCHES)
+    space = {}
+    exec(BATCHES, space)
+    batches = space["data"]()
+    batches.save(str(folder / "batches"))
+    (x, y) = next(iter(batches.unbatch().batch(60)))
+    value = float(tf.reduce_mean((model(x) - tf.cast(y, tf.float32)) ** 2))
+    for data in ("batches", "batches.py"):
+        found = results([saved, str(folder / data)], folder)
+        assert found["value"] == pytest.approx(value, rel=1e-5)
+        assert found["subject"]["examples"] is None
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_several_inputs_and_outputs(named, tmp_path):
+    one, other = layers.Input((4,), name="one"), layers.Input((2,), name="other")
+    hidden = layers.Dense(3, "tanh")(layers.Concatenate()([one, other]))
+    left, right = layers.Dense(1, name="left")(hidden), layers.Dense(2, name="right")(hidden)
+    if named:
+        model = keras.Model({"one": one, "other": other}, {"left": left, "right": right})
+        model.compile("sgd", {"left": "mse", "right": "mae"})
+        keys = "x/one", "x/other", "y/left", "y/right"
+    else:
+        model = keras.Model([one, other], [left, right])
+        model.compile("sgd", ["mse", "mae"])
+        keys = "x/0", "x/1", "y/0", "y/1"
+    model.save(tmp_path / "model.keras")
+    parts = [random(i, 60, size) for i, size in enumerate((4, 2, 1, 2))]
+    np.savez(tmp_path / "data.npz", **dict(zip(keys, parts)))
+    arguments = [str(tmp_path / "model.keras"), str(tmp_path / "data.npz")]
+    first, second = tf.nest.flatten(
+        model([*parts[:2]] if not named else dict(zip(("one", "other"), parts)))
+    )
+    expected = np.mean((first - parts[2]) ** 2) + np.mean(np.abs(second - parts[3]))
+    found = results(arguments, tmp_path)
+    assert found["value"] == pytest.approx(float(expected), rel=1e-5)
+    assert found["subject"]["examples"] == 60
+    assert results([*arguments, "--examples", "7"], tmp_path)["subject"]["examples"] == 7
+
+
+def test_a_page(files):
+    """It shows every number, and asks for nothing from anywhere."""
+    pytest.importorskip("matplotlib")
+    _, folder, arguments = files
+    out, page = folder / "found.json", folder / "page.html"
+    assert main([*arguments, "--html", str(page), "--json", str(out), "--no-check"]) == 0
+    text, found = page.read_text("utf-8"), json.loads(out.read_text())
+    for row in [*found["largest_eigenvalues"], found["smallest_eigenvalue"]]:
+        assert f"{row['eigenvalue']:.6g}" in text
+    for name, row in found["layers"].items():
+        assert f"<td>{name}</td>" in text
+        assert f"{row['estimate']:.5g}" in text
+    assert "<svg" in text
+    links = re.findall(r"(?:src|href)=.(?!#)[^ ]*", text)
+    assert not [link for link in links if "xlink" not in link]
+
+
 def test_what_is_wrong_is_said(files, capsys):
     _, folder, arguments = files
     make(compiled=False).save(folder / "plain.keras")
@@ -153,6 +229,8 @@ def test_what_is_wrong_is_said(files, capsys):
     np.savez(folder / "empty.npz", x=X[:0], y=Y[:0])
     np.savez(folder / "targets.npz", x=X, y=Y[:, :1, np.newaxis] * np.ones((1, 3, 5)))
     (folder / "saved").mkdir()
+    (folder / "nothing.py").write_text("x = 1")
+    (folder / "batches.py").write_text(BATCHES)
     two = [layers.Input((2,)), layers.Input((2,))]
     sums = keras.Model(two, layers.Dense(1)(layers.Add()(two)))
     sums.compile("sgd", "mse")
@@ -175,7 +253,10 @@ def test_what_is_wrong_is_said(files, capsys):
         ([model, str(folder / "words.npz")], "array y.*<U1.*integers"),
         ([model, str(folder / "empty.npz")], "no examples"),
         ([model, str(folder / "targets.npz")], r"loss does not accept y of shape \(60, 3, 5\)"),
-        ([str(folder / "two.keras"), data], "2 inputs.*from_keras"),
+        ([str(folder / "two.keras"), data], r"x of shape \(60, 4\).*\[\(None, 2\), \(None, 2\)\]"),
+        ([model, str(folder / "saved")], "saved is no data set.*dataset.save"),
+        ([model, str(folder / "nothing.py")], "no function data"),
+        ([model, str(folder / "batches.py"), "--examples", "5"], "dataset.take"),
         ([str(folder / "aimless.keras"), data], "without a loss"),
         ([str(folder / "saved"), data], "is a folder"),
         ([model, data, "--figure", str(folder / "out.xyz")], "format is unknown.*[.]png"),
