@@ -75,5 +75,5 @@ for color, (rate, (_, measured, losses)) in zip(("#0f766e", "#c2410c", "#4338ca"
 left.set(xlabel="step", ylabel="largest eigenvalue", ylim=(0, 1.25 * 2 / min(rates)))
 left.legend(frameon=False, fontsize="small")
 middle.set(xlabel="step", ylabel="loss")
-along.plot(right).set_title(f"along the eigenvector, rate {rates[-1]:g}", fontsize="medium")
+along.plot(right).set_title(f"Along the eigenvector, rate {rates[-1]:g}", loc="left")
 plt.show()

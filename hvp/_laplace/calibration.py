@@ -63,6 +63,9 @@ class Calibration:
     def plot(self, ax: Any = None) -> Any:
         """Draw the frequencies over the confidences: a reliability diagram.
 
+        The area of a point is the share of the examples in its bin. Points under the dotted line
+        are predictions that were too sure.
+
         Parameters
         ----------
         ax : matplotlib Axes, optional
@@ -90,6 +93,7 @@ class Calibration:
             ax.scatter(one.confidence, one.frequency, sizes, color=color, label=label, zorder=3)
         ax.set(xlabel="predicted probability", ylabel="how often it was right", xlim=(0, 1.02))
         ax.set_ylim(0, 1.02)
+        ax.set_title("Reliability diagram", loc="left")
         ax.legend(frameon=False, fontsize="small", loc="upper left")
         return ax
 

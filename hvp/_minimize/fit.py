@@ -399,13 +399,20 @@ class FitResult:
         sigma: Any = None
         if problem.loss is None:
             sigma = np.broadcast_to(problem.sigma, y.shape) * math.sqrt(self._variance)
-        axes[0].errorbar(x, y, sigma, fmt="o", ms=3, color="#64748b", lw=1)
-        axes[0].plot(dense, value, color="#c2410c")
+        axes[0].errorbar(x, y, sigma, fmt="o", ms=3, color="#64748b", lw=1, label="data")
+        axes[0].plot(dense, value, color="#c2410c", label="model, with one standard error")
         axes[0].fill_between(dense, value - band, value + band, color="#c2410c", alpha=0.25, lw=0)
+        axes[0].legend(frameon=False, fontsize="small")
         axes[1].axhline(0, color="#c2410c", lw=1)
         axes[1].plot(x, -self.residuals / math.sqrt(self._variance), "o", ms=3, color="#64748b")
-        axes[0].set(ylabel="data and model")
-        axes[1].set(ylabel="residual / error")
+        axes[0].set(ylabel="value")
+        axes[0].set_title(
+            f"{'Chi-square' if problem.loss is None else 'Twice the loss'} {self.chi_square:.4g}, "
+            f"{self.degrees_of_freedom} degrees of freedom",
+            loc="left",
+            fontsize="medium",
+        )
+        axes[1].set(xlabel="input", ylabel="residual / error")
         for ax in axes:
             ax.spines[["top", "right"]].set_visible(False)
         return axes

@@ -5,26 +5,32 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from hvp._engines.options import NAMES
 from hvp._errors import ConvergenceWarning, HvpError, InvalidDataError, NonFiniteError
 from hvp._operators.hessian import HessianOperator
 from hvp._runtime.arguments import check_count, check_number, check_seed, refuse_unknown
+from hvp._spectra.density import spectral_density
 from hvp._spectra.eigsh import eigsh
 from hvp._spectra.landscape import loss_slice
+from hvp._spectra.summaries import check_tensorboard, write_summaries
 from hvp._spectra.trace import trace
 
 _log = logging.getLogger("hvp")
 
-_QUANTITIES = ("largest", "smallest", "trace", "gradient_norm")
+_NUMBERS = ("largest", "smallest", "trace", "gradient_norm")
+_QUANTITIES = (*_NUMBERS, "density")
 # Eigenvalues to watch need few digits.
 _TOLERANCE, _TRACE_ERROR = 1e-2, 0.1
 # Products for one eigenvalue or trace, at most.
 _PRODUCTS = 200
+# Random vectors of a density: a figure needs fewer than an estimate.
+_PROBES = 4
 # Seconds that all measurements but the first may take in a short training.
 _GRACE = 10.0
 
@@ -40,8 +46,10 @@ class CurvatureMonitor(keras.callbacks.Callback):
         The examples `(x, y)` or `(x, y, sample_weight)` for the Hessian of the compiled loss, as
         for `HessianOperator.from_keras`.
     quantities : sequence of str, optional
-        Which of ``"largest"`` and ``"smallest"`` (eigenvalues), ``"trace"`` and
-        ``"gradient_norm"`` to measure.
+        Which of ``"largest"`` and ``"smallest"`` (eigenvalues), ``"trace"``, ``"gradient_norm"``
+        and ``"density"`` to measure. A density is a `SpectralDensity` of 160 products, in `history`
+        and not in the logs, which are numbers. The default is all, without the density unless
+        `log_dir` is given.
     every : "epoch" or int, optional
         When to measure: at the end of each epoch, or each time after this many batches. The values
         of the last measurement are logged at the end of the epoch.
@@ -61,6 +69,10 @@ class CurvatureMonitor(keras.callbacks.Callback):
     slice_radius : float, optional
         Also evaluate the loss along the eigenvector of the largest eigenvalue, up to this distance
         on both sides, as `loss_slice` does. The result is in `history` as ``"slice"``.
+    log_dir : str or path, optional
+        A folder for TensorBoard: numbers as scalars, densities as histograms and, with matplotlib,
+        densities and slices as images. It takes the package tensorboard. Give it the folder of the
+        callback `TensorBoard`, or one beside it.
     **options
         Further arguments of `HessianOperator.from_keras`, such as ``batch_size``.
 
@@ -77,8 +89,8 @@ class CurvatureMonitor(keras.callbacks.Callback):
     InvalidDataError
         If `sample` is given and the data are not arrays.
     HvpError
-        If another argument is invalid. Errors in the model or the data are raised when the training
-        begins.
+        If another argument is invalid, or tensorboard is not installed. Errors in the model or the
+        data are raised when the training begins.
 
     Notes
     -----
@@ -106,17 +118,20 @@ class CurvatureMonitor(keras.callbacks.Callback):
         self,
         data: Any,
         *,
-        quantities: Any = _QUANTITIES,
+        quantities: Any = None,
         every: Literal["epoch"] | int = "epoch",
         budget: float = 0.05,
         sample: int | None = None,
         seed: int = 0,
         prefix: str = "curvature_",
         slice_radius: float | None = None,
+        log_dir: Any = None,
         **options: Any,
     ) -> None:
         super().__init__()
         refuse_unknown(options, "CurvatureMonitor", {*NAMES, "variables", "training", "damping"})
+        if quantities is None:
+            quantities = _NUMBERS if log_dir is None else _QUANTITIES
         self._quantities = list(quantities)
         unknown = [name for name in self._quantities if name not in _QUANTITIES]
         if unknown or not self._quantities:
@@ -132,6 +147,9 @@ class CurvatureMonitor(keras.callbacks.Callback):
         self._radius = slice_radius
         if slice_radius is not None:
             check_number(slice_radius, "slice_radius", positive=True)
+        if log_dir is not None:
+            check_tensorboard()
+        self._folder, self._writer = log_dir, cast(Any, None)
         self._prefix, self._options = prefix, options
         self._operator: HessianOperator | None = None
         self._vectors: dict[str, Any] = {}
@@ -148,6 +166,8 @@ class CurvatureMonitor(keras.callbacks.Callback):
         self._spent = self._preparing = 0.0
         self._batch = self._omitted = 0
         self._operator = HessianOperator.from_keras(self.model, self._data, **self._options)
+        if self._folder is not None:
+            self._writer = tf.summary.create_file_writer(str(self._folder))
         self._start = time.perf_counter()
 
     def on_train_end(self, logs: Any = None) -> None:
@@ -178,7 +198,7 @@ class CurvatureMonitor(keras.callbacks.Callback):
         """Measure at the end of each epoch, and add the last values to the logs."""
         last = self._measure() if self._every == "epoch" else self._last
         for name in self._quantities:
-            if logs is not None:
+            if logs is not None and name != "density":
                 logs[self._prefix + name] = np.nan if last is None else last[name]
 
     def _measure(self) -> dict[str, Any] | None:
@@ -195,7 +215,10 @@ class CurvatureMonitor(keras.callbacks.Callback):
             H.refresh()
             measured = self._quantities_of(H)
         except NonFiniteError:  # a training that diverges is not ended here
-            measured = {key: np.nan for q in self._quantities for key in (q, f"{q}_error")}
+            numbers = [name for name in self._quantities if name != "density"]
+            measured = {key: np.nan for name in numbers for key in (name, f"{name}_error")}
+        if self._writer is not None:
+            write_summaries(self._writer, measured, self._batch, self._prefix)
         self._seconds = time.perf_counter() - before
         if self.history:
             self._spent += self._seconds
@@ -210,7 +233,10 @@ class CurvatureMonitor(keras.callbacks.Callback):
         """Return the quantities with their errors, and the slice."""
         measured: dict[str, Any] = {}
         for name in self._quantities:
-            measured[name], measured[f"{name}_error"] = self._value(H, name)
+            if name == "density":
+                measured[name] = spectral_density(H, probes=_PROBES, seed=self._seed)
+            else:
+                measured[name], measured[f"{name}_error"] = self._value(H, name)
         if self._radius is not None:
             if "largest" not in self._quantities:
                 self._value(H, "largest")
@@ -247,6 +273,9 @@ class CurvatureMonitor(keras.callbacks.Callback):
         if self._operator is not None:
             self._operator.close()
             self._operator = None
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
 
 
 def _subset(data: Any, sample: Any, seed: int) -> Any:

@@ -66,6 +66,7 @@ def draw_density(density: SpectralDensity, ax: Any, scale: str) -> Any:
     if scale == "symlog":
         ax.set_xscale("symlog", linthresh=4 * density.bandwidth)
     ax.set(xlabel="eigenvalue", ylabel="density")
+    ax.set_title("Spectral density", loc="left")
     ax.legend(frameon=False, fontsize="small")
     return ax
 
@@ -82,9 +83,12 @@ def draw_eigenvalues(result: EigenResult, ax: Any) -> Any:
         color=_COLOR,
         markersize=4,
         capsize=2,
+        label="with the norm of its residual",
     )
     ax.axhline(0, color="0.6", linewidth=0.8, linestyle=":")
-    ax.set(xlabel="rank", ylabel="eigenvalue")
+    ax.set(xlabel="place in the order", ylabel="eigenvalue")
+    ax.set_title("Eigenvalues", loc="left")
+    ax.legend(frameon=False, fontsize="small")
     ax.xaxis.get_major_locator().set_params(integer=True)
     return ax
 
@@ -92,7 +96,10 @@ def draw_eigenvalues(result: EigenResult, ax: Any) -> Any:
 def draw_estimate(estimate: Estimate, ax: Any) -> Any:
     """Draw an estimate: bars of its layers, or its values with their band."""
     if estimate.layers:
-        return plot_layers(estimate.layers, ax)
+        ax = plot_layers(estimate.layers, ax)
+        ax.set(xlabel="part of the trace, with two standard errors")
+        ax.set_title("Trace of each layer", loc="left")
+        return ax
     values = np.atleast_1d(estimate.estimate)
     if len(values) == 1:
         raise HvpError(
@@ -102,9 +109,12 @@ def draw_estimate(estimate: Estimate, ax: Any) -> Any:
         )
     ax = axes(ax)
     places, errors = np.arange(len(values)), np.atleast_1d(estimate.standard_error)
-    ax.fill_between(places, values - 2 * errors, values + 2 * errors, color=_COLOR, alpha=0.2, lw=0)
-    ax.plot(places, values, color=_COLOR, linewidth=0.8)
-    ax.set(xlabel="entry", ylabel="estimate")
+    band = values - 2 * errors, values + 2 * errors
+    ax.fill_between(places, *band, color=_COLOR, alpha=0.2, lw=0, label="2 standard errors")
+    ax.plot(places, values, color=_COLOR, linewidth=0.8, label="estimate")
+    ax.set(xlabel="number of the weight", ylabel="diagonal of the matrix")
+    ax.set_title("Diagonal", loc="left")
+    ax.legend(frameon=False, fontsize="small")
     return ax
 
 
@@ -120,16 +130,20 @@ def draw_slice(loss_slice: LossSlice, ax: Any) -> Any:
         if len(finite):  # the model may leave the range of the loss by far
             room = 0.1 * (np.ptp(finite) or 1.0)
             ax.set_ylim(finite.min() - room, finite.max() + room)
-        ax.set(xlabel="offset", ylabel="loss")
+        ax.set(xlabel="distance along the direction", ylabel="loss")
+        ax.set_title("Loss along a line", loc="left")
         ax.legend(frameon=False, fontsize="small")
         return ax
     contours = ax.contourf(offsets, offsets, losses.T, 20, cmap="viridis")
     ax.contour(offsets, offsets, loss_slice.quadratic.T, contours.levels, colors="white",
                linewidths=0.6, linestyles="--")  # fmt: skip
-    ax.plot(0, 0, "o", color=_OTHER, markersize=4)
-    ax.figure.colorbar(contours, ax=ax, label="loss (dashed: quadratic model)")
+    ax.plot(0, 0, "o", color=_OTHER, markersize=4, label="weights", linestyle="none")
+    ax.plot([], [], "--", color="0.4", linewidth=0.8, label="quadratic model (in white)")
+    ax.figure.colorbar(contours, ax=ax, label="loss")
     ax.grid(visible=False)
-    ax.set(xlabel="offset along the first direction", ylabel="offset along the second")
+    ax.set(xlabel="distance along the first direction", ylabel="distance along the second")
+    ax.set_title("Loss in a plane", loc="left")
+    ax.legend(loc="upper left", bbox_to_anchor=(0, -0.12), ncols=2, frameon=False, fontsize="small")
     return ax
 
 
