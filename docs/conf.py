@@ -31,7 +31,7 @@ autodoc_member_order = "bysource"
 autosummary_generate = True
 napoleon_google_docstring = False
 napoleon_use_rtype = False
-default_role = "code"
+default_role = "text"  # code, or a formula: see mathml.py
 
 sphinx_gallery_conf = {
     "within_subsection_order": "gallery_order.place_of",
@@ -78,6 +78,14 @@ def setup(app):
 html_math_renderer = "mathml"
 html_theme = "pydata_sphinx_theme"
 html_title = "hvp"
-html_theme_options = {"show_prev_next": False, "navigation_with_keys": False}
+html_static_path = ["static"]
+html_css_files = ["hvp.css"]
+html_theme_options = {
+    "show_prev_next": False,
+    "navigation_with_keys": False,
+    "show_nav_level": 2,
+}
 html_show_sourcelink = False
-html_sidebars = {"*": []}  # a page that has no others below it needs no list of them
+toc_object_entries_show_parents = "hide"
+# The guide has a list of its pages at the left; a page that has no others below it needs none.
+html_sidebars = {"index": [], "reference": [], "gallery/**": []}
