@@ -14,7 +14,7 @@ GREEK = "alpha beta gamma delta epsilon eta theta lambda mu pi rho sigma tau phi
 FUNCTIONS = "log exp sqrt norm diag det abs min max sum inv mean trace".split()
 # A letter alone, or what no code has: juxtaposed letters, superscripts, and spaces around signs.
 SIGNS = r"[-+/<=]|<=|<"
-FORMULA = re.compile(rf"(?:[A-Za-z]|.*(?:[\w)'] [A-Z(a-z]|\^|[\w)'] (?:{SIGNS}) [\w(-]).*)")
+FORMULA = re.compile(rf"(?:[A-Za-z]|.*(?:[\w)'] [A-Z(a-z]|\^|[\w)'] (?:{SIGNS}|\.) [\w(-]).*)")
 CODE = re.compile(
     r"""["@\[\]:?`{]|_bar|\*\*|\.\w*[a-zA-Z(]|[a-z]=|=[a-zA-Z]|__|\w{2,}_\w{2,}\(|\b(?:import|python|for)\b"""
     r"""|\([\w ,.*]+,\)?|\bto_|[a-z]{3,}\((?!.*[\^'])\w+\)$""",

@@ -27,15 +27,19 @@ def check_tensorboard() -> None:
 
 
 def write_summaries(writer: Any, measured: Mapping[str, Any], step: int, prefix: str) -> None:
-    """Write numbers as scalars, densities as histograms, and what can be drawn as images."""
+    """Write numbers as scalars, densities as histograms, and what can be drawn as images.
+
+    TensorBoard shows what is before a slash as the name of a group.
+    """
+    group = prefix.rstrip("_/") + "/"
     with writer.as_default(step=step):
         for name, value in measured.items():
             if isinstance(value, SpectralDensity):
-                tf.summary.histogram(prefix + name, _spread(value), buckets=_BUCKETS)
+                tf.summary.histogram(group + name, _spread(value), buckets=_BUCKETS)
             elif isinstance(value, float):
-                tf.summary.scalar(prefix + name, value)
+                tf.summary.scalar(group + name, value)
             if hasattr(value, "plot") and find_spec("matplotlib") is not None:
-                tf.summary.image(f"{prefix}{name}_figure", _drawn(value)[np.newaxis])
+                tf.summary.image(f"{group}{name}_figure", _drawn(value)[np.newaxis])
     writer.flush()
 
 
@@ -52,7 +56,7 @@ def _drawn(result: Any) -> np.ndarray:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6.4, 3.6), dpi=120, layout="constrained")
+    figure = Figure(figsize=(4.2, 2.8), dpi=150, layout="constrained")  # cards are small
     canvas = FigureCanvasAgg(figure)
     result.plot(figure.add_subplot())
     canvas.draw()

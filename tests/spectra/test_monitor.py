@@ -139,18 +139,18 @@ def test_what_tensorboard_shows(tmp_path):
     assert "curvature_density" not in history
     shown = EventAccumulator(str(tmp_path / "logs"), {"tensors": 0}).Reload()
     for name in ("largest", "trace"):
-        events = shown.Tensors(f"curvature_{name}")
+        events = shown.Tensors(f"curvature/{name}")
         values = [float(tf.make_ndarray(event.tensor_proto)) for event in events]
         np.testing.assert_allclose(values, [m[name] for m in monitor.history], rtol=1e-6)
         assert [event.step for event in events] == [m["batch"] for m in monitor.history]
-    buckets = tf.make_ndarray(shown.Tensors("curvature_density")[-1].tensor_proto)
+    buckets = tf.make_ndarray(shown.Tensors("curvature/density")[-1].tensor_proto)
     left, right, count = buckets.T
     mean = np.sum((left + right) / 2 * count) / np.sum(count)
     density = monitor.history[-1]["density"]
     assert mean == pytest.approx(np.mean(np.sum(density.nodes * density.weights, axis=1)), rel=0.2)
     for name in ("density", "slice"):
         width, height, png = tf.make_ndarray(
-            shown.Tensors(f"curvature_{name}_figure")[-1].tensor_proto
+            shown.Tensors(f"curvature/{name}_figure")[-1].tensor_proto
         )
         pixels = tf.io.decode_png(png).numpy()
         assert pixels.shape == (int(height), int(width), 3)
