@@ -151,7 +151,7 @@ from hvp._taylor.inputs import (
     partial_derivatives,
 )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "EKFAC",
