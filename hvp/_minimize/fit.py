@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -45,6 +46,7 @@ class FitProblem:
         data: tuple[Any, Any],
         *,
         sigma: Any,
+        estimates: bool,
         loss: Callable[..., Any] | None,
         bounds: Mapping[str, Any],
         fixed: Collection[str],
@@ -53,7 +55,7 @@ class FitProblem:
     ) -> None:
         self.model, self.bounds, self.tied, self.loss = model, bounds, dict(tied), loss
         self.x, self.y = data
-        self.sigma, self.fixed, self.maxiter = sigma, fixed, maxiter
+        self.sigma, self.estimates, self.fixed, self.maxiter = sigma, estimates, fixed, maxiter
         self.start = {name: np.asarray(value, np.float64) for name, value in start.items()}
         self.free = [name for name in self.start if name not in fixed]
         self.held = {name: tf.Variable(self.start[name], trainable=False) for name in fixed}
@@ -76,6 +78,7 @@ class FitProblem:
             self.start,
             (self.x, self.y),
             sigma=self.sigma,
+            estimates=self.estimates,
             loss=self.loss,
             bounds={n: pair for n, pair in self.bounds.items() if n != name},
             fixed=[*self.fixed, name],
@@ -102,6 +105,13 @@ class FitProblem:
         for name, function in self.tied.items():
             values[name] = tf.convert_to_tensor(function(values), tf.float64)
         return values
+
+    @property
+    def what(self) -> str:
+        """What `chi_square` is."""
+        if self.loss is not None:
+            return "twice the loss"
+        return "sum of squares" if self.estimates else "chi-square"
 
     def predict(self, x: Any, vector: Any) -> tf.Tensor:
         """Return what the model says of inputs."""
@@ -195,18 +205,16 @@ class FitProblem:
         return (polished if inside else at), active, success, message
 
     def _least_squares(self, at: np.ndarray) -> tuple[np.ndarray, np.ndarray, bool, str]:
+        options: dict[str, Any] = {"bounds": (self.lower, self.upper), "x_scale": "jac"}
+        options |= {"xtol": 1e-14, "ftol": 1e-14, "gtol": 1e-14, "max_nfev": self.maxiter}
         with np.errstate(over="ignore"):  # of steps that are then rejected
-            found = scipy.optimize.least_squares(
-                self.residuals_at,
-                at,
-                self.jacobian_at,
-                bounds=(self.lower, self.upper),
-                x_scale="jac",
-                xtol=1e-14,
-                ftol=1e-14,
-                gtol=1e-14,
-                max_nfev=self.maxiter,
-            )
+            search = functools.partial(scipy.optimize.least_squares, self.residuals_at, at)
+            found = search(self.jacobian_at, **options)
+            is_free = not (np.isfinite(self.lower) | np.isfinite(self.upper)).any()
+            if found.status <= 0 and is_free and len(found.fun) >= len(at):
+                # From some starts MINPACK, whose steps differ, comes to a minimum.
+                other = search(self.jacobian_at, **{**options, "method": "lm"})
+                found = other if other.status > 0 and other.cost < found.cost else found
         return found.x, found.active_mask, found.status > 0, found.message
 
     def _likelihood(self, at: np.ndarray) -> tuple[np.ndarray, np.ndarray, bool, str]:
@@ -353,7 +361,11 @@ class FitResult:
             the increase is NaN.
         """
         if name not in self._problem.free or np.ndim(self.parameters[name]):
-            raise HvpError(f"there is no free parameter {name!r} that is a number", "one of them")
+            numbers = [n for n in self._problem.free if not np.ndim(self.parameters[n])]
+            raise HvpError(
+                f"there is no free parameter {name!r} that is a number",
+                f"one of {', '.join(map(repr, numbers))}",
+            )
         points = check_count(points, "points")
         width = check_number(width, "width", positive=True)
         best, error = self.parameters[name], self.errors[name]
@@ -407,7 +419,7 @@ class FitResult:
         axes[1].plot(x, -self.residuals / math.sqrt(self._variance), "o", ms=3, color="#64748b")
         axes[0].set(ylabel="value")
         axes[0].set_title(
-            f"{'Chi-square' if problem.loss is None else 'Twice the loss'} {self.chi_square:.4g}, "
+            f"{problem.what.capitalize()} {self.chi_square:.4g}, "
             f"{self.degrees_of_freedom} degrees of freedom",
             loc="left",
             fontsize="medium",
@@ -430,11 +442,8 @@ class FitResult:
             if name not in self._problem.free
         )
         head = "fit" if self.success else f"fit that did not converge ({self.message})"
-        lines.insert(
-            0,
-            f"{head}: {'chi-square' if self._problem.loss is None else 'twice the loss'} "
-            f"{self.chi_square:.6g}, {self.degrees_of_freedom} degrees of freedom",
-        )
+        degrees = f"{self.degrees_of_freedom} degrees of freedom"
+        lines.insert(0, f"{head}: {self._problem.what} {self.chi_square:.6g}, {degrees}")
         lines += [f"  fixed or tied: {known}"] if known else []
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
@@ -540,6 +549,7 @@ def fit(
         start,
         (_inputs(data[0]), y),
         sigma=sigmas,
+        estimates=sigma is None and loss is None,
         loss=loss,
         bounds=bounds or {},
         fixed=fixed,
@@ -553,7 +563,15 @@ def fit(
         raise HvpError(
             f"the start of {', '.join(outside)} is outside of the bounds", "a start between them"
         )
-    if not np.isfinite(problem.residuals_at(at)).all():
+    try:
+        residuals = problem.residuals_at(at)
+    except NotImplementedError as error:  # a tensor of a graph that meets a function of NumPy's
+        raise InvalidLossError(
+            f"the model cannot be traced: {error}",
+            "a model of TensorFlow's functions",
+            "if it calls NumPy, use tf.exp in place of np.exp, and so on",
+        ) from error
+    if not np.isfinite(residuals).all():
         raise NonFiniteError("a residual is not finite at the start", "values at which all are")
     if loss is not None:
         value = problem.value(tf.constant(at))
@@ -565,7 +583,7 @@ def fit(
             )
         if not np.isfinite(value):
             raise NonFiniteError("the loss is not finite at the start", "values at which it is")
-    return _result(problem, *problem.minimized(at), estimates=sigma is None and loss is None)
+    return _result(problem, *problem.minimized(at))
 
 
 def _checked(
@@ -666,8 +684,6 @@ def _result(
     active: np.ndarray,
     success: bool,
     message: str,
-    *,
-    estimates: bool,
 ) -> FitResult:
     """Put a result together, with the covariance of the entries that are not at a bound."""
     residuals, names = problem.residuals_at(at), problem.names
@@ -680,14 +696,17 @@ def _result(
     distance = float(moved @ covariance[np.ix_(~free, ~free)] @ moved) / 2
     degrees = math.prod(problem.y.shape) - len(movable)
     chi_square = 2 * problem.value_at(at)
-    variance = chi_square / degrees if estimates and degrees > 0 else 1.0
+    variance = chi_square / degrees if problem.estimates and degrees > 0 else 1.0
     whole = np.zeros((len(names), len(names)))
     whole[np.ix_(movable, movable)] = covariance * variance
     notes = [f"{names[i]} is at its bound" for i in np.flatnonzero(active)]
-    notes += [f"the data do not determine {names[movable[i]]}" for i in np.flatnonzero(free)]
+    if success:
+        notes += [f"the data do not determine {names[movable[i]]}" for i in np.flatnonzero(free)]
+    else:
+        notes.append("errors mean little away from a minimum; try other start values, or bounds")
     if not is_convex:
         notes.append("the Hessian has negative eigenvalues: this is no minimum")
-    if estimates and degrees <= 0:
+    if problem.estimates and degrees <= 0:
         notes.append("there are no more data than parameters, so that errors cannot be estimated")
         whole = np.where(np.isinf(whole), np.inf, np.nan)
     values = {n: _number(value.numpy()) for n, value in problem.named(tf.constant(at)).items()}

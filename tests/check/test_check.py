@@ -41,7 +41,7 @@ MUCH_LIKE_OTHERS = [*LONG_CASES, "mlp", "tf.function", "cond"]
 @pytest.mark.parametrize(
     "case", [long(name) if name in MUCH_LIKE_OTHERS else name for name in CASES]
 )
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_correct_operators_pass(case):
     problem = CASES[case]("float64")
     with hvp.HessianOperator(problem.loss, problem.variables, problem.data, damping=0.3) as H:
@@ -142,6 +142,7 @@ def test_examples_that_depend_on_each_other_are_noted():
 
 
 @pytest.mark.parametrize("batches", [False, True])
+@pytest.mark.few(1)
 def test_labels_that_are_sorted_or_rare_do_not_hide_it(batches):
     """The first four examples, and all but one, have the same label."""
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
@@ -183,6 +184,7 @@ def test_a_random_loss_fails_and_the_layer_is_named():
 
 @pytest.mark.parametrize("units", [[1, 1, 1, 1, 1], [1e3, 1e-9, 1e3, 1e9, 50]])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.few(1)
 def test_a_loss_at_its_minimum_passes(units, dtype):
     """What is left of the gradient there is rounding, which another trace rounds otherwise."""
     rng, units = np.random.default_rng(1), np.array(units, dtype)
@@ -360,6 +362,7 @@ SPECTRA = {
 
 @pytest.mark.parametrize("size", [3, 40, 90, 300, 1000])
 @pytest.mark.parametrize("kind", SPECTRA)
+@pytest.mark.few(1)
 def test_no_sign_is_claimed_that_is_wrong(kind, size):
     """Forty matrices of known inertia, half of them larger than the number of products."""
     eigenvalues = SPECTRA[kind](np.random.default_rng(size), size)

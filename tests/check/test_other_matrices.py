@@ -21,7 +21,7 @@ KINDS = {
     "options",
     [{}, {"batch_size": 3}, {"engine": "tape"}, {"regularization": lambda: 0.0, "damping": 1.0}],
 )
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_right_ones_pass(kind, options):
     model, x, y = make("dense")
     before = [weight.numpy() for weight in model.trainable_variables]
@@ -42,7 +42,7 @@ def half_the_gradient(x):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_wrong_gradient_of_the_model_is_found(kind):
     model, x, y = make("dense")
 
@@ -54,6 +54,7 @@ def test_a_wrong_gradient_of_the_model_is_found(kind):
 
 
 @pytest.mark.parametrize("kind", ["gauss-newton", "empirical"])
+@pytest.mark.few(1)
 def test_a_wrong_gradient_of_the_loss_is_found(kind):
     model, x, y = make("dense")
 

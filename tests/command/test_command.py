@@ -175,6 +175,7 @@ def test_batches_in_a_folder_and_from_a_script(files):
 
 
 @pytest.mark.parametrize("named", [True, False])
+@pytest.mark.few(1)
 def test_several_inputs_and_outputs(named, tmp_path):
     one, other = layers.Input((4,), name="one"), layers.Input((2,), name="other")
     hidden = layers.Dense(3, "tanh")(layers.Concatenate()([one, other]))

@@ -62,6 +62,7 @@ def by_differences(w, whole):
         {"batch_size": 2, "devices": ["CPU:0"]},
     ],
 )
+@pytest.mark.few(1)
 def test_the_sum_of_the_means_over_each_data_set(options):
     w, losses, whole = problem()
     expected, gradient, value = by_differences(w, whole)

@@ -82,6 +82,7 @@ def test_a_sum_over_examples_is_refused(loss, options):
 
 
 @pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.few(1)
 def test_a_sum_over_examples_of_a_keras_model_is_refused(recompute):
     layers = [keras.Input((IN,)), keras.layers.Dense(3, "tanh"), keras.layers.Dense(OUT)]
     model = keras.Sequential(layers)
@@ -96,7 +97,7 @@ def test_a_sum_over_examples_of_a_keras_model_is_refused(recompute):
 
 
 @pytest.mark.parametrize("loss", MEANS)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_other_losses_are_not_taken_for_sums(loss):
     network = Network()
     whole = hvp.HessianOperator(MEANS[loss](network), network, (X, Y)).to_dense()
@@ -134,7 +135,7 @@ def mask(y):
         {"batch_size": 5, "engine": "tape"},
     ],
 )
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 def test_losses_that_couple_examples_are_refused_where_data_are_divided(name, options):
     network = Network()
 
@@ -256,7 +257,7 @@ def bytes_kept(size, engine="graph"):
 @pytest.mark.parametrize(
     ("limit", "kind", "sizes", "engine"), pairwise(LIMITS, SOURCES, SIZES, ["graph", "tape"])
 )
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_the_hessian_of_all_examples(dense, kind, sizes, limit, engine):
     network = Network()
     source, options = SOURCES[kind](SIZES[sizes])

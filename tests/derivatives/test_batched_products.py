@@ -48,7 +48,7 @@ def problem(name, dtype="float64", wrap=lambda f: f):
 
 @pytest.mark.parametrize("name", PRODUCTS)
 @pytest.mark.parametrize("wrap", [lambda f: f, hvp.recompute], ids=["plain", "recomputed"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_products_are_right_on_both_engines(name, wrap):
     want = dense_hessian(problem(name))
     case = problem(name, wrap=wrap)

@@ -305,7 +305,7 @@ def groups():
 
 
 @pytest.mark.parametrize("names", list(groups()), ids=lambda names: f"{names[0]} to {names[-1]}")
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_they_are_right(names):
     check(names, "graph")
     # Blocks convert the same operations by either engine: these are tested below.
@@ -338,7 +338,7 @@ def test_tensorflow_lacks_it_or_has_it_wrong(name):
         ],
     ],
 )
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 def test_blocks_are_right_on_tapes_in_functions_in_loops_and_recomputed(name, way):
     check([name], way)
 

@@ -42,6 +42,7 @@ def test_moments_bound_or_traced_earlier_are_refused_not_wrong():
 
 @pytest.mark.parametrize("way", ["graph", "graph, XLA", "tape"])
 @pytest.mark.parametrize("dtype", ["float64", long("complex128")])
+@pytest.mark.few(1)
 def test_norms_of_rows_that_the_loss_does_not_use(dtype, way):
     z = tf.Variable(random(0, 3, 4, dtype="float64"))
     factors = tf.cast([1.0, 2.0, -1.0, 0.5], dtype) * (1j if dtype == "complex128" else 1)
@@ -98,7 +99,7 @@ def jacobian_of_cumulative_logsumexp(x, axis, exclusive, reverse):
 @pytest.mark.parametrize(
     ("order", "way"), crossed([(0, False, False), (1, True, False), (1, False, True)], WAYS)
 )
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_cumulative_logsumexp_at_the_solution_of_a_least_squares_fit(order, way):
     axis, exclusive, reverse = order
     z = tf.Variable(random(0, 3, 5, dtype="float64", scale=3))
@@ -121,6 +122,7 @@ def test_cumulative_logsumexp_at_the_solution_of_a_least_squares_fit(order, way)
 
 
 @pytest.mark.parametrize("engine", ["graph", "tape"])
+@pytest.mark.few(1)
 def test_the_jacobian_of_cumulative_logsumexp_of_unknown_size(engine):
     z = tf.Variable(random(0, 1, 7, dtype="float64"))
     jacobian = jacobian_of_cumulative_logsumexp(z.numpy(), 1, False, False)

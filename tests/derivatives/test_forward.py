@@ -85,6 +85,7 @@ def test_one_is_right(function, engine):
 
 
 @pytest.mark.parametrize("engine", ["graph", "tape"])
+@pytest.mark.few(1)
 def test_one_within_another_is_refused(engine):
     w = tf.Variable(W)
     for _ in range(2):  # what was entered is left

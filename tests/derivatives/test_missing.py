@@ -475,7 +475,7 @@ AT_WRONG_VALUES = {
 
 @pytest.mark.parametrize("engine", [long("graph"), "tape"])
 @pytest.mark.parametrize("kind", AT_WRONG_VALUES)
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 def test_what_is_wrong_at_some_values_is_refused_there_because_of_its_row(
     kind, engine, monkeypatch
 ):

@@ -63,7 +63,7 @@ def assert_right(pooled, want, **options):
         *(long(name, "graph") for name in ALIKE),
     ],
 )
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_second_derivatives_are_right(name, engine):
     pooled = problem(name, functools.partial(pool, name=name))
     assert_right(pooled, hessian_of(name), engine=engine)
@@ -72,7 +72,7 @@ def test_second_derivatives_are_right(name, engine):
 @pytest.mark.parametrize(
     "within", ["function", "loop", long("branch"), "recompute", long("loop in recompute")]
 )
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_also_inside_functions(within):
     once = functools.partial(pool, name="moved by one")
 

@@ -34,7 +34,7 @@ def gradient_of(network, loss):
 @pytest.mark.parametrize(
     ("count", "batches", "engine"), pairwise([1, 2, 3], list(BATCHES), ["graph", "tape"])
 )
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 def test_products_blocks_values_and_gradients(dense, count, batches, engine):
     network = Network()
     loss = mean_square(network)
@@ -193,7 +193,7 @@ def test_recompute_and_float16():
         {"weight": lambda x, y: tf.reduce_sum(x**2), "batch_size": 5},
     ],
 )
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_one_call_that_multiplies_on_all_devices(dense, options, narrow, monkeypatch):
     network, options, want = Network(), dict(options), dense
     loss = mean_square(network)

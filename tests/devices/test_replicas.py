@@ -34,7 +34,7 @@ def loss(network):
 
 @pytest.mark.parametrize("engine", ALL)
 @pytest.mark.parametrize("options", ["whole", "batches", "streamed", "data set", "recompute"])
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_all_replicas_take_part(strategy, network, loss, options, engine):
     if options == "recompute":
         again = hvp.recompute(network)

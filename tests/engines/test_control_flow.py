@@ -170,7 +170,7 @@ ALIKE_ON_TAPES = {loop_in_loop, branch_in_loop}
     [long(loss) if loss in ALIKE else loss for loss in LOSSES],
     ids=lambda loss: loss.__name__,
 )
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_loops_and_branches_are_split_too(loss):
     w = tf.Variable(random(0, N, N, dtype="float64", scale=0.7))
     problem = Problem(tf.autograph.experimental.do_not_convert(lambda: loss(w)), w)

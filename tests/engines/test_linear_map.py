@@ -43,7 +43,7 @@ def in_graph(multiply):
     [(engine, wrap) for engine in ("graph", "tape") for wrap in (eagerly, in_graph)]
     + [("xla", eagerly), long("xla", in_graph)],
 )
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_rectangular_map_and_its_transpose(settings, wrap):
     options = {"engine": "tape"} if settings == "tape" else {"jit_compile": settings == "xla"}
     function, variables, jacobian = problem()

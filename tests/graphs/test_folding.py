@@ -59,6 +59,7 @@ def test_sizes_that_are_computed_from_constants():
 
 
 @pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.few(1)
 def test_transposed_products_of_attention_have_as_few_matrix_products(jit_compile):
     """Each way takes two for the weights, and two for each product of two activations."""
     x = tf.constant(random(0, 3, 5, 4, dtype="float64"))

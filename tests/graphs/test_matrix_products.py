@@ -165,6 +165,7 @@ def test_other_batches_stay(left, right, adjoint):
 
 @pytest.mark.parametrize("engine", ["graph", "tape"])
 @pytest.mark.parametrize("options", [{}, {"batch_size": 2}, {"jit_compile": True}], ids=str)
+@pytest.mark.few(1)
 def test_the_tokens_of_a_layer_are_one_matrix(engine, options):
     if engine == "tape":
         options = {key: value for key, value in options.items() if key == "batch_size"}
@@ -243,6 +244,7 @@ def test_other_products_stay_as_they_are(shape, dtype):
 
 
 @pytest.mark.parametrize("options", [{}, {"batch_size": 64}, {"jit_compile": True}], ids=str)
+@pytest.mark.few(1)
 def test_products_of_a_layer_in_all_threads_agree_with_float64(options):
     weights = [tf.Variable(random(i, 256, 256, scale=1 / 16)) for i in range(2)]
     x = random(9, 512, 256)

@@ -29,7 +29,7 @@ def operator(w=None, **options):
 
 
 @pytest.mark.parametrize("options", ENGINES)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_solvers_run_without_graphs(one_thread, options):
     b = random(1, N, 2, dtype="float64")
     with operator(**options) as H:

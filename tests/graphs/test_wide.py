@@ -12,7 +12,7 @@ NAMES = [long(name) if name in LONG_CASES else name for name in CASES]
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_products_are_those_of_the_float64_model(name):
     single, double = CASES[name]("float32"), CASES[name]("float64")
     for variable, wide in zip(single.tensorflow_variables(), double.tensorflow_variables()):

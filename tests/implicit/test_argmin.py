@@ -64,6 +64,7 @@ def ways(ridge):
 
 
 @pytest.mark.parametrize("way", ["variables", "operator", "newton", "tensors", "own solver"])
+@pytest.mark.few(1)
 def test_ridge_regression_to_second_order(way):
     ridge = Ridge()
     best, gradient, hessian = ridge.expected()
@@ -80,6 +81,7 @@ def test_ridge_regression_to_second_order(way):
 
 
 @pytest.mark.parametrize("way", ["variables", "operator", "tensors"])
+@pytest.mark.few(1)
 def test_again_at_other_strengths(way):
     ridge = Ridge()
     find = ways(ridge)[way]
@@ -94,6 +96,7 @@ def test_again_at_other_strengths(way):
 
 @pytest.mark.parametrize("jit_compile", [False, True])
 @pytest.mark.parametrize("variables", [False, True])
+@pytest.mark.few(1)
 def test_in_a_graph(jit_compile, variables):
     ridge = Ridge()
     _, gradient, hessian = ridge.expected()
@@ -114,6 +117,7 @@ def test_in_a_graph(jit_compile, variables):
 
 
 @pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.few(1)
 def test_a_tape_around_a_function(jit_compile):
     ridge = Ridge()
     _, gradient, _ = ridge.expected()
@@ -129,6 +133,7 @@ def test_a_tape_around_a_function(jit_compile):
 
 
 @pytest.mark.parametrize("way", ["variables", "tensors"])
+@pytest.mark.few(1)
 def test_forward_mode(way):
     ridge = Ridge()
     direction = tf.constant(rng.standard_normal(6))
@@ -175,6 +180,7 @@ class TestLogisticRegression:
 
     @pytest.mark.parametrize("engine", ["graph", "tape"])
     @pytest.mark.parametrize("batch_size", [None, 16])
+    @pytest.mark.few(1)
     def test_data_engines_and_batches(self, engine, batch_size):
         w, strength = tf.Variable(np.zeros(6)), tf.Variable(-2.0, dtype=tf.float64)
 
@@ -201,6 +207,7 @@ class TestLogisticRegression:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.few(1)
 def test_a_keras_network_beside_differences_of_training(recompute):
     keras.utils.set_random_seed(0)
     layers = [keras.layers.Dense(size, name, dtype="float64") for size, name in SHAPES]
@@ -267,6 +274,7 @@ class TestWhatIsRefused:
         assert float(tape.gradient(found, t)) == pytest.approx(0.8, rel=1e-5)
 
     @pytest.mark.parametrize("way", ["variables", "tensors"])
+    @pytest.mark.few(1)
     def test_changed_variables(self, way):
         ridge = Ridge()
         with tf.GradientTape() as tape:

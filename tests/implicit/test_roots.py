@@ -12,6 +12,7 @@ B = rng.standard_normal((5, 5)) / 8
 
 
 @pytest.mark.parametrize("mode", ["variables", "tensors", "graph", "xla"])
+@pytest.mark.few(1)
 def test_a_linear_system_to_second_order(mode):
     t = tf.Variable(rng.standard_normal(5))
     w = tf.Variable(np.zeros(5))
@@ -42,6 +43,7 @@ def test_a_linear_system_to_second_order(mode):
 
 
 @pytest.mark.parametrize("jit_compile", [None, False, True])
+@pytest.mark.few(1)
 def test_a_fixed_point_beside_its_iterations(jit_compile):
     weights = tf.Variable(B)
     x = tf.constant(rng.standard_normal((3, 5)))

@@ -51,7 +51,7 @@ def numbers_kept(folder):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_scores_from_kept_factors_are_products_of_gradients(name, tmp_path, monkeypatch):
     inside.set_limit(monkeypatch, "space of factors worth keeping", np.inf)
     inside.set_limit(monkeypatch, "bytes of a shard", 500)
@@ -160,7 +160,7 @@ class Sentences:
 
 @pytest.mark.parametrize("engine", ["graph", "tape"])
 @pytest.mark.parametrize("batched", [False, True])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_scores_of_tokens_are_those_of_weights_at_each_position(engine, batched):
     model = Sentences()
     x, y = model.x, model.y

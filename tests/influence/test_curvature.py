@@ -35,7 +35,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_gauss_newton(way):
     model, x, y = make("dense")
     G = dense_gauss_newton(model, x, softmax_curvature) + 0.1 * np.eye(43)

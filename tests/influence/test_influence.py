@@ -138,7 +138,7 @@ def test_a_function_may_invert_on_a_subspace_only():
 
 
 @pytest.mark.parametrize("kind", ["dataset", "list", "dict", "batch_size", "memory_limit", "tape"])
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_scores_do_not_depend_on_batching(kind):
     w, loss, bare, data = ridge()
     train, options = data, {}
@@ -232,7 +232,7 @@ def test_keras_models(convolutional):
 
 
 @pytest.mark.parametrize("unrolls", [False, True])
-@pytest.mark.parametrize("kind", ["GRU", long("LSTM"), "Bidirectional"])
+@pytest.mark.parametrize("kind", ["GRU", long("LSTM"), long("Bidirectional")])
 @pytest.mark.few(1)
 def test_recurrent_models(kind, unrolls, monkeypatch, capfd):
     """The loops that TensorFlow cannot vectorize run, or are written out after a while."""

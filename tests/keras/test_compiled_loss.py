@@ -64,6 +64,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.few(1)
 def test_is_what_keras_evaluates(kind):
     make, options, x, y, weights = MODELS[kind]
     model = make()

@@ -25,6 +25,7 @@ def test_a_model_without_a_loss(call, compiled):
 
 @pytest.mark.parametrize("call", MATRICES, ids=lambda call: call.__name__)
 @pytest.mark.parametrize("loss", ["mse", ["mse", "mse"]])
+@pytest.mark.few(1)
 def test_all_outputs_count(call, loss):
     """The mean square error of two linear models has the Hessian 2 X^T X / n for each."""
     x = keras.Input((3,))

@@ -185,7 +185,7 @@ def mixed_precision():
 @pytest.mark.parametrize(
     "build", [two_outputs, sample_weights, probabilities, mixed_precision], ids=lambda f: f.__name__
 )
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_keras_models(build):
     keras.utils.set_random_seed(0)
     model, data = build()
@@ -197,7 +197,7 @@ def test_keras_models(build):
 
 @pytest.mark.parametrize("fisher", ["type-2", "empirical"])
 @pytest.mark.parametrize("batch_size", [None, 3])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_loss_that_divides_by_something_else(fisher, batch_size):
     random = np.random.default_rng(0)
     kernel = tf.Variable(random.standard_normal((3, 2)), name="kernel")
@@ -251,6 +251,7 @@ def test_several_predictions_of_an_example():
         ),
     ],
 )
+@pytest.mark.few(1)
 def test_inverses_square_roots_and_determinants(name, kind):
     model, data = problem(name)
     K = kind(model, cross_entropy, model, data, likelihood="categorical")
@@ -299,6 +300,7 @@ def test_as_a_preconditioner_and_in_a_solve():
 
 
 @pytest.mark.parametrize("kind", [hvp.KFAC, hvp.EKFAC])
+@pytest.mark.few(1)
 def test_refresh_and_exponential_averages(kind):
     model, data = problem("dense")
     K = kind(model, cross_entropy, model, data, fisher="empirical")
@@ -401,6 +403,7 @@ def test_many_classes_are_drawn_from():
 
 
 @pytest.mark.parametrize("kind", [hvp.KFAC, hvp.EKFAC])
+@pytest.mark.few(1)
 def test_regularizers_are_added_to_the_blocks(kind):
     """Exact where a penalty is the same for all weights of a block; its mean elsewhere."""
     both = {"kernel_regularizer": "l2", "bias_regularizer": "l2"}

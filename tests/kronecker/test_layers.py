@@ -174,7 +174,7 @@ def problem(name, seed=0):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 def test_scales_are_those_of_the_matrix_itself(name):
     if name == "grouped-query attention" and not hasattr(layers, "GroupQueryAttention"):
         pytest.skip("this Keras does not have it")

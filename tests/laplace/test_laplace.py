@@ -33,6 +33,7 @@ def linear(curvature="full", **options):
 
 @pytest.mark.parametrize("batch_size", [None, 16])
 @pytest.mark.parametrize("curvature", ["full", "kfac", "ekfac", "low-rank"])
+@pytest.mark.few(1)
 def test_linear_regression_is_exact(curvature, batch_size):
     la, x, y, w, precision = linear(curvature, batch_size=batch_size)
     new = np.random.default_rng(1).standard_normal((7, 5))
@@ -56,6 +57,7 @@ def test_the_diagonal_is_that_of_the_precision():
 
 
 @pytest.mark.parametrize("curvature", CURVATURES)
+@pytest.mark.few(1)
 def test_the_evidence_is_maximized(curvature):
     la, *_ = linear(curvature)
     best = la.tune_prior_precision(noise=True)
@@ -100,6 +102,7 @@ def log_likelihood(name, f, y):
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.few(1)
 def test_generalized_linear_models(name):
     outputs, draw = CASES[name]
     x, truth, rng = design(outputs)
@@ -139,6 +142,7 @@ def test_generalized_linear_models(name):
 
 
 @pytest.mark.parametrize("name", [*CASES, "gaussian"])
+@pytest.mark.few(1)
 def test_validation_chooses_the_most_likely_precision(name):
     outputs, draw = CASES.get(name, (1, lambda f, rng: f + rng.standard_normal(f.shape)))
     x, truth, rng = design(outputs)
@@ -184,6 +188,7 @@ def classifier(regularizer=None, of_last=None):
 @pytest.mark.parametrize(
     ("curvature", "subset"), crossed(CURVATURES, ["all", "last-layer", "hidden", "all", "all"])
 )
+@pytest.mark.few(1)
 def test_keras_models(curvature, subset):
     model, x, y = classifier()
     la = hvp.Laplace.from_keras(model, (x, y), curvature=curvature, subset=subset)
@@ -311,6 +316,7 @@ def test_what_is_refused():
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("curvature", ["kfac", "ekfac", "diagonal", "full"])
+@pytest.mark.few(1)
 def test_the_last_layer_needs_no_jacobian(curvature, bias):
     """Against variances from the Jacobian, for weights that are named."""
     keras.utils.set_random_seed(0)
@@ -357,6 +363,7 @@ def test_one_precision_for_each_weight():
 
 
 @pytest.mark.parametrize("curvature", CURVATURES)
+@pytest.mark.few(1)
 def test_the_gradient_of_the_evidence(curvature):
     la, *_ = linear(curvature)
     value, of_prior, of_noise = la.log_marginal_likelihood(gradient=True)
@@ -433,6 +440,7 @@ def test_refresh_traces_nothing_again(curvature):
 
 
 @pytest.mark.parametrize("curvature", CURVATURES)
+@pytest.mark.few(1)
 def test_saved_and_loaded(curvature, tmp_path):
     model, x, y = classifier()
     la = hvp.Laplace.from_keras(model, (x, y), curvature=curvature)
@@ -495,6 +503,7 @@ def test_the_posterior_is_the_next_prior():
 
 
 @pytest.mark.parametrize("loss", ["mse", "binary_crossentropy"])
+@pytest.mark.few(1)
 def test_weight_decay_is_the_prior_in_units_of_keras(loss):
     def made(decay):
         keras.utils.set_random_seed(0)
@@ -591,6 +600,7 @@ def test_logistic_regression_against_its_true_posterior():
 
 
 @pytest.mark.parametrize("curvature", ["full", "kfac"])
+@pytest.mark.few(1)
 def test_the_last_layer_may_have_other_units(curvature):
     """Features of another scale, and weights that make up for it, are the same function."""
     x, truth, rng = design(2)
@@ -607,6 +617,7 @@ def test_the_last_layer_may_have_other_units(curvature):
 
 
 @pytest.mark.parametrize("after", ["softplus", "rescaling", "nothing"])
+@pytest.mark.few(1)
 def test_what_follows_the_last_layer_counts(after):
     """The variances are those of the model's outputs, not of the last layer's product."""
     keras.utils.set_random_seed(0)
@@ -667,6 +678,7 @@ def test_low_rank_of_unit_vectors():
 
 
 @pytest.mark.parametrize("curvature", CURVATURES)
+@pytest.mark.few(1)
 def test_a_covariance_outlives_and_follows(curvature):
     x, truth, _ = design()
     w = tf.Variable(truth)

@@ -63,6 +63,7 @@ UPPER = np.full(SIZE, 0.3)
         {"engine": "tape"},
     ],
 )
+@pytest.mark.few(1)
 def test_bounds(options):
     problem = Quartic()
     newton = hvp.NewtonCG(problem.loss, problem.variables, bounds=(LOWER, UPPER), **options)
@@ -83,6 +84,7 @@ def test_bounds(options):
     ],
     ids=["scipy", "nest", "list"],
 )
+@pytest.mark.few(1)
 def test_forms_of_bounds(bounds):
     problem = Quartic("float32")
     result = hvp.NewtonCG(problem.loss, problem.variables, bounds=bounds).minimize(gtol=1e-4)
@@ -106,7 +108,7 @@ def test_a_saddle_at_a_bound_is_left_inside():
     "preconditioner",
     [None, "diagonal", "nystrom", "recycled", "array", "operator", "function", "ours"],
 )
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 def test_fixed_entries_and_preconditioners(preconditioner):
     problem = Quartic()
     fixed = np.arange(SIZE) % 2 == 0

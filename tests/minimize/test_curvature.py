@@ -45,7 +45,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_a_step_is_that_of_levenberg_and_marquardt(way):
     w, pair = problem()
     start, lam = w.numpy(), 0.05
@@ -69,7 +69,7 @@ def test_a_step_is_that_of_levenberg_and_marquardt(way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_it_ends_where_least_squares_ends(way):
     w, pair = problem()
     want = scipy.optimize.least_squares(residuals, w.numpy(), jacobian, xtol=1e-15, gtol=1e-14)
@@ -119,7 +119,7 @@ def compiled():
 
 
 @pytest.mark.parametrize("options", [{}, {"batch_size": 25}, {"hessian_batch_size": 30}])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_compiled_models(options):
     model, data = compiled()
     before = float(model.compute_loss(*data, model(data[0])))

@@ -11,6 +11,7 @@ from tests.minimize.nist import SETS
 
 
 @pytest.mark.parametrize("name", SETS)
+@pytest.mark.few(1)
 def test_certified_values_to_all_their_digits(name):
     regression = SETS[name]
     # NIST's second start is nearer; `make test-all` takes both.
@@ -335,3 +336,25 @@ def test_a_likelihood_without_a_minimum_is_said():
     ):
         with pytest.raises(hvp.HvpError, match=error):
             hvp.fit(lambda x, a: a * x, {"a": 0.0}, (x, x), **wrong)
+
+
+def test_a_start_from_which_trust_regions_are_lost():
+    """The model tends to a straight line there; MINPACK's steps lead out."""
+    t = np.linspace(0, 4, 60)
+    y = 2.5 * np.exp(-1.3 * t) + 0.5 + 0.02 * np.random.default_rng(0).standard_normal(60)
+
+    def model(t, a, b, c):
+        return a * tf.exp(-b * t) + c
+
+    best, _ = scipy.optimize.curve_fit(lambda t, a, b, c: a * np.exp(-b * t) + c, t, y, [1, 1, 0])
+    result = hvp.fit(model, {"a": 1.0, "b": -0.3, "c": 0.0}, (t, y))
+    assert result.success
+    np.testing.assert_allclose(result.vector, best, rtol=1e-6)
+    assert "sum of squares" in str(result)
+    lost = hvp.fit(model, {"a": 1.0, "b": -2.0, "c": 0.0}, (t, y), maxiter=50)
+    assert not lost.success
+    assert [note for note in lost.notes if "other start" in note]
+    with pytest.raises(hvp.HvpError, match="'a', 'b', 'c'"):
+        result.profile("rate")
+    with pytest.raises(hvp.InvalidLossError, match=r"symbolic.*tf\.exp"):
+        hvp.fit(lambda t, a: a * np.exp(-t * a), {"a": 1.0}, (t, y))

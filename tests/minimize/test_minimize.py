@@ -55,7 +55,7 @@ def assert_minimum(result, problem, method, dtype):
 @pytest.mark.parametrize(
     ("method", "dtype", "from_x0"), pairwise(METHODS, ["float32", "float64"], [False, True])
 )
-@pytest.mark.few(8)
+@pytest.mark.few(3)
 def test_every_method_finds_the_minimum(method, dtype, from_x0):
     problem, H = traced(ridge_logistic, dtype)
     x0 = np.array([0.3, -0.2, 0.1, 0.4]) if from_x0 else None

@@ -108,6 +108,7 @@ def test_one_step_solves_a_quadratic():
 
 
 @pytest.mark.parametrize("preconditioner", [None, "diagonal"])
+@pytest.mark.few(1)
 def test_trust_region_bounds_the_step(preconditioner):
     problem = rosenbrock(4)
     method = newton(problem, radius=1e-3, preconditioner=preconditioner)
@@ -142,7 +143,7 @@ def test_preconditioners_save_iterations():
 
 
 @pytest.mark.parametrize("options", [{}, {"batch_size": 2}, {"engine": "tape"}], ids=str)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_steps_learn_from_the_directions_of_earlier_ones(options):
     """A few large eigenvalues in random directions, which change a little from step to step."""
     random = np.random.default_rng(0)
@@ -179,6 +180,7 @@ def test_steps_learn_from_the_directions_of_earlier_ones(options):
 
 
 @pytest.mark.parametrize("slow", ["merging of directions", "solve of a subproblem"])
+@pytest.mark.few(1)
 def test_recycling_that_takes_longer_than_the_solves_is_said(monkeypatch, caplog, slow):
     w = tf.Variable(np.linspace(1, 2, 20))
 
@@ -221,6 +223,7 @@ def test_damping_is_added_and_adapted():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.few(1)
 def test_saddle_is_left(dtype):
     """Even if the gradient does not point away from it, or is zero."""
     problem, method = compiled(saddle, dtype)

@@ -61,7 +61,7 @@ def taken(newton, weights):
 @pytest.mark.parametrize("widths", [(40, 40), (3,)], ids=["wide", "tall"])
 @pytest.mark.parametrize("output_loss", [squares, softplus])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 def test_a_step_is_that_of_the_dense_matrix(widths, output_loss, dtype):
     model, weights = network(dtype, widths)
     data = INPUTS.astype(dtype), TARGETS.astype(dtype)
@@ -80,6 +80,7 @@ def test_a_step_is_that_of_the_dense_matrix(widths, output_loss, dtype):
 
 
 @pytest.mark.parametrize("options", [{}, {"engine": "tape"}, {"batch_size": 30}])
+@pytest.mark.few(1)
 def test_a_step_does_not_depend_on_the_engine_or_on_batches(options):
     model, weights = network("float64", (5,))
     expected, _ = dense_step((model, squares), weights, (INPUTS, TARGETS), 0.1)
@@ -276,6 +277,30 @@ def test_refuses_a_model_that_mixes_examples():
     )
     with pytest.raises(hvp.InvalidLossError, match="examples independently"):
         newton.step()
+
+
+def test_targets_that_are_subtracted_each_from_each():
+    """Predictions of shape (n, 1) and targets of shape (n,), which TensorFlow broadcasts."""
+    rng = np.random.default_rng(0)
+    w = tf.Variable(np.zeros((3, 1)))
+    x, y = rng.standard_normal((8, 3)), rng.standard_normal(8)
+
+    def newton(loss, y):
+        pair = (lambda x: x @ w), loss
+        return hvp.NewtonCG(pair, w, (x, y), curvature="gauss-newton", space="residuals")
+
+    def broadcast(p, y):
+        return tf.reduce_mean((p - y) ** 2)
+
+    with pytest.raises(hvp.InvalidLossError, match=r"\(8, 1\).*\(8,\).*np.newaxis"):
+        newton(broadcast, y).step()
+    assert not w.numpy().any()
+    newton(lambda p, y: tf.reduce_mean((p[:, 0] - y) ** 2), y).minimize()
+    expected = np.linalg.lstsq(x, y, rcond=None)[0]
+    np.testing.assert_allclose(w[:, 0], expected, rtol=1e-6)
+    w.assign(0 * w)
+    newton(broadcast, y[:, np.newaxis]).minimize()  # the remedy
+    np.testing.assert_allclose(w[:, 0], expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def options_of(way, build):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_they_are_parts_of_the_dense_matrix(way):
     model, loss, data, want = make()
 
@@ -126,6 +126,7 @@ def test_the_layers():
 
 
 @pytest.mark.parametrize("engine", ["graph", "tape"])
+@pytest.mark.few(1)
 def test_solvers_eigenvalues_and_checks_of_blocks(engine):
     model, loss, data, want = make()
     with hvp.HessianOperator(loss, model, data, engine=engine, damping=5.0) as H:
@@ -281,7 +282,7 @@ def test_solvers_of_a_block_are_compiled_once_whatever_its_damping():
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_blocks_of_entries(way):
     model, loss, data, want = make()
 

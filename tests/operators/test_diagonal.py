@@ -58,6 +58,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize(("kind", "way"), crossed(KINDS, WAYS))
+@pytest.mark.few(1)
 def test_gauss_newton_and_fisher_matrices(kind, way):
     model, data = network()
     A = KINDS[kind](model, cross_entropy, model, data, **WAYS[way])
@@ -124,6 +125,7 @@ def test_several_inputs_and_predictions():
 
 # What the predictions of single examples do not tell is multiplied out.
 @pytest.mark.parametrize("case", ["mixed", "drawn", "recurrent"])
+@pytest.mark.few(1)
 def test_examples_that_do_not_tell(case):
     model, (x, y) = network(keras.layers.BatchNormalization())
     options, predict = {"likelihood": "categorical"}, lambda x: model(x, training=True)

@@ -92,6 +92,7 @@ def close(value, want):
 
 
 @pytest.mark.parametrize("kind", KINDS + RECTANGULAR)
+@pytest.mark.few(1)
 def test_they_agree_with_the_dense_matrix(kind):
     A = made(kind)
     dense = A.to_dense()
@@ -132,6 +133,7 @@ def test_they_agree_with_the_dense_matrix(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.few(1)
 def test_square_ones_have_a_diagonal_and_take_damping(kind):
     A = made(kind)
     dense = A.to_dense()
@@ -167,6 +169,7 @@ def test_rectangular_ones_say_so(kind):
 
 
 @pytest.mark.parametrize("kind", ["hessian", "gauss-newton", "fisher", "jacobian", "kfac", "ekfac"])
+@pytest.mark.few(1)
 def test_nests(kind):
     A = made(kind)
     v = random(4, A.shape[1], dtype="float64")
@@ -191,6 +194,7 @@ MADE_FROM_MATRICES = {
 
 
 @pytest.mark.parametrize("kind", MADE_FROM_MATRICES)
+@pytest.mark.few(1)
 def test_inverses_and_preconditioners_have_them_too(kind):
     make, tolerance = MADE_FROM_MATRICES[kind]
     A = make(made("fisher").damped(1.0))

@@ -79,7 +79,7 @@ def compare(F, want, options):
 @pytest.mark.parametrize(
     ("name", "way"), crossed(["dense", "images", "dense", "lstm"], [*WAYS, "devices"])
 )
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_the_empirical_matrix_is_made_of_gradients_of_examples(name, way):
     model, x, y = make(name)
     G = gradients_of_examples(model, softmax_loss, x, y)
@@ -96,7 +96,7 @@ def test_the_empirical_matrix_is_made_of_gradients_of_examples(name, way):
 @pytest.mark.parametrize(
     ("likelihood", "way"), crossed(LIKELIHOODS, [*WAYS, "devices", "one batch"])
 )
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 def test_the_expected_matrix_has_a_closed_form(likelihood, way):
     loss, y, curvature = LIKELIHOODS[likelihood]
     model, x, _ = make("dense")
@@ -111,7 +111,7 @@ def test_the_expected_matrix_has_a_closed_form(likelihood, way):
 
 
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_drawn_matrices_are_unbiased(likelihood):
     """The mean over seeds is within four of its standard errors, for each of ten vectors."""
     loss, y, curvature = LIKELIHOODS[likelihood]
@@ -192,7 +192,7 @@ def test_standard_errors_that_are_refused():
 
 
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_many_draws_approach_the_expectation(likelihood):
     loss, y, curvature = LIKELIHOODS[likelihood]
     model, x, _ = make("dense")
@@ -207,7 +207,7 @@ def test_many_draws_approach_the_expectation(likelihood):
 
 
 @pytest.mark.parametrize("way", ["one batch", "tape", "batches evaluated for each product"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_draws_are_the_same_in_all_products(way):
     model, x, y = make("dense")
 
@@ -315,7 +315,7 @@ def test_a_loss_that_divides_by_something_else():
         (lambda p, y: tf.reduce_mean(y[:, :1] * (p - y) ** 2), "gaussian", "same weight"),
     ],
 )
-@pytest.mark.few(7)
+@pytest.mark.few(3)
 def test_other_losses_are_refused(loss, likelihood, said, engine):
     model, x, _ = make("dense")
     y = np.abs(random(8, 7, 3, dtype="float64"))
@@ -340,6 +340,7 @@ def test_a_loss_that_becomes_another_is_refused_at_a_refresh():
 
 
 @pytest.mark.parametrize("kind", ["type-2", "empirical"])
+@pytest.mark.few(1)
 def test_certain_predictions_in_float32(kind):
     """Rounding errors are all there is, and are no other loss."""
     w = tf.Variable(random(0, 4, 3))

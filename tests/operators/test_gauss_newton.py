@@ -123,7 +123,7 @@ ALWAYS = {
         for pair in itertools.product(MODELS, WAYS)
     ],
 )
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_it_is_the_dense_matrix(name, way):
     model, x, y = make(name)
     want = dense_gauss_newton(model, x, softmax_curvature)
@@ -150,7 +150,7 @@ def test_it_is_the_dense_matrix(name, way):
     ("name", "engine", "dtype"),
     crossed(CASES, ["graph", "tape", "graph"], ["float64", "float64", "float32"]),
 )
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_of_a_single_prediction_it_is_an_outer_product(name, engine, dtype):
     """A loss as a model, its square as the loss: the matrix is `g g^T`, for every case."""
     problem, truth = CASES[name](dtype), CASES[name]("float64")
@@ -236,7 +236,7 @@ LINEAR = {
 
 
 @pytest.mark.parametrize(("name", "way"), crossed(LINEAR, WAYS))
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_of_a_linear_model_it_is_the_hessian(name, way):
     loss, y = LINEAR[name]
     made = [layers.Dense(3, dtype="float64"), layers.Identity(dtype="float64")]  # two segments
@@ -255,6 +255,7 @@ def test_of_a_linear_model_it_is_the_hessian(name, way):
 
 
 @pytest.mark.parametrize("engine", ["graph", "tape"])
+@pytest.mark.few(1)
 def test_of_least_squares_that_interpolate_it_is_the_hessian(engine):
     model, x, _ = make("dense")
     y = model(x).numpy()

@@ -68,7 +68,7 @@ def two_heads():
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_two_heads_with_sample_weights_and_regularizers(way):
     model = two_heads()
     x, s = random(9, 7, 4, dtype="float64"), np.abs(random(8, 7, dtype="float64"))
@@ -125,7 +125,7 @@ def test_a_loss_that_reads_the_activation_itself(engine, end):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_saturated_probabilities(way):
     """Probabilities would be clipped, and their logarithms be others than Keras computes."""
     model = keras.Sequential([layers.Input((4,)), layers.Dense(3), layers.Softmax()])
@@ -228,6 +228,7 @@ ENGINES = pytest.mark.parametrize("engine", ["graph", "tape"])
 
 
 @ENGINES
+@pytest.mark.few(1)
 def test_a_loss_that_is_no_mean_is_refused(engine):
     model, x, y = make("dense")
 
@@ -295,6 +296,7 @@ def test_convexity_is_made_sure_of(engine):
 
 
 @ENGINES
+@pytest.mark.few(1)
 def test_convexity_of_many_predictions(engine):
     w = tf.Variable(random(0, 30, dtype="float64"))
     q = np.linalg.qr(random(1, 30, 30, dtype="float64"))[0]

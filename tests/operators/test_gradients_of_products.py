@@ -47,6 +47,7 @@ NAMES = ["graph", "nest", "tape", "batches", "block", "tf operator", "jvp", "vjp
 
 @pytest.mark.parametrize("name", NAMES[:3])
 @pytest.mark.parametrize("in_graph", [False, True])
+@pytest.mark.few(1)
 def test_the_gradient_in_the_variables_is_a_third_derivative(name, in_graph):
     if name == "tape" and in_graph:
         pytest.skip("the tape engine runs Python in graphs")
@@ -155,6 +156,7 @@ def test_a_third_derivative_after_a_change_is_an_error():
 
 
 @pytest.mark.parametrize("name", NAMES[3:])
+@pytest.mark.few(1)
 def test_the_gradient_in_the_variables_is_an_error_and_that_in_the_vector_is_right(name):
     multiply, w, kept = operators()[name]
     v, u = tf.constant([1.0, -1.0, 2.0], F), tf.constant([0.5, 1.0, 3.0], F)

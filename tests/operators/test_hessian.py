@@ -61,7 +61,7 @@ BY_XLA = {"mlp", "gather", "while_loop"}
         *(long(name, "graph, XLA", "float32") for name in CASES if name not in BY_XLA),
     ],
 )
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 def test_products_are_those_of_the_dense_hessian(name, dtype, engine):
     with operator(CASES[name](dtype), **ENGINES[engine]) as H:
         dense = dense_case(name)
@@ -86,7 +86,7 @@ def test_products_are_those_of_the_dense_hessian(name, dtype, engine):
         *(long(name, "float32") for name in CASES),
     ],
 )
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_products_for_little_memory_are_those_of_the_dense_hessian(name, dtype, monkeypatch):
     inside.set_limit(monkeypatch, "bytes of large values", 1)
     inside.set_limit(monkeypatch, "bytes of many values", 0)
@@ -186,6 +186,7 @@ def test_dtypes_mixed_in_one_nest():
 
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.few(1)
 def test_keras_mixed_precision(policy):
     layers = keras.layers
     model = keras.Sequential(

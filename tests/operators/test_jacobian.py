@@ -35,7 +35,7 @@ def build(model, x, way):
 
 
 @pytest.mark.parametrize(("name", "way"), crossed([*MODELS, "dense"], WAYS))
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_it_is_the_dense_matrix(name, way):
     model, x, _ = make(name)
     want = dense_jacobian(model, x)
@@ -126,6 +126,7 @@ def test_data_of_many_shapes():
 
 
 @pytest.mark.parametrize("jit_compile", [True, "auto"])
+@pytest.mark.few(1)
 def test_a_loop_that_is_differentiated_a_second_time(jit_compile):
     """The product with XLA, which takes no loops of unknown length, and then without."""
     model, x, _ = make("lstm")

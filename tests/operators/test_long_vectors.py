@@ -24,7 +24,7 @@ def operator(problem, **options):
 @pytest.mark.parametrize(
     "options", [{}, {"batch_size": 3}, {"batch_size": 3, "memory_limit": "4KiB"}]
 )
-@pytest.mark.few(2)
+@pytest.mark.few(3)
 def test_products_are_those_of_the_dense_hessian(engine, options):
     problem = mlp("float64")
     dense = dense_hessian(problem)

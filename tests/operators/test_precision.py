@@ -105,7 +105,7 @@ def test_large_residuals_take_half_the_memory(monkeypatch):
     ids=["one batch", "batches", "few kept", "XLA"],
 )
 @pytest.mark.parametrize("wrap", [lambda f: f, hvp.recompute], ids=["plain", "recomputed"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_batches_blocks_and_recomputed_parts(options, wrap):
     problem, wide = network(wrap=wrap), network("float64")
     want, V = dense_hessian(wide), random(5, 192, 4)

@@ -114,6 +114,7 @@ PROBLEMS = [
 
 
 @pytest.mark.parametrize("make", PROBLEMS)
+@pytest.mark.few(1)
 def test_patterns_of_known_structure_are_exact(make):
     loss, w, most = make()
     H = hvp.HessianOperator(loss, w)
@@ -209,6 +210,7 @@ def problem_of_batches():
 
 
 @pytest.mark.parametrize("options", [{"batch_size": 2}, {"devices": ["CPU:0"], "batch_size": 4}])
+@pytest.mark.few(1)
 def test_batches(options):
     loss, w, data = problem_of_batches()
     options["regularization"] = lambda: tf.reduce_sum(w[2:] * w[:-2])
@@ -260,7 +262,7 @@ def test_a_pattern_without_zeros_is_refused_where_it_is_large():
         H.sparsity()
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("family", "name"), STEPS, ids=str)
 def test_patterns_of_steps_of_programs_are_never_too_small(family, name):
     w = tf.Variable(random(0, 3, 3, dtype="float64", scale=0.7))

@@ -139,7 +139,7 @@ def made_twice(make):
 
 
 @pytest.mark.parametrize(("case", "mode"), crossed(CASES, ["eager", "graph"]))
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_values_derivatives_and_state_are_the_models(case, mode):
     make, x, segments = CASES[case]
     plain, model = made_twice(make)

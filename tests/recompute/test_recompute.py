@@ -136,7 +136,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("case", "mode"), crossed(CASES, [*MODES, "from outside"]))
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_three_derivatives(case, mode):
     f, arguments, others = CASES[case]()
     # XLA has no lists of values for what a loop computed to be differentiated in this way.

@@ -112,7 +112,7 @@ def with_batch_normalization():
     ("make", "training", "mode"),
     crossed([with_dropout, with_batch_normalization], [True, True, False], MODES),
 )
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_keras_state_changes_once_and_draws_are_the_same(make, training, mode):
     found = []
     for wrap in (lambda f: f, hvp.recompute):

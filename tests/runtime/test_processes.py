@@ -57,6 +57,7 @@ def in_threads(count, work):
 
 @pytest.mark.parametrize("engine", ["graph", "tape"])
 @pytest.mark.parametrize("batch_size", [None, long(5)])
+@pytest.mark.few(1)
 def test_products_from_several_threads_are_right(engine, batch_size):
     problem, dense = network()
     with hvp.HessianOperator(

@@ -27,7 +27,7 @@ def counted(loss, runs):
 
 @pytest.mark.parametrize("engine", ["graph", "tape"])
 @pytest.mark.parametrize("wrap", [lambda f: f, tf.function])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_fifty_products_evaluate_the_gradient_once(wrap, engine):
     runs = []
     problem = mlp("float64")

@@ -31,6 +31,7 @@ def dense(w, damping=0.0):
 
 @pytest.mark.parametrize("method", ["auto", "cg", "minres", "exact"])
 @pytest.mark.parametrize("engine", ["graph", "tape"])
+@pytest.mark.few(1)
 def test_in_the_right_hand_side_and_the_variables(method, engine):
     w, H = made(0.5, engine=engine)
     with tf.GradientTape(persistent=True) as outer:
@@ -124,6 +125,7 @@ def test_arrays_stay_arrays_beside_a_tape():
 
 @pytest.mark.parametrize("jit_compile", [False, True])
 @pytest.mark.parametrize("method", ["auto", "minres"])
+@pytest.mark.few(1)
 def test_inside_a_graph(jit_compile, method):
     w, H = made()
 
@@ -147,6 +149,7 @@ def test_inside_a_graph(jit_compile, method):
 
 
 @pytest.mark.parametrize("shape", [(6, 2), "nest"])
+@pytest.mark.few(1)
 def test_forms_inside_a_graph(shape):
     w, H = made()
     right = [B] if shape == "nest" else tf.constant(rng.standard_normal(shape))

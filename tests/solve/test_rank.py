@@ -28,6 +28,7 @@ def count(A, k, M, method="cg", **options):
 @pytest.mark.parametrize(
     ("kind", "method", "k"), crossed(["operator", "matrix"], ["cg", "block_cg"], [1, 16])
 )
+@pytest.mark.few(1)
 def test_it_saves_products_where_eigenvalues_decay(kind, method, k):
     A = matrix(DECAY)
     A = operator(A) if kind == "operator" else A
@@ -44,12 +45,14 @@ def test_the_rank_grows_with_the_number_of_columns():
 
 
 @pytest.mark.parametrize("method", ["cg", "block_cg"])
+@pytest.mark.few(1)
 def test_where_nothing_pays_it_costs_eight_products(method):
     A = matrix(FLAT)
     assert count(A, 3, "auto", method) <= count(A, 3, None, method) + 8
 
 
 @pytest.mark.parametrize("options", [{"damping": 0.0}, {"method": "minres"}])
+@pytest.mark.few(1)
 def test_where_nothing_is_known_there_is_no_preconditioner(options):
     A = matrix(FLAT)
     assert count(A, 2, "auto", **options) == count(A, 2, None, **options)

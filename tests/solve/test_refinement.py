@@ -42,7 +42,7 @@ def test_plain_conjugate_gradients_do_not_reach_the_tolerance():
 
 @pytest.mark.parametrize("method", ["cg", "block_cg", "minres"])
 @pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_methods_refine_to_the_tolerance(method, count):
     A, b = matrix(np.linspace(1, 30, SIZE)), random(1, SIZE, count)
     with operator(A) as H:

@@ -295,6 +295,7 @@ def test_absolute_tolerance_and_iterations():
 @pytest.mark.parametrize(
     ("name", "method"), crossed(["nystrom", "diagonal", "scipy"], ["cg", "block_cg", "minres"])
 )
+@pytest.mark.few(1)
 def test_preconditioners_save_iterations(method, name):
     rng = np.random.default_rng(0)
     scales = np.concatenate([np.geomspace(1e2, 1e5, 10), 1 + rng.random(N - 10)])

@@ -17,7 +17,7 @@ SPECTRUM = np.r_[np.geomspace(10, 1e4, 60), 1 + np.linspace(0, 1, N - 60)]
 
 @pytest.mark.parametrize("kind", ["operator", "matrix"])
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_later_solves_need_fewer_products_and_agree(kind, dtype):
     # The condition number is 2e4, or 140 for what float32 can solve.
     A = matrix(SPECTRUM if dtype == "float64" else SPECTRUM**0.5)
@@ -41,7 +41,7 @@ def test_later_solves_need_fewer_products_and_agree(kind, dtype):
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 1, 0)])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_the_order_does_not_matter(order):
     A = matrix(SPECTRUM)
     solver = hvp.Solver(A)
@@ -79,7 +79,7 @@ def test_an_operator_that_changes():
 
 
 @pytest.mark.parametrize(("way", "matrix_kind"), crossed(WAYS, ["hessian", "gauss-newton"]))
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_operators_of_this_package(way, matrix_kind):
     model, loss, data, want = network()
 

@@ -119,6 +119,7 @@ def test_the_diagonal_of_a_large_sparse_matrix_is_exact():
 
 
 @pytest.mark.parametrize("kind", ["dense", "sparse", "iterative"])
+@pytest.mark.few(1)
 def test_standard_errors(kind):
     """A chain of springs has a known inverse; a common factor couples all entries."""
     size = {"dense": 50, "sparse": 5000, "iterative": 5000}[kind]
@@ -309,6 +310,7 @@ def trigonometric(n):
 
 
 @pytest.mark.parametrize("problem", [arrowhead, engval, broyden, rosenbrock, trigonometric])
+@pytest.mark.few(1)
 def test_problems_of_the_literature(problem):
     size = 60
     loss, hessian, start, least, products = problem(size)

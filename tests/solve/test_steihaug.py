@@ -114,6 +114,7 @@ def test_products_are_counted_and_the_operator_may_be_refreshed():
 
 @pytest.mark.parametrize("engine", ["graph", "tape"])
 @pytest.mark.parametrize("maxiter", [5, 70])
+@pytest.mark.few(1)
 def test_recorded_directions_have_the_products_of_the_matrix(engine, maxiter):
     A, g = matrix(np.geomspace(1, 1e6, SIZE)), np.arange(1.0, SIZE + 1)
     w = tf.Variable(np.zeros(SIZE))

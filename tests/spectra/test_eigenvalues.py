@@ -98,7 +98,7 @@ def test_random_spectra(values, k, which, seed):
 
 
 @pytest.mark.parametrize(("way", "which"), crossed(WAYS, WHICH))
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_operators_of_this_package(way, which, iterative):
     model, loss, data, want = network()
 

@@ -12,7 +12,7 @@ from tests.spectra.test_estimates import options_of
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_losses_are_those_of_moved_variables(way):
     model, loss, data, want = network()
 

@@ -66,6 +66,7 @@ ANALYTIC = {
 
 
 @pytest.mark.parametrize("name", ANALYTIC)
+@pytest.mark.few(1)
 def test_all_orders_of_analytic_functions(name):
     function, derivative = ANALYTIC[name]
     x = X[:, :1] + 3
@@ -115,6 +116,7 @@ def test_directions_one_or_many():
 
 
 @pytest.mark.parametrize("how", ["eager", "function", "xla", "float32"])
+@pytest.mark.few(1)
 def test_value_gradient_and_laplacian(how):
     dtype = "float32" if how == "float32" else "float64"
     f, _ = network(dtype)
@@ -168,6 +170,7 @@ def test_laplacians_in_closed_form(kind):
 
 @pytest.mark.parametrize("given", ["A", "factor"])
 @pytest.mark.parametrize("each", [False, True])
+@pytest.mark.few(1)
 def test_traces_with_a_matrix(given, each):
     f, _ = network()
     _, hessian = hessians(f, tf.constant(X))
@@ -234,6 +237,7 @@ def gradient_of(loss, weights):
 
 
 @pytest.mark.parametrize("in_function", [False, True])
+@pytest.mark.few(1)
 def test_gradients_in_the_weights(in_function):
     loss, by_tapes, weights = losses(tf.constant(X))
     wrap = tf.function if in_function else lambda f: f
@@ -244,6 +248,7 @@ def test_gradients_in_the_weights(in_function):
 @pytest.mark.parametrize(
     ("engine", "how"), crossed(["graph", "tape"], ["whole", "batches", "recompute"])
 )
+@pytest.mark.few(1)
 def test_matrices_of_losses_with_laplacians(engine, how):
     loss, _, weights = losses(tf.constant(X))
     wrapped = hvp.recompute(loss) if how == "recompute" else loss
@@ -271,7 +276,7 @@ def test_matrices_of_losses_with_laplacians(engine, how):
 
 
 @pytest.mark.parametrize("kind", ["dense", "layer norm", "attention", "convolution", "batch norm"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_keras_models(kind):
     keras.utils.set_random_seed(0)
     inputs = keras.Input((6,), dtype="float64")

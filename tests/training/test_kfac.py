@@ -30,6 +30,7 @@ def fit(model, epochs=1, **options):
 
 
 @pytest.mark.parametrize("outputs", [1, 2])
+@pytest.mark.few(1)
 def test_one_step_solves_linear_regression(outputs):
     """The natural gradient of a linear model with normal errors is Newton's step."""
     x = rng.standard_normal((4000, 3)) @ np.diag([1.0, 5.0, 0.2])
@@ -120,6 +121,7 @@ def test_it_resumes_to_the_bit(tmp_path):
 
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.few(1)
 def test_convolutions_normalization_and_embeddings(sharing):
     keras.utils.set_random_seed(0)
     images = keras.Input((6, 6, 2))
@@ -149,6 +151,7 @@ def test_what_keras_does_for_every_optimizer():
 
 
 @pytest.mark.parametrize("optimizer", ["KFAC", "Sophia"])
+@pytest.mark.few(1)
 def test_a_last_batch_of_another_size(optimizer):
     model = made(getattr(hvp.keras.optimizers, optimizer)(0.02))
     losses = fit(model, 30, batch_size=16)  # 16, 16 and 8

@@ -66,6 +66,7 @@ class Reference:
 
 
 @pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.few(1)
 def test_the_steps_are_those_of_the_paper(jit_compile):
     model = made(hvp.keras.optimizers.SOAP(**OPTIONS), jit_compile=jit_compile)
     references = [Reference(w.numpy()) for w in model.trainable_variables]

@@ -53,22 +53,28 @@ RIGHT_WHEN_COUPLED = {name for name in DIVIDING if name.startswith(("fisher", "g
 
 # These take long, and are paired with each other by `make test-all` alone.
 LONG_FAMILIES = ("lstm", "gru", "recurrent", "loop", "scan", "bidirectional")
+LONG_FAMILIES += ("ragged", "map_fn", "branch", "list")
 LONG_USES = ("factors", "fisher", "gradients by", "influence", "inverse", "jacobian", "newton")
+LONG_USES += ("derivative", "laplac", "minimize", "optimizer", "option", "report")
 
 
 def table():
     """Return all pairs; those that run by default have each use and each family at least once."""
     chance = python_random.Random(0)
-    families = list(FAMILIES)
+    short = [name for name in FAMILIES if not is_long(name, LONG_FAMILIES)]
     uses = list(USES)
-    chance.shuffle(families)
+    chance.shuffle(short)
     chance.shuffle(uses)
-    families.sort(key=lambda name: any(word in name for word in LONG_FAMILIES))
-    uses.sort(key=lambda name: not name.startswith((*LONG_USES, "option: recompute")))
-    count = max(len(families), len(uses))
-    always = {(uses[i % len(uses)], families[i % len(families)]) for i in range(count)}
+    always = {(use, short[i % len(short)]) for i, use in enumerate(uses)}
+    cheap = [use for use in uses if not is_long(use, LONG_USES)]
+    longer = [name for name in FAMILIES if is_long(name, LONG_FAMILIES)]
+    always |= {(cheap[i % len(cheap)], family) for i, family in enumerate(longer)}
     pairs = [(use, family) for family in FAMILIES for use in USES]
     return [pair if pair in always else long(*pair) for pair in pairs]
+
+
+def is_long(name, words):
+    return any(word in name for word in words)
 
 
 @pytest.mark.parametrize(("use", "family"), table())
