@@ -73,9 +73,8 @@ The public names:
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
+# Not when it is first used: Keras finds the classes of a saved model once they are registered.
+from hvp import keras as keras
 from hvp._check.check import check
 from hvp._check.report import CheckReport, Finding
 from hvp._devices.cluster import Cluster
@@ -241,10 +240,3 @@ __all__ = [
     "third_order_product",
     "trace",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    """Import `hvp.keras` when it is first used: Keras has to be importable for it."""
-    if name == "keras":
-        return importlib.import_module("hvp.keras")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

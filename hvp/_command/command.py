@@ -28,9 +28,10 @@ example:
 
 Compile the model before you save it with model.save("model.keras"). Save the data with
 np.savez("data.npz", x=x, y=y), and sample_weight=... if there are weights. A model of several
-inputs takes np.savez("data.npz", **{"x/NAME": ..., "x/OTHER": ..., "y": ...}), or x/0, x/1 in its
-order; likewise y. DATA may also be a folder that dataset.save(folder) wrote, or a Python file with
-a function data() that returns what model.fit takes.
+inputs takes np.savez("data.npz", **{"x/NAME": ..., "x/OTHER": ..., "y": ...}), after the names of
+its inputs; one that was made of a list of inputs takes x/0, x/1 in its order, too. Likewise y.
+DATA may also be a folder that dataset.save(folder) wrote, or a Python file with a function data()
+that returns what model.fit takes.
 
 Layers run in inference mode, as in model.evaluate, unless you pass --training. Estimates are
 printed with their standard errors, and eigenvalues with the norms of their residuals: an eigenvalue

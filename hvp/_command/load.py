@@ -188,7 +188,8 @@ def check_fit(model: Any, data: Any) -> None:
     except (TypeError, ValueError, KeyError, tf.errors.OpError) as error:
         raise InvalidDataError(
             f"the loss does not accept {', '.join(shapes[1:])}: {reason_of(error)}",
-            f"targets for outputs of shape {_of(model, 'output_shape')}",
+            f"targets for outputs {_of(model, 'output_names')} of shape "
+            f"{_of(model, 'output_shape')}",
         ) from error
 
 

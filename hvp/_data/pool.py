@@ -234,7 +234,7 @@ class Pool:
 def warn_of_loss(site: ExecutionTarget, reason: str) -> None:
     """Warn that a device is lost."""
     warn(
-        f"the device {site.name} is lost ({reason}); the other devices take over what it held",
+        f"the device {site.name} is lost ({reason}); others, if any, take over what it held",
         RuntimeWarning,
     )
 

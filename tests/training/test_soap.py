@@ -1,5 +1,8 @@
 """SOAP in model.fit, beside the same steps in NumPy."""
 
+import os
+import subprocess
+import sys
 import warnings
 
 import keras
@@ -123,6 +126,23 @@ def test_what_keras_does_for_every_optimizer():
     losses = fit(model, 10).history["loss"]
     assert np.isfinite(losses).all()
     assert losses[-1] < losses[0]
+
+
+def test_another_process_loads_a_model_after_import_hvp(tmp_path):
+    inputs = keras.Input((3,))
+    model = hvp.keras.Model(inputs, keras.layers.Dense(2)(inputs))
+    model.compile(hvp.keras.optimizers.SOAP(1e-3), "mse")
+    model.save(tmp_path / "model.keras")
+    script = "import hvp, keras; print(keras.models.load_model('model.keras').optimizer.name)"
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment,
+    )
+    assert ended.stdout.strip() == "soap", ended.stderr[-2000:]
 
 
 def test_kernels_of_convolutions_and_long_sides():
