@@ -95,7 +95,10 @@ class SpectralDensity:
         return each.std(axis=0, ddof=1) / np.sqrt(len(each)) if len(each) > 1 else each[0] * np.nan
 
     def distribution(self, x: Any) -> np.ndarray:
-        """Return the fraction of the eigenvalues that are at most `x`, without smoothing."""
+        """Return the fraction of the eigenvalues that are at most `x`, without smoothing.
+
+        Within `bandwidth` of a spike, such as that of most networks at zero, it is not resolved.
+        """
         x = np.asarray(x, np.float64)
         order = np.argsort(self.nodes, axis=None)
         cumulative = np.append(0, np.cumsum(self.weights.ravel()[order]) / len(self.nodes))
