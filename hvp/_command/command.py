@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-import tensorflow as tf
-
 from hvp._command.load import check_fit, load_data, load_model
 from hvp._command.report import Curvature, Subject
 from hvp._errors import HvpError
@@ -117,7 +115,7 @@ def run(options: argparse.Namespace) -> None:
             raise HvpError(f"{path} is a folder", "the name of a file to write")
     if options.figure is not None or options.html is not None:
         _use_files_only(options.figure)
-    data, unused = load_data(options.data, options.examples, options.seed)
+    data, count, unused = load_data(options.data, options.examples, options.seed)
     if unused:
         print(f"hvp: arrays that are not used: {', '.join(unused)}", file=sys.stderr)
     model = load_model(options.model, options.modules)
@@ -128,7 +126,7 @@ def run(options: argparse.Namespace) -> None:
         subject = Subject(
             model=str(options.model),
             data=str(options.data),
-            examples=len(tf.nest.flatten(data)[0]) if isinstance(data, (tuple, list)) else None,
+            examples=count,
             matrix=options.matrix,
             mode="training" if options.training else "inference",
             seed=options.seed,

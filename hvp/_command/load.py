@@ -16,14 +16,16 @@ from hvp._errors import HvpError, InvalidDataError, InvalidLossError, reason_of
 
 # What `model.fit` takes, in its order.
 _NAMES = ("x", "y", "sample_weight")
+_BATCHES = "(x, y) or (x, y, sample_weight), or batches of these"
 _WRITTEN = "a file that np.savez(file, x=..., y=...) wrote"
 
 
-def load_data(path: Path, examples: int | None, seed: int) -> tuple[Any, list[str]]:
+def load_data(path: Path, examples: int | None, seed: int) -> tuple[Any, int | None, list[str]]:
     """Read data: an `.npz` file, a folder that `tf.data.Dataset.save` wrote, or a Python file.
 
-    The second result lists arrays that are not used. If `examples` is a smaller number than there
-    are, as many are drawn at random.
+    If `examples` is a smaller number than there are, as many are drawn at random. Return the data,
+    the number of examples (None for batches, which are not counted), and the names of arrays that
+    are not used.
     """
     if not path.exists():
         raise InvalidDataError(f"there is no file {path}", _WRITTEN)
@@ -34,19 +36,20 @@ def load_data(path: Path, examples: int | None, seed: int) -> tuple[Any, list[st
         data = _of_script(path)
     else:
         data, unused = _of_arrays(path)
-    if not isinstance(data, (tuple, list)):
+    if not isinstance(data, tuple):
         if examples is not None:
             raise HvpError(
                 f"{path} holds batches, of which --examples cannot draw",
                 "arrays",
                 "leave out --examples, and save fewer examples: dataset.take(count)",
             )
-        return data, unused
+        return data, None, unused
     count = _count(path, data)
     if examples is not None and examples < count:
         places = np.random.default_rng(seed).choice(count, examples, replace=False)
         data = tf.nest.map_structure(lambda array: np.asarray(array)[np.sort(places)], data)
-    return data, unused
+        count = examples
+    return data, count, unused
 
 
 def _of_folder(path: Path) -> Any:
@@ -173,8 +176,8 @@ def check_fit(model: Any, data: Any) -> None:
             "a compiled loss",
             "call model.compile(loss=...) before model.save",
         )
-    whole = data if isinstance(data, (tuple, list)) else next(iter(data))
-    x, *rest = tf.nest.map_structure(lambda array: array[:1], tuple(whole))
+    whole = _first_batch(data)
+    x, *rest = tf.nest.map_structure(lambda array: array[:1], whole)
     shapes = [f"{name} of shape {_shapes(part)}" for name, part in zip(_NAMES, whole)]
     expected = f"arrays like those of its training: x of shape {_of(model, 'input_shape')}"
     try:
@@ -191,6 +194,22 @@ def check_fit(model: Any, data: Any) -> None:
             f"targets for outputs {_of(model, 'output_names')} of shape "
             f"{_of(model, 'output_shape')}",
         ) from error
+
+
+def _first_batch(data: Any) -> tuple[Any, ...]:
+    """Return the data, or their first batch; refuse what is no batch of examples."""
+    try:
+        whole = data if isinstance(data, tuple) else next(iter(data), None)
+    except TypeError as error:
+        raise InvalidDataError(f"the data are {type(data).__name__}", _BATCHES) from error
+    if not isinstance(whole, (tuple, list)) or not 2 <= len(whole) <= len(_NAMES):
+        found = f"{len(whole)} parts" if isinstance(whole, (tuple, list)) else f"{whole!r:.60}"
+        raise InvalidDataError(f"the first of the data has or is {found}", _BATCHES)
+    if not all(np.ndim(array) for array in tf.nest.flatten(whole)):
+        raise InvalidDataError(
+            "the data are single examples", _BATCHES, "save dataset.batch(32) instead"
+        )
+    return tuple(whole)
 
 
 def _of(model: Any, name: str) -> Any:

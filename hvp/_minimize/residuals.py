@@ -27,6 +27,8 @@ from hvp._taylor.traced import TracedFunction
 from hvp._vectors.space import Space
 from hvp._vectors.variables import VariableNest, collect_variables
 
+# How far the gradient in a prediction may be from that of its example alone.
+_APART_ALONE = 1e-3
 # The largest matrix that is factorized, and the largest Jacobian that is kept, in entries.
 _LARGEST, _MOST_ENTRIES = 4096, 2**27
 # The length of a step on the boundary is right to this accuracy, after so many factorizations.
@@ -34,7 +36,6 @@ _ON_BOUNDARY, _FACTORIZATIONS = 0.1, 20
 # An acceleration is used if it is at most this part of the length of the step.
 _ACCELERATION = 0.375
 # How far the gradient of the loss may be from that of the residuals, relative to their scale.
-_APART_ALONE = 1e-3  # and that in a prediction from that of its example alone
 _APART = {np.dtype(np.float64): 1e-8, np.dtype(np.float32): 1e-4}
 
 

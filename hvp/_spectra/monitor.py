@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import keras
 import numpy as np
@@ -149,7 +149,8 @@ class CurvatureMonitor(keras.callbacks.Callback):
             check_number(slice_radius, "slice_radius", positive=True)
         if log_dir is not None:
             check_tensorboard()
-        self._folder, self._writer = log_dir, cast(Any, None)
+        self._folder = log_dir
+        self._writer: Any = None
         self._prefix, self._options = prefix, options
         self._operator: HessianOperator | None = None
         self._vectors: dict[str, Any] = {}
@@ -198,7 +199,7 @@ class CurvatureMonitor(keras.callbacks.Callback):
         """Measure at the end of each epoch, and add the last values to the logs."""
         last = self._measure() if self._every == "epoch" else self._last
         for name in self._quantities:
-            if logs is not None and name != "density":
+            if logs is not None and name in _NUMBERS:
                 logs[self._prefix + name] = np.nan if last is None else last[name]
 
     def _measure(self) -> dict[str, Any] | None:
@@ -215,7 +216,7 @@ class CurvatureMonitor(keras.callbacks.Callback):
             H.refresh()
             measured = self._quantities_of(H)
         except NonFiniteError:  # a training that diverges is not ended here
-            numbers = [name for name in self._quantities if name != "density"]
+            numbers = [name for name in self._quantities if name in _NUMBERS]
             measured = {key: np.nan for name in numbers for key in (name, f"{name}_error")}
         if self._writer is not None:
             write_summaries(self._writer, measured, self._batch, self._prefix)
