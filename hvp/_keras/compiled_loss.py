@@ -100,6 +100,12 @@ class CompiledModel:
         return [_LIKELIHOODS[name] for name in names] if known else None
 
     @property
+    def loss_weight(self) -> float:
+        """What the loss of a model with one output is multiplied by."""
+        [weight] = tf.nest.flatten(self.keras_model.get_compile_config().get("loss_weights"))
+        return 1.0 if weight is None else float(weight)
+
+    @property
     def _counts_examples(self) -> bool:
         """Whether batches of these data are weighted by their numbers of examples."""
         split = ("batch_size", "memory_limit", "hessian_batch_size", "devices")

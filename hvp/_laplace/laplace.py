@@ -56,7 +56,8 @@ _ROW_BYTES = 2**26
 _EXAMPLES = 1024
 # Columns of the identity that joint covariances are multiplied by at once.
 _COLUMNS = 64
-# Two predictions of one input are the same up to this, relative to the largest.
+# Two predictions of one input, or two derivatives, are the same up to this, relative to the
+# largest.
 _SAME = 1e-3
 # Precisions that are tried for validation data: powers of ten, and their number.
 _GRID = -3, 6, 91
@@ -106,9 +107,10 @@ class Laplace(FromKeras, OneProcess):
     regularization : callable, optional
         The penalty that was added to the mean over examples of the negative log-likelihood, or of
         half the squared errors if `likelihood` is ``"gaussian"``; `from_keras` takes a model's
-        regularizers. A penalty is a prior: its second derivatives, times the number of examples
-        and over the squared noise, are the prior precision, averaged over each block. It is one for
-        blocks that the penalty leaves out.
+        regularizers. A penalty that is a sum of squares is a prior: its second derivatives, times
+        the number of examples and over the squared noise, are the prior precision, averaged over
+        each block. It is one for blocks that the penalty leaves out. Label smoothing is not part
+        of the likelihood.
     **options
         As for `HessianOperator`: {option_names}.
 
@@ -119,7 +121,8 @@ class Laplace(FromKeras, OneProcess):
     InvalidLossError
         If the model does not return one tensor for a batch.
     HvpError
-        If another argument is invalid, or as `KFAC` and `GaussNewtonOperator`.
+        If another argument is invalid, a penalty is no sum of squares, or as `KFAC` and
+        `GaussNewtonOperator`.
 
     References
     ----------
@@ -240,7 +243,7 @@ class Laplace(FromKeras, OneProcess):
             size = 1 if isinstance(compiled.data, tuple) else None
             first = next(iter(Batches(compiled.data, size, None))).elements.first()
             shape = first.call(lambda x, y: compiled.model(x)).shape[1:]
-            multiple = TARGETS[likelihoods[0]].multiple(shape)
+            multiple = TARGETS[likelihoods[0]].multiple(shape) / compiled.loss_weight
             compiled.options["regularization"] = lambda: multiple * penalty()
         if variables is not compiled.keras_model:
             compiled.options["subset"] = variables
@@ -1000,6 +1003,18 @@ class Laplace(FromKeras, OneProcess):
             raise HvpError(
                 f"second derivatives of the penalty go down to {diagonal.min():.3g}",
                 "a penalty that is the negative logarithm of a normal density",
+                "pass prior_precision",
+            )
+        with tf.GradientTape() as tape:
+            penalty = regularization()
+        slopes = tape.gradient(penalty, self._nest.variables, unconnected_gradients="zero")
+        slope = self._scale * self._space.join(slopes).numpy()[self._order]
+        apart = np.abs(slope - diagonal * self.mean[self._order])
+        if apart.max() > _SAME * np.abs(slope).max():
+            raise HvpError(
+                f"the penalty has a first derivative that is {apart.max():.3g} from its second "
+                "derivative times the weight: it is no normal prior with mean zero",
+                "a sum of squares of weights, such as the regularizer 'l2'",
                 "pass prior_precision",
             )
         return prior

@@ -228,6 +228,46 @@ def test_regularizers_are_the_prior():
     assert last.prior_precision == 1
 
 
+def test_a_weight_of_the_loss_divides_the_penalty():
+    # 2 (loss + 0.005 w^2) is least where loss + 0.005 w^2 is.
+    model, x, y = classifier(*[keras.regularizers.L2(0.01)] * 2)
+    once = hvp.Laplace.from_keras(model, (x, y), curvature="full").prior_precision
+    model.compile(loss="sparse_categorical_crossentropy", loss_weights=[2.0])
+    la = hvp.Laplace.from_keras(model, (x, y), curvature="full")
+    assert la.prior_precision == pytest.approx(once / 2, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "regularizer", [keras.regularizers.L1(), keras.regularizers.L1L2(0.1, 0.1)]
+)
+def test_a_penalty_that_is_no_normal_prior_is_refused(regularizer):
+    model, x, y = classifier(regularizer)
+    with pytest.raises(hvp.HvpError, match="mean zero.*prior_precision"):
+        hvp.Laplace.from_keras(model, (x, y))
+    assert hvp.Laplace.from_keras(model, (x, y), prior_precision=2.0).prior_precision == 2
+
+
+def test_a_penalty_with_another_mean_is_refused():
+    x = np.ones((3, 1))
+    w = tf.Variable([[1.0]], dtype=tf.float64)
+
+    def penalty():
+        return tf.reduce_sum((w - 3.0) ** 2)
+
+    with pytest.raises(hvp.HvpError, match="mean zero"):
+        hvp.Laplace(lambda x: x @ w, "gaussian", (x, 2 * x), subset=w, regularization=penalty)
+
+
+def test_label_smoothing_is_not_part_of_the_likelihood():
+    model, x, y = classifier()
+    y = np.eye(3, dtype="float32")[y]
+    model.compile(loss="categorical_crossentropy")
+    plain = hvp.Laplace.from_keras(model, (x, y)).log_marginal_likelihood()
+    model.compile(loss=keras.losses.CategoricalCrossentropy(label_smoothing=0.2))
+    smoothed = hvp.Laplace.from_keras(model, (x, y)).log_marginal_likelihood()
+    assert smoothed == pytest.approx(plain, rel=1e-6)
+
+
 def test_several_inputs_and_batches():
     x, truth, rng = design()
     w = tf.Variable(truth)
