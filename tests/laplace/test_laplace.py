@@ -242,7 +242,7 @@ def test_a_weight_of_the_loss_divides_the_penalty():
 )
 def test_a_penalty_that_is_no_normal_prior_is_refused(regularizer):
     model, x, y = classifier(regularizer)
-    with pytest.raises(hvp.HvpError, match="mean zero.*prior_precision"):
+    with pytest.raises(hvp.HvpError, match=r"mean zero.*prior_precision"):
         hvp.Laplace.from_keras(model, (x, y))
     assert hvp.Laplace.from_keras(model, (x, y), prior_precision=2.0).prior_precision == 2
 
