@@ -16,6 +16,7 @@ from hvp._data.elements import Elements, convert_batch, rows_of
 from hvp._engines.options import Options, declared
 from hvp._errors import (
     CheckpointError,
+    ConvergenceWarning,
     HvpError,
     InvalidDataError,
     InvalidLossError,
@@ -42,6 +43,7 @@ from hvp._runtime.guard import OneProcess
 from hvp._runtime.interrupts import Uninterrupted, deliver_interrupt
 from hvp._runtime.progress import progress_bar
 from hvp._runtime.recent import Recent
+from hvp._runtime.user_warning import warn
 from hvp._vectors.resources import Resource
 from hvp._vectors.space import Space
 from hvp._vectors.variables import all_variables, collect_variables
@@ -681,6 +683,11 @@ class Laplace(FromKeras, OneProcess):
         float
             The logarithm of the evidence; with `data` the negative log-likelihood for them.
 
+        Warns
+        -----
+        ConvergenceWarning
+            If the predictions for the `data` are best with the largest precision that is tried.
+
         Raises
         ------
         HvpError
@@ -791,6 +798,13 @@ class Laplace(FromKeras, OneProcess):
             raise HvpError("no prediction has a finite likelihood", "targets as in the training")
         best = int(np.nanargmin(losses))
         self._prior = np.full_like(self._prior, grid[best])
+        if best == len(grid) - 1:
+            warn(
+                f"hvp.Laplace: predictions are best with the prior precision {grid[best]:.0e}, the "
+                "largest that is tried, and so with no uncertainty. With data that were trained on "
+                "this is always so; pass others",
+                ConvergenceWarning,
+            )
         return float(losses[best] / start)
 
     @Uninterrupted()

@@ -1,6 +1,7 @@
 """Laplace approximations against closed forms of linear models."""
 
 import gc
+import warnings
 
 import keras
 import numpy as np
@@ -148,7 +149,12 @@ def test_validation_chooses_the_most_likely_precision(name):
     x, truth, rng = design(outputs)
     w, (y, other) = tf.Variable(1.5 * truth), (draw(x @ truth, rng) for _ in range(2))
     la = hvp.Laplace(lambda x: x @ w, name, (x, y), subset=w, curvature="full")
-    best = la.tune_prior_precision((x, other))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        best = la.tune_prior_precision((x, other))
+    # No smaller variance is tried.
+    assert bool(caught) == (la.prior_precision == pytest.approx(1e6))
+    assert all(one.category is hvp.ConvergenceWarning for one in caught)
 
     def value():
         mean, variance = la.function(x)
