@@ -280,21 +280,24 @@ class BatchedMap(LinearMap):
     def _replace_lost(self) -> None:
         """Evaluate what lost devices held on the others, at the values that variables had."""
         while lost := [site for site in self.held if not site.is_there]:
-            indices = {index for site in lost for index in self.held.pop(site)}
-            for site in lost:
-                del self._used[site]
             for site in self._pool.sites:
                 self.held.setdefault(site, {})
                 self._used.setdefault(site, 0)
-            if self._batches.facts.draws:
+            there = [terms for site, terms in self.held.items() if site.is_there]
+            gone = set[int]().union(*(self.held[site] for site in lost))
+            gone -= self.streamed.union(*there)
+            if gone and self._batches.facts.draws:
                 raise DeviceError(
                     "the loss draws random numbers, and a device is lost: batches that are "
                     "evaluated again would draw other numbers",
                     "a loss that is the same in every evaluation, or devices that stay",
                     "call refresh(), or draw with a Keras seed generator or tf.random.stateless_*",
                 )
-            if indices:
-                self.evaluate(indices)
+            if gone:
+                self.evaluate(gone)
+            # Not before: if that fails, the next product must miss them again.
+            for site in lost:
+                del self.held[site], self._used[site]
 
     def _tasks(self, wanted: set[int] | None) -> Iterator[Task]:
         pool = self._pool

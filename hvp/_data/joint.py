@@ -56,9 +56,10 @@ class JointProducts:
         home = own_device_like(v.device)
         maps = [one for terms in weighted.values() for _, one in _graph_maps(terms)]
         width = min(one.rows_at_once for one in maps) if len(v.shape) == 2 else 1
-        if width > 1:
-            for one in maps:  # blocks are compared with single vectors before they are traced
-                one.program.product.rows(one.residuals, one.place)
+        # Blocks are compared with single vectors before, where a device that does not answer is
+        # given up after some time.
+        if width > 1 and not all(one.program.product.is_compared for one in maps):
+            return None
         kinds = tuple(
             (site, *((weight, one.program) for weight, one in _graph_maps(terms)))
             for site, terms in weighted.items()

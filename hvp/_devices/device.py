@@ -13,6 +13,7 @@ import functools
 import logging
 import queue
 import re
+import textwrap
 import threading
 import time
 from collections.abc import Callable
@@ -37,6 +38,8 @@ _FIRST_LOOK_SECONDS, _LOOK_SECONDS = 0.3, 1.0
 _PAUSE_SECONDS = 0.1
 # Seconds without work after which a thread ends.
 _IDLE_SECONDS = 2.0
+# Characters of TensorFlow's reason for a loss that are shown.
+_REASON = 120
 _LOSSES = (
     tf.errors.AbortedError,
     tf.errors.CancelledError,
@@ -87,7 +90,8 @@ class Device:
         """
         if not (self.is_remote and isinstance(error, tf.errors.OpError)):
             return ""
-        reason = f"{type(error).__name__}: {line_of(error)}"
+        line = textwrap.shorten(line_of(error), _REASON, placeholder=" ...")
+        reason = f"{type(error).__name__}: {line}"
         if _FORGOTTEN.search(error.message) or not self.takes_connections():
             return reason
         return reason if self.may_be_of_another(error) and self._fails_probe() else ""
@@ -122,7 +126,7 @@ class Device:
     def give_up(self, reason: str) -> None:
         """Stop using the device."""
         self.lost = reason
-        _log.warning("the device %s is lost: %s", self.name, reason)
+        _log.info("the device %s is lost: %s", self.name, reason)
 
     def come_back(self) -> None:
         """Use the device again; what it held before is gone."""

@@ -111,6 +111,7 @@ class GraphMap(LinearMap):
         assert space is not None
         single = lambda row: self.run(product.flat, row, *zeros)  # noqa: E731
         few = rows.shape[0] is not None and rows.shape[0] <= _FEW and (self.nbytes or 0) < _SMALL
+        few = few and not self.place.is_remote  # where one call costs more than its product
         if few and not self._whole_blocks:
             return tf.stack([single(row) for row in tf.unstack(rows)])
         if width == 1 and not self._whole_blocks:

@@ -145,6 +145,11 @@ class GraphProduct:
                 )
         return self.flat_rows
 
+    @property
+    def is_compared(self) -> bool:
+        """Whether blocks have been compared with single vectors, so that `rows` computes nothing."""
+        return self._rows_are_right is not None
+
     @functools.cached_property
     def flat_rows(self) -> Compiled:
         """The product with each row of a block of shape `(k, n)`."""

@@ -196,7 +196,8 @@ def losses(cluster):
     before = [variable.numpy() for variable in (network.b, network.w)]
     for index in range(3):
         cluster.kill(index)
-    raises(hvp.DeviceError, "o device is left", lambda: H @ V)
+    for _ in range(2):  # it misses them again
+        raises(hvp.DeviceError, "o device is left", lambda: H @ V)
     raises(hvp.DeviceError, "o device is left", H.refresh)
     raises(hvp.ClosedOperatorError, "last refresh failed", lambda: H @ V)
     for variable, value in zip((network.b, network.w), before):
@@ -253,7 +254,8 @@ def draws(cluster):
     with hvp.HessianOperator(drawn, w, (np.ones((4, 2), "f4"),), devices=cluster.devices) as H:
         H @ np.ones(2)
         cluster.kill(0)
-        raises(hvp.DeviceError, "draws random numbers", lambda: H @ np.ones(2))
+        for _ in range(2):  # not a product with the other batches alone
+            raises(hvp.DeviceError, "draws random numbers", lambda: H @ np.ones(2))
         cluster.restart(0)
         H.refresh()
         H @ np.ones(2)
