@@ -147,7 +147,7 @@ class GraphProduct:
 
     @property
     def is_compared(self) -> bool:
-        """Whether blocks have been compared with single vectors, so that `rows` computes nothing."""
+        """Whether blocks were compared with single vectors, so that `rows` computes nothing."""
         return self._rows_are_right is not None
 
     @functools.cached_property
