@@ -28,8 +28,8 @@ FLOORS = [
     ["_snapshots"],
     ["_operators"],
     ["_solve", "_kronecker"],
-    ["_minimize", "_influence", "_spectra"],
-    ["_laplace", "_implicit", "_training"],
+    ["_minimize", "_spectra"],
+    ["_influence", "_laplace", "_implicit", "_training"],
     ["_check"],
     ["_command", "keras"],
 ]

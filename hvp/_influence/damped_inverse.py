@@ -15,6 +15,7 @@ from hvp._runtime.user_warning import warn
 from hvp._solve.inverses import ExactInverse, NeumannInverse
 from hvp._solve.solve import solve
 from hvp._solve.solver import Solver
+from hvp._spectra.eigsh import eigsh
 
 _KrylovMethod = Literal["cg", "block_cg", "minres"]
 _KRYLOV_METHODS: tuple[_KrylovMethod, ...] = ("cg", "block_cg", "minres")
@@ -29,6 +30,8 @@ _MAX_EXACT = 1024
 # earlier solves, at most _MAX_DIRECTIONS of them with their products.
 _MAX_WIDTH, _VECTORS, _BYTES = 128, 12, 2**30
 _RECYCLED, _MAX_DIRECTIONS = 0.25, 512
+# Products to find how much damping is missing.
+_LOOK = 200
 
 
 def check_solver(solver: Any) -> None:
@@ -134,12 +137,15 @@ class DampedInverse:
         """
         norms = np.linalg.norm(directions, axis=0)
         units = directions[:, norms > 0] / norms[norms > 0]
-        lowest = float(np.min(np.sum(units * (self._operator @ units), axis=0)))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)  # an upper bound is enough
+            [lowest], _ = eigsh(self._operator, 1, "SA", tol=0.01, max_products=_LOOK, v0=units)
+        damping = self._operator.damping
         raise HvpError(
-            "the damped Hessian is not positive definite, so the weights are not a minimum: along "
-            f"some direction its curvature is {lowest:.3g}",
+            "the damped Hessian is not positive definite, so the weights are not a minimum: it has "
+            f"the eigenvalue {lowest:.3g} or a smaller one",
             "a model that is trained to a minimum, or more damping",
-            f"raise damping (now {self._operator.damping:g}) by more than the size of the most "
-            f"negative eigenvalue, which is {-lowest:.3g} or more, and which hvp.eigsh(H, 1, "
-            "which='SA') computes; or pass (model, output_loss) with curvature='gauss-newton'",
+            f"raise damping (now {damping:g}) above {damping - lowest:.2g}; or pass "
+            "curvature='gauss-newton', which is never negative (of plain functions, with the pair "
+            "(model, output_loss) as loss)",
         )

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -505,7 +506,7 @@ def test_negative_curvature_is_reported():
 def test_negative_curvature_is_an_error_of_conjugate_gradients(solver):
     w, loss = negative_curvature()
     influence = hvp.InfluenceFunctions(loss, w, (X, Y), solver=solver)
-    with pytest.raises(hvp.HvpError, match="by more than"):
+    with pytest.raises(hvp.HvpError, match="raise damping"):
         influence.scores(TEST)
 
 
@@ -626,6 +627,27 @@ def test_a_solver_of_another_shape_is_refused():
     for kind in ("ndarray", "NoneType"):
         with pytest.raises(hvp.HvpError, match=f"solver function returned {kind}"):
             influence.scores(TEST)
+
+
+@pytest.mark.parametrize("size", [30, 300])
+def test_the_damping_that_is_missing_is_enough(size):
+    scales = np.linspace(-0.5, 3, size)
+    w, x = tf.Variable(np.zeros(size)), np.ones((4, size))
+
+    def loss(x):
+        return tf.reduce_mean(tf.linalg.matvec(x, scales * w**2)) / 2 + tf.reduce_mean(
+            x @ w[:, None]
+        )
+
+    def made(damping):
+        return hvp.InfluenceFunctions(loss, w, (x,), solver="cg", damping=damping).scores((x,))
+
+    with pytest.raises(hvp.HvpError, match="not positive definite") as caught:
+        made(0.25)
+    found, named = re.search(r"eigenvalue (-[\d.]+).* above ([\d.]+)", str(caught.value)).groups()
+    assert float(found) == pytest.approx(-0.25, rel=0.02)
+    assert float(named) == 0.5
+    assert np.isfinite(made(1.1 * float(named))).all()
 
 
 def test_a_failed_run_leaves_no_files(tmp_path):
