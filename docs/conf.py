@@ -42,6 +42,8 @@ sphinx_gallery_conf = {
     "show_memory": False,
     "copyfile_regex": r"$^",
     "write_computation_times": False,
+    "image_scrapers": ("thumbnails.scrape",),
+    "thumbnail_size": (560, 400),
 }
 
 
@@ -72,7 +74,10 @@ def _tables_of_derivatives(app, docname, source):
 
 
 def setup(app):
+    import thumbnails
+
     app.connect("source-read", _tables_of_derivatives)
+    app.connect("builder-inited", thumbnails.replace, priority=999)  # after the gallery is made
 
 
 html_math_renderer = "mathml"

@@ -512,9 +512,10 @@ class InfluenceFunctions(FromKeras, OneProcess):
         -----
         Tokens are counted along the second axis of the first element of the data. Embeddings,
         projections of attention, dense layers, normalizations and convolutions of sequences belong
-        to tokens. Recurrent layers, layers after pooling, and penalties on the weights do not: their
-        share is in `rest`, which may be most of the score of a recurrent model. The loss is attributed to the token that a layer processes, which need not be the
-        token whose prediction is wrong.
+        to tokens. Recurrent layers, layers after pooling, and penalties on the weights do not:
+        their share is in `rest`, which may be most of the score of a recurrent model. The loss is
+        attributed to the token that a layer processes, which need not be the token whose prediction
+        is wrong.
 
         References
         ----------

@@ -735,3 +735,34 @@ class TestBatchesOfWhichOneIsAnotherKind:
         data = [(random(i, length, 2),) for i, length in enumerate((4, 3, 3, 3))]
         with pytest.raises(hvp.HvpError, match="draws random numbers"):
             hvp.HessianOperator(loss, w, data, memory_limit=400)
+
+
+class Table:
+    """What matters of a pandas DataFrame: indexed by columns, and rows by iloc."""
+
+    def __init__(self, array):
+        self._array, self.shape, self.iloc = array, array.shape, array
+
+    def __array__(self, dtype=None, copy=None):
+        return np.array(self._array, dtype)
+
+    def __len__(self):
+        return len(self._array)
+
+    def __getitem__(self, key):
+        return self._array[key] if isinstance(key, slice) else self._array[:, key]
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_size": 2}, {"memory_limit": "1MiB"}])
+def test_tables_are_arrays_of_rows(options):
+    x, w = np.random.default_rng(0).standard_normal((5, 7)), tf.Variable(np.ones(7))
+
+    def mean(x):
+        return tf.reduce_mean(tf.linalg.matvec(x, w) ** 4)
+
+    expected = hvp.HessianOperator(mean, w, (x,), **options)
+    with hvp.HessianOperator(mean, w, (Table(x),), **options) as H:
+        np.testing.assert_array_equal(H @ np.ones(7), expected @ np.ones(7))
+    if "batch_size" in options:
+        with pytest.raises(hvp.InvalidLossError, match="sum over examples"):
+            hvp.HessianOperator(lambda x: 5 * mean(x) * len(x), w, (Table(x),), **options)
