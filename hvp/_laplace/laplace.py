@@ -65,6 +65,8 @@ _SAME = 1e-3
 _GRID = -3, 6, 91
 # Eigenvalues are zero up to so many rounding errors of the largest.
 _ROUNDING_ERRORS = 8.0
+# How much the evidence may worsen the mean log-likelihood of training data without a warning.
+_MOST_GROWTH = 0.5
 # Precisions are searched within this factor of one.
 _FARTHEST = 1e12
 
@@ -686,7 +688,9 @@ class Laplace(FromKeras, OneProcess):
         Warns
         -----
         ConvergenceWarning
-            If the predictions for the `data` are best with the largest precision that is tried.
+            If the predictions for the `data` are best with the largest precision that is tried. Or,
+            without `data`, if training data become less likely under the posterior than they would
+            if the loss were quadratic, or by more than half a unit each.
 
         Raises
         ------
@@ -741,7 +745,29 @@ class Laplace(FromKeras, OneProcess):
         self._prior = np.exp(found.x[places])
         if noise:
             self.noise = math.exp(found.x[-1])
+        if check:
+            self._warn_of_caution()
         return -float(found.fun)
+
+    def _warn_of_caution(self) -> None:
+        """Warn if training data are less likely than they can be where the loss is quadratic."""
+        targets = self._targets
+        if targets.flattened is None and not targets.is_gaussian:
+            return  # predictions are not known
+        x, y = _pair(next(self._parts()).as_data())
+        mean, variance = self.function(x)
+        alone, averaged = (targets.predictive(mean, v, y, self.noise) for v in (0 * mean, variance))
+        curvature = self._scale * self._matrix.scales()
+        most = np.sum(curvature / self._precisions(self._prior)) / (2 * self._count)
+        if averaged - alone > min(most, _MOST_GROWTH):
+            warn(
+                "hvp.Laplace: the evidence chose a prior with which predictions are too cautious. "
+                f"The mean negative log-likelihood of training data is {averaged:.3g}, and "
+                f"{alone:.3g} with the weights alone; a quadratic loss would allow a growth of "
+                f"{most:.3g}, and {_MOST_GROWTH} is much. Pass data that were not trained on: "
+                "tune_prior_precision((x, y))",
+                ConvergenceWarning,
+            )
 
     def _refuse_distance(self) -> None:
         """Refuse weights that are not near the maximum of the posterior."""
@@ -770,11 +796,12 @@ class Laplace(FromKeras, OneProcess):
         if squared > effective:
             raise HvpError(
                 "the weights are not at the maximum of the posterior for the prior precision "
-                f"{_shown(self._prior)}: it is {math.sqrt(squared):.3g} standard deviations away, "
-                f"and the posterior is {math.sqrt(effective):.3g} wide",
+                f"{_shown(self._prior)}: that is {math.sqrt(squared):.3g} standard deviations of "
+                f"the posterior away, and may be {math.sqrt(effective):.3g}",
                 "weights that were trained with this prior until they converged",
-                "pass data that were not trained on, tune_prior_precision((x, y)), or train with "
-                "the penalties that weight_decay() returns",
+                "pass data that were not trained on, tune_prior_precision((x, y)); or train with "
+                "the penalties that weight_decay() returns, to the end: "
+                "hvp.minimize(hvp.HessianOperator.from_keras(model, data))",
             )
 
     def _validated(self, x: Any, y: Any) -> float:
@@ -801,8 +828,8 @@ class Laplace(FromKeras, OneProcess):
         if best == len(grid) - 1:
             warn(
                 f"hvp.Laplace: predictions are best with the prior precision {grid[best]:.0e}, the "
-                "largest that is tried, and so with no uncertainty. With data that were trained on "
-                "this is always so; pass others",
+                "largest that is tried, and so with no uncertainty. Either the model is as sure as "
+                "it should be, or these are data that it was trained on, or too much like them",
                 ConvergenceWarning,
             )
         return float(losses[best] / start)

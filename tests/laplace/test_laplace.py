@@ -466,6 +466,24 @@ def test_weights_that_are_no_maximum_are_refused():
     la.tune_prior_precision((x, y))  # which needs no maximum
 
 
+def test_evidence_that_makes_predictions_too_cautious_is_warned_of():
+    keras.utils.set_random_seed(0)
+    dense = keras.layers.Dense
+    layers = dense(64, "relu"), dense(32, "relu"), dense(10, "softmax")
+    model = keras.Sequential([keras.Input((20,)), *layers])
+    x = np.random.default_rng(0).standard_normal((200, 20)).astype("float32")
+    y = np.argmax(x[:, :10], axis=1)
+    model.compile(keras.optimizers.Adam(3e-3), "sparse_categorical_crossentropy")
+    model.fit(x, y, epochs=40, verbose=0)
+    la = hvp.Laplace.from_keras(model, (x, y))
+    with pytest.warns(hvp.ConvergenceWarning, match="too cautious") as caught:
+        la.tune_prior_precision()
+    found = la.calibration((x, y))  # of the data that were trained on
+    assert f"is {found.log_loss:.3g}, and {found.point.log_loss:.3g} with" in str(caught[0].message)
+    assert found.log_loss > found.point.log_loss + 0.2
+    la.tune_prior_precision(check=False)
+
+
 @pytest.mark.parametrize("curvature", ["full", "diagonal", "low-rank"])
 def test_refresh_traces_nothing_again(curvature):
     rng = np.random.default_rng(0)
