@@ -28,6 +28,10 @@ def rows_of(leaf: Any, start: int, end: int) -> Any:
     return tf.sparse.slice(leaf, first, [min(end, int(shape[0])) - start, *shape[1:]])
 
 
+def _is_row(leaf: Any) -> bool:
+    return isinstance(leaf, tf.Tensor) and leaf.shape.rank == 1
+
+
 class Elements(Arguments):
     """The elements of one batch as tensors, which are the arguments of the loss.
 
@@ -89,6 +93,14 @@ class Elements(Arguments):
     def first(self) -> Elements:
         """Return the first example alone."""
         return self.part(0, 1)
+
+    def in_columns(self) -> Elements:
+        """Return the same with tensors of shape `(n, 1)` for those of shape `(n,)`."""
+
+        def column(leaf: Any) -> Any:
+            return leaf[:, tf.newaxis] if _is_row(leaf) else leaf
+
+        return Elements(tf.nest.map_structure(column, self._elements), self._by_name)
 
     def part(self, start: int, end: int) -> Elements:
         """Return the examples from `start` up to `end`, exclusive."""

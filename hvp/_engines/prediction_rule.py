@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import tensorflow as tf
@@ -153,12 +153,37 @@ class PredictionRule(Rule):
         count, one = self._weights(output)
         whole, own = [count * part for part in within], [one * part for part in alone]
         is_mean = output.are_close(whole, own)
+        self._refuse_broadcast(output, is_mean)
         refuse_unless(
             is_mean | tf.logical_not(output.are_close(within, alone)),
             InvalidLossError(
                 "the output loss is a sum over examples",
                 "a mean over examples",
                 "use tf.reduce_mean, and pass reduction='sum' for the matrix of the sum",
+            ),
+        )
+
+    def _refuse_broadcast(self, output: Output, is_mean: tf.Tensor) -> None:
+        """Refuse a loss that is no mean, and would be one for targets that have columns, too."""
+        shapes = [part.shape for part in output.predictions]
+        if self.weight is not None or not all(s.rank == 2 and s[1] == 1 for s in shapes):
+            return
+        batch = output.batch.in_columns()
+        try:
+            taped = TapedGradient(
+                lambda: output.loss(output.predictions, batch), output.predictions
+            )
+            whole, alone = self._gradients_of_first(replace(output, taped=taped, batch=batch))
+        except (TypeError, ValueError, tf.errors.InvalidArgumentError):
+            return  # it takes no such targets
+        count = self._weights(output)[0]
+        refuse_unless(
+            is_mean | tf.logical_not(output.are_close([count * part for part in whole], alone)),
+            InvalidLossError(
+                "the predictions have the shape (n, 1), targets the shape (n,), and the loss of an "
+                "example depends on the targets of others",
+                "the same shape of both: TensorFlow subtracts each from each otherwise",
+                "pass y[:, np.newaxis] in place of y",
             ),
         )
 

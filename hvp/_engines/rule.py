@@ -33,6 +33,10 @@ class Arguments(abc.ABC):
     def first(self) -> Arguments:
         """Return the first example alone."""
 
+    @abc.abstractmethod
+    def in_columns(self) -> Arguments:
+        """Return the same with tensors of shape `(n, 1)` for those of shape `(n,)`."""
+
 
 class NoArguments(Arguments):
     """Nothing: functions are called without arguments."""
@@ -45,6 +49,10 @@ class NoArguments(Arguments):
 
     def first(self) -> NoArguments:
         """Return the same, as there are no examples."""
+        return self
+
+    def in_columns(self) -> NoArguments:
+        """Return the same, as there are no tensors."""
         return self
 
 

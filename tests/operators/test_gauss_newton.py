@@ -349,3 +349,29 @@ def test_a_regularization_may_be_a_number(number):
     with hvp.GaussNewtonOperator(model, softmax_loss, model, (x, y), **options) as G:
         want = float(softmax_loss(model(x), y)) + float(np.asarray(number, "float64"))
         assert G.value == pytest.approx(want, rel=1e-14)
+
+
+@pytest.mark.parametrize("engine", ["graph", "tape"])
+def test_targets_that_are_subtracted_each_from_each_are_refused(engine):
+    x = np.random.default_rng(0).standard_normal((20, 3))
+    y, w = np.sin(x[:, 0]), tf.Variable(np.full((3, 1), 0.1))
+    squares = lambda p, y: tf.reduce_mean((p - y) ** 2)  # noqa: E731
+    with pytest.raises(hvp.InvalidLossError, match=r"\(n, 1\).*np\.newaxis"):
+        hvp.GaussNewtonOperator(lambda x: x @ w, squares, w, (x, y), engine=engine)
+    G = hvp.GaussNewtonOperator(lambda x: x @ w, squares, w, (x, y[:, np.newaxis]), engine=engine)
+    np.testing.assert_allclose(G.to_dense(), 2 * x.T @ x / 20, rtol=1e-12)
+
+
+def test_a_loss_of_several_examples_may_have_targets_of_shape_n():
+    # The partial likelihood of Cox's model, with predictions of shape (n, 1).
+    x, event = np.random.default_rng(0).standard_normal((20, 3)), np.arange(20) % 2.0
+    time, w = np.arange(20.0)[::-1].copy(), tf.Variable(np.full((3, 1), 0.1))
+
+    def cox(risk, time, event):
+        risk = risk[:, 0]
+        there = tf.cast(time[tf.newaxis] >= time[:, tf.newaxis], risk.dtype)
+        return -tf.reduce_mean(event * (risk - tf.math.log(tf.linalg.matvec(there, tf.exp(risk)))))
+
+    G = hvp.GaussNewtonOperator(lambda x: x @ w, cox, w, (x, time, event))
+    H = hvp.HessianOperator(lambda *data: cox(x @ w, *data), w, (time, event))
+    np.testing.assert_allclose(G.to_dense(), H.to_dense(), rtol=1e-10, atol=1e-14)
