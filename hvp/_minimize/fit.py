@@ -11,15 +11,23 @@ from typing import Any
 
 import numpy as np
 import scipy.optimize
+import scipy.stats
 import tensorflow as tf
 
 from hvp._derivatives.exact import exact_functions
-from hvp._errors import HvpError, InvalidDataError, InvalidLossError, NonFiniteError
+from hvp._errors import (
+    ConvergenceWarning,
+    HvpError,
+    InvalidDataError,
+    InvalidLossError,
+    NonFiniteError,
+)
 from hvp._minimize.newton_cg import NewtonCG
 from hvp._operators.hessian import HessianOperator
 from hvp._operators.jacobian import JacobianOperator
 from hvp._runtime.arguments import check_count, check_number
 from hvp._runtime.interrupts import Uninterrupted
+from hvp._runtime.user_warning import warn
 
 # Newton steps at the end, which make the minimum as exact as rounding allows.
 _POLISHING = 4
@@ -29,6 +37,13 @@ _GTOL = 1e-7
 _SINGULAR = 1e-12
 # A parameter is not determined if the rest of a column that others do not explain is smaller.
 _UNDETERMINED = 1e-11
+# A measurement does not depend on a parameter if a change by the parameter's size changes it by a
+# smaller part.
+_IDLE = 1e-15
+# How much smaller a chi-square of a profile is, in units of the variance, if a fit is not the best.
+_BETTER = 0.01
+# A chi-square that is less likely than this is remarked on.
+_UNLIKELY = 1e-6
 
 
 class FitProblem:
@@ -207,7 +222,7 @@ class FitProblem:
     def _least_squares(self, at: np.ndarray) -> tuple[np.ndarray, np.ndarray, bool, str]:
         options: dict[str, Any] = {"bounds": (self.lower, self.upper), "x_scale": "jac"}
         options |= {"xtol": 1e-14, "ftol": 1e-14, "gtol": 1e-14, "max_nfev": self.maxiter}
-        with np.errstate(over="ignore"):  # of steps that are then rejected
+        with np.errstate(over="ignore", invalid="ignore"):  # of steps that are then rejected
             search = functools.partial(scipy.optimize.least_squares, self.residuals_at, at)
             found = search(self.jacobian_at, **options)
             is_free = not (np.isfinite(self.lower) | np.isfinite(self.upper)).any()
@@ -385,7 +400,16 @@ class FitResult:
                 problem.held[name].assign(values[place])
                 at, _, success, _ = problem.minimized(at)
                 increase[place] = 2 * problem.value_at(at) if success else np.nan
-        return values, (increase - self.chi_square) / self._variance
+        increase = (increase - self.chi_square) / self._variance
+        lowest = int(np.argmin(np.where(np.isnan(increase), np.inf, increase)))
+        if increase[lowest] < -_BETTER:
+            warn(
+                f"hvp.fit: chi-square is smaller by {-increase[lowest]:.3g} with {name} = "
+                f"{values[lowest]:.6g} than at the fit, which is not the best minimum; fit again "
+                "from there",
+                ConvergenceWarning,
+            )
+        return values, increase
 
     def plot(self, axes: Any = None) -> Any:
         """Draw the data, the model with its band of one standard error, and the residuals.
@@ -558,11 +582,13 @@ def fit(
     )
     at = problem.flat(start)
     pairs = zip(problem.names, problem.lower, at, problem.upper)
-    outside = [name for name, low, value, high in pairs if not low <= value <= high]
+    outside = [
+        f"{name} = {value:g} is outside of its bounds {low:g} and {high:g}"
+        for name, low, value, high in pairs
+        if not low <= value <= high
+    ]
     if outside:
-        raise HvpError(
-            f"the start of {', '.join(outside)} is outside of the bounds", "a start between them"
-        )
+        raise HvpError(f"at the start, {', '.join(outside)}", "a start between them")
     try:
         residuals = problem.residuals_at(at)
     except NotImplementedError as error:  # a tensor of a graph that meets a function of NumPy's
@@ -571,8 +597,15 @@ def fit(
             "a model of TensorFlow's functions",
             "if it calls NumPy, use tf.exp in place of np.exp, and so on",
         ) from error
-    if not np.isfinite(residuals).all():
-        raise NonFiniteError("a residual is not finite at the start", "values at which all are")
+    wrong = ~np.isfinite(residuals)
+    if wrong.any():
+        first = int(np.argmax(wrong))
+        raise NonFiniteError(
+            f"{int(wrong.sum())} of {len(wrong)} residuals are not finite at the start, the first "
+            f"that of measurement {first}",
+            "a start at which all are",
+            "try a start nearer to the data, or bounds",
+        )
     if loss is not None:
         value = problem.value(tf.constant(at))
         if value.shape.rank:
@@ -614,6 +647,16 @@ def _checked(
     start = {name: np.asarray(value, np.float64) for name, value in parameters.items()}
     if not all(np.isfinite(value).all() for value in start.values()):
         raise HvpError("a parameter is not finite at the start", "finite numbers")
+    if not isinstance(bounds or {}, Mapping):
+        raise HvpError(
+            f"bounds is {type(bounds).__name__}", "a dict of pairs", "pass {'rate': (0.0, 9.0)}"
+        )
+    if isinstance(fixed, (str, Mapping)):
+        raise HvpError(
+            f"fixed is {fixed!r}",
+            "a list of names of parameters, which keep their values at the start",
+            f"pass fixed={[fixed] if isinstance(fixed, str) else list(fixed)}",
+        )
     for what, names in (("bounds", bounds or {}), ("fixed", fixed)):
         unknown = [name for name in names if name not in start]
         if unknown:
@@ -630,8 +673,8 @@ def _checked(
         if not in_order:
             raise HvpError(
                 f"bounds[{name!r}] is {pair!r}",
-                "a pair (lower, upper) of numbers, which may be infinite",
-                "pass float('inf') where there is no bound",
+                "a pair (lower, upper) of numbers in this order, which may be infinite",
+                "pass float('inf') for an upper bound that there is not",
             )
     if not all(map(callable, (tied or {}).values())):
         raise HvpError(
@@ -655,7 +698,7 @@ def _checked(
     ):
         if np.any(wrong):
             count, first = int(np.sum(wrong)), int(np.argmax(np.ravel(wrong)))
-            raise InvalidDataError(f"{count} {what}, the first of them {first}", "real numbers")
+            raise InvalidDataError(f"{count} {what}, the first at index {first}", "real numbers")
     if not sigmas.shape.rank or sigmas.shape == y.shape:
         return start, y, sigmas
     raise InvalidDataError(
@@ -700,12 +743,23 @@ def _result(
     whole = np.zeros((len(names), len(names)))
     whole[np.ix_(movable, movable)] = covariance * variance
     notes = [f"{names[i]} is at its bound" for i in np.flatnonzero(active)]
+    sizes = np.linalg.norm(rows, axis=0) * np.maximum(np.abs(at[movable]), 1)
+    idle = sizes <= _IDLE * np.linalg.norm(problem.y / problem.sigma)
+    if success and idle.any():
+        lost = ", ".join(names[i] for i in movable[idle])
+        success, message = False, f"no measurement depends on {lost} at these values"
     if success:
         notes += [f"the data do not determine {names[movable[i]]}" for i in np.flatnonzero(free)]
     else:
         notes.append("errors mean little away from a minimum; try other start values, or bounds")
     if not is_convex:
         notes.append("the Hessian has negative eigenvalues: this is no minimum")
+    known = problem.loss is None and not problem.estimates
+    if known and scipy.stats.chi2.sf(chi_square, max(degrees, 1)) < _UNLIKELY:
+        notes.append(
+            f"chi-square is {chi_square:.3g} with {degrees} degrees of freedom: this is not the "
+            "best minimum, the model does not describe the data, or sigma is too small"
+        )
     if problem.estimates and degrees <= 0:
         notes.append("there are no more data than parameters, so that errors cannot be estimated")
         whole = np.where(np.isinf(whole), np.inf, np.nan)

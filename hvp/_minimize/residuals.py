@@ -27,8 +27,6 @@ from hvp._taylor.traced import TracedFunction
 from hvp._vectors.space import Space
 from hvp._vectors.variables import VariableNest, collect_variables
 
-# How far the gradient in a prediction may be from that of its example alone.
-_APART_ALONE = 1e-3
 # The largest matrix that is factorized, and the largest Jacobian that is kept, in entries.
 _LARGEST, _MOST_ENTRIES = 4096, 2**27
 # The length of a step on the boundary is right to this accuracy, after so many factorizations.
@@ -242,16 +240,12 @@ class TermResiduals:
         self._pushed = tf.function(functools.partial(self._push), autograph=False)
         self._jacobian: JacobianOperator | None = None
         self._root = np.zeros(0)
-        self._has_begun = False
 
     def evaluate(self) -> tuple[np.ndarray, np.ndarray]:
         """Return `y`, and `A` of shape `(residuals, n)`, in float64."""
         elements = self._elements()
-        gradient, curvature, is_diagonal, has_columns = self._scale(*elements.tensors)
+        gradient, curvature, is_diagonal = self._scale(*elements.tensors)
         c, b = (part.numpy().astype(np.float64) for part in (gradient, curvature))
-        if has_columns and elements.has_examples and not self._has_begun:
-            self._refuse_broadcast(elements, c)
-        self._has_begun = True
         if not is_diagonal or b.min() < 0 or (c[b == 0] != 0).any():
             problem = (
                 "is negative"
@@ -277,23 +271,6 @@ class TermResiduals:
         y = np.divide(self._weight * c, root, out=np.zeros_like(c), where=root > 0)
         return y, root[:, np.newaxis] * self._dense(elements, len(b))
 
-    def _refuse_broadcast(self, elements: Elements, c: np.ndarray) -> None:
-        """Refuse predictions `(n, 1)` of which targets `(n,)` are subtracted, each from each."""
-        n = elements.examples
-        targets = tf.nest.flatten(elements.call(lambda *own: own[1:]))
-        if self._rule.weight is not None or len(c) != n or n == 1:
-            return
-        if (n,) not in [tuple(target.shape) for target in targets]:
-            return
-        alone = float(self._scale(*elements.part(0, 1).tensors)[0][0])
-        if abs(n * c[0] - alone) > _APART_ALONE * (abs(alone) + abs(n * c[0])):
-            raise InvalidLossError(
-                f"the predictions have the shape ({n}, 1), targets the shape ({n},), and the loss "
-                "of an example depends on the targets of others",
-                "the same shape of both: TensorFlow subtracts each from each otherwise",
-                "pass y[:, np.newaxis] in place of y",
-            )
-
     def accelerations(self, step: Sequence[tf.Tensor]) -> np.ndarray:
         """Return the second derivatives of the residuals along a step, in units of `y`.
 
@@ -318,7 +295,7 @@ class TermResiduals:
     def _of_tensors(self, *tensors: tf.Tensor) -> tuple[tf.Tensor, ...]:
         """Return the gradient and the diagonal of the Hessian of the loss in the predictions.
 
-        Then whether the Hessian is diagonal, and whether the predictions have columns.
+        Then whether the Hessian is diagonal.
         """
         elements, rule = self._elements().with_tensors(tensors), self._rule
         with exact_functions():
@@ -341,8 +318,7 @@ class TermResiduals:
         flat = [self._joined(parts, values) for parts in (output.outputs, ones, signs, images)]
         gradient, diagonal, signs_flat, images_flat = flat
         error = tf.norm(images_flat - signs_flat * diagonal)
-        has_columns = tf.constant(any(part.shape.rank == 2 for part in values))
-        return gradient, diagonal, error <= 1e-4 * tf.norm(diagonal), has_columns
+        return gradient, diagonal, error <= 1e-4 * tf.norm(diagonal)
 
     def _joined(self, parts: Sequence[Any], like: Sequence[tf.Tensor]) -> tf.Tensor:
         full = [tf.zeros_like(x) if part is None else part for part, x in zip(parts, like)]

@@ -211,7 +211,7 @@ def test_nothing_that_may_move():
     assert result.errors == {}
     at_bounds = {"slope": (0.0, 1.0), "offset": (0.0, 0.5)}
     result = hvp.fit(line, {"slope": 0.5, "offset": 0.25}, (x, y), sigma=0.1, bounds=at_bounds)
-    assert len(result.notes) == 2
+    assert [note.partition(" ")[0] for note in result.notes[:2]] == ["slope", "offset"]
     assert result.covariance.shape == (2, 2)
     assert not result.covariance.any()
 
@@ -358,3 +358,53 @@ def test_a_start_from_which_trust_regions_are_lost():
         result.profile("rate")
     with pytest.raises(hvp.InvalidLossError, match=r"symbolic.*tf\.exp"):
         hvp.fit(lambda t, a: a * np.exp(-t * a), {"a": 1.0}, (t, y))
+
+
+def bump(x, height, center):
+    return height * tf.exp(-((x - center) ** 2))
+
+
+def test_a_start_on_which_no_measurement_depends():
+    x = np.linspace(0, 10, 50)
+    y = np.exp(-((x - 3.0) ** 2))
+    for center in (60.0, 1e30):
+        result = hvp.fit(bump, {"height": 1.0, "center": center}, (x, y))
+        assert not result.success
+        assert "center" in result.message
+    assert hvp.fit(bump, {"height": 1.0, "center": 2.0}, (x, y)).success
+
+
+def test_a_better_minimum_than_the_fit_is_told():
+    x = np.linspace(0, 10, 50)
+    y = np.exp(-((x - 3.0) ** 2)) + 2 * np.exp(-((x - 7.0) ** 2))
+    result = hvp.fit(bump, {"height": 1.0, "center": 2.5}, (x, y), sigma=0.01)
+    assert result.parameters["center"] == pytest.approx(3, abs=0.01)
+    [note] = result.notes
+    assert f"{result.chi_square:.3g} with 48 degrees" in note
+    with pytest.warns(hvp.ConvergenceWarning, match=r"fit again") as caught:
+        values, increase = result.profile("center", width=4 / result.errors["center"])
+    place = np.nanargmin(increase)
+    assert increase[place] < -1
+    assert f"center = {values[place]:.6g}" in str(caught[0].message)
+    both = hvp.fit(
+        lambda x, h, c, k, d: bump(x, h, c) + bump(x, k, d),
+        {"h": 1.0, "c": 2.5, "k": 1.0, "d": 7.5},
+        (x, y),
+        sigma=0.01,
+    )
+    assert both.notes == []
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"bounds": ([0, 0], [1, 1])}, "a dict of pairs"),
+        ({"bounds": {"height": (2.0, 0.0)}}, "in this order"),
+        ({"bounds": {"height": (2.0, 3.0)}}, "height = 1.*2 and 3"),
+        ({"fixed": {"height": 2.0}}, r"fixed=\['height'\]"),
+    ],
+)
+def test_what_others_take_is_refused_by_name(options, text):
+    x = np.linspace(0, 10, 50)
+    with pytest.raises(hvp.HvpError, match=text):
+        hvp.fit(bump, {"height": 1.0, "center": 2.0}, (x, x), **options)
