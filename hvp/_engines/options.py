@@ -224,10 +224,13 @@ class Options:
         HvpError
             If the value of an option is invalid.
         """
-        refuse_unknown(options, call, NAMES if known is None else known, instead)
+        names = {*(NAMES if known is None else known), *_own.get(call, ())}
+        refuse_unknown(options, call, names, instead)
         return cls(**options)
 
 
+# The other arguments of calls that take options, by name.
+_own: dict[str, list[str]] = {}
 _DECLARED = {f.name: f for f in dataclasses.fields(Options) if f.metadata}
 # All options, in the order in which they are documented.
 NAMES = tuple(_DECLARED)
@@ -259,6 +262,7 @@ def declared(names: Collection[str] = NAMES) -> Callable[[Target], Target]:
         own = dict(signature.parameters)
         further = next(reversed(own))
         rest = own.pop(further)
+        _own[call.__name__] = [name for name in own if name != "self"]
         own.update({name: _parameter(name) for name in names if name not in own})
         if further != "options":  # of minimize, which also takes the options of scipy's methods
             own[further] = rest

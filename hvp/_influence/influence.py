@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ from hvp._operators.gauss_newton import GaussNewtonOperator
 from hvp._operators.hessian import HessianOperator
 from hvp._operators.matrix import evaluated
 from hvp._operators.symmetric import SymmetricOperator, evaluation_of
-from hvp._runtime.arguments import check_count
+from hvp._runtime.arguments import check_count, refuse_unknown
 from hvp._runtime.guard import OneProcess
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.strategies import outside_strategies
@@ -81,8 +82,14 @@ _OF_MATRIX = frozenset(
 
 _OPTIONS = without("reduction", "weight", "on_stale")
 _INSTEAD = {
-    **dict.fromkeys(("weight", "reduction"), "the mean is over examples that count equally"),
+    "reduction": "the mean is over examples that count equally",
+    "weight": "the mean is over examples that count equally: pass a pair (model, output_loss), "
+    "whose loss averages within each example first, with weights in the data if there is padding",
     "on_stale": "call refresh() after the weights changed",
+    **{
+        name: f"make the matrix with it: curvature=hvp.EKFAC.from_keras(model, data, {name}=...)"
+        for name in ("likelihood", "fisher")
+    },
 }
 
 
@@ -293,6 +300,7 @@ class InfluenceFunctions(FromKeras, OneProcess):
     @classmethod
     def _of_compiled(cls, compiled: CompiledModel, variables: Any) -> Sequence[Any]:
         model, training, options = compiled.keras_model, compiled.training, compiled.options
+        refuse_unknown(options, cls.__name__, inspect.signature(cls).parameters, _INSTEAD)
         _check_projection(options.get("projection"), options.get("gradients"))
         loss, test_loss = (
             loss_of_model(model, training=training, by_examples=True, regularized=regularized)

@@ -96,9 +96,9 @@ def _of_hessian(rule: PredictionRule, output: Output) -> list[tf.Tensor]:
             f"an example has {'too many' if None in sizes else sum(sizes)} predictions, and the "
             "distribution of its targets is not known",
             f"a likelihood, or at most {_MOST_PREDICTIONS} predictions",
-            "pass likelihood='categorical', 'bernoulli', 'gaussian' or 'poisson' if the loss is "
-            "its negative log-likelihood, with fisher='monte-carlo' where classes are many; or "
-            "fisher='empirical'",
+            "pass hvp.KFAC or hvp.EKFAC likelihood='categorical', 'bernoulli', 'gaussian' or "
+            "'poisson' if the loss is its negative log-likelihood, with fisher='monte-carlo' where "
+            "classes are many; or fisher='empirical'",
         )
     rule.count(output)  # which refuses a loss that is not a mean
     count = _examples(output)

@@ -25,7 +25,8 @@ def check_curvature(curvature: Any) -> None:
         raise HvpError(
             f"the argument curvature is {curvature!r}",
             names,
-            "for another matrix pass its operator, such as an hvp.FisherOperator, as the loss",
+            "of another matrix pass its operator, such as an hvp.FisherOperator, to "
+            "hvp.InfluenceFunctions as the curvature, and elsewhere as the loss",
         )
 
 

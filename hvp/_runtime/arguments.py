@@ -81,6 +81,6 @@ def refuse_unknown(
     suggestion = f"pass {alike[0]}, if that is what you mean" if alike else "leave it out"
     raise InvalidOptionError(
         f"{call} has no argument {', '.join(unknown)}",
-        f"its own arguments, or {', '.join(sorted(known))}",
+        f"one of {', '.join(sorted(known))}",
         (instead or {}).get(name, suggestion),
     )
