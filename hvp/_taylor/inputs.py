@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from hvp._errors import HvpError, InvalidDataError, InvalidVectorError
+from hvp._errors import HvpError, InvalidDataError, InvalidVectorError, line_of
 from hvp._runtime.arguments import check_count, check_seed
 from hvp._taylor.curves import Curves
 from hvp._taylor.series import Series
@@ -323,9 +324,10 @@ def partial_derivatives(
     Parameters
     ----------
     f : callable
-        A function with one argument for each coordinate, called as `f(x=..., t=...)`. It returns a
-        tensor with one row for each example, which depends on this example only, or a nest of such
-        tensors.
+        A function with one argument for each coordinate, called as `f(x=..., t=...)`, such as
+        ``lambda x, t: model(tf.stack([x, t], axis=1))`` for a Keras model and coordinates of shape
+        `(n,)`. It returns a tensor with one row for each example, which depends on this example
+        only, or a nest of such tensors.
     coordinates : dict
         The coordinates by name, each of shape `(n,)` or `(n, 1)`, and all of one real type.
     names : sequence of str or of tuples of str
@@ -385,7 +387,19 @@ def partial_derivatives(
         def of_columns(x: tf.Tensor) -> Any:
             pieces = tf.split(x, len(values), axis=1)
             shaped = (p[:, 0] if v.shape.rank == 1 else p for p, v in zip(pieces, values))
-            return f(**dict(zip(keys, shaped)))
+            named = dict(zip(keys, shaped))
+            try:
+                return f(**named)
+            except TypeError as error:
+                if not re.search("required|unexpected|positional", str(error)):
+                    raise
+                raise HvpError(
+                    f"the function cannot be called as f({', '.join(f'{k}=...' for k in keys)}): "
+                    f"{line_of(error)}",
+                    "a function of the coordinates by their names",
+                    f"of a Keras model pass lambda {', '.join(keys)}: model(tf.stack("
+                    f"[{', '.join(keys)}], axis=1)), or tf.concat for columns of shape (n, 1)",
+                ) from error
 
         x = tf.concat(columns, axis=1)
         traced = _traced(of_columns, x, independent=True)
@@ -398,8 +412,10 @@ def partial_derivatives(
             total = sum(exponents)
             if total == 0:
                 return [s.value for s in results]
-            weights = tf.constant(combinations[exponents], x.dtype)
-            return [tf.tensordot(weights, _filled(s, total - 1, curves), 1) for s in results]
+            terms = [_filled(s, total - 1, curves) for s in results]
+            # A Keras model casts its inputs: results may have another type.
+            weights = combinations[exponents]
+            return [tf.tensordot(tf.constant(weights, t.dtype), t, 1) for t in terms]
 
         return {e: tf.nest.pack_sequence_as(traced.structure, one(e)) for e in set(wanted.values())}
 
@@ -533,7 +549,17 @@ def _units(x: tf.Tensor) -> tf.Tensor:
 
 
 def _traced(f: Callable[..., Any], x: tf.Tensor, *, independent: bool = False) -> TracedFunction:
-    traced = TracedFunction(f, [tf.TensorSpec(x.shape, x.dtype)])
+    try:
+        traced = TracedFunction(f, [tf.TensorSpec(x.shape, x.dtype)])
+    except (TypeError, ValueError) as error:
+        others = {"float32", "float64"} - {x.dtype.name}
+        if isinstance(error, HvpError) or not any(name in str(error) for name in others):
+            raise
+        raise InvalidDataError(
+            f"the function fails for inputs of the type {x.dtype.name}: {line_of(error)}",
+            "inputs of the type of its variables",
+            f"pass tf.cast(x, {min(others)!r})",
+        ) from error
     if independent:
         traced.check_examples()
     return traced

@@ -540,3 +540,33 @@ def test_third_order_products_of_rows_that_are_gathered():
         H.refresh()
         ends.append(u @ (H @ v))
     assert product @ direction == pytest.approx((ends[0] - ends[1]) / 2e-5, rel=1e-6)
+
+
+def test_a_keras_model_casts_coordinates_and_inputs():
+    model = keras.Sequential(
+        [keras.Input((2,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)]
+    )
+    x, y = np.random.default_rng(0).random((2, 5))
+    stacked = lambda x, y: model(tf.stack([x, y], axis=1))  # noqa: E731
+    found, single = (
+        hvp.partial_derivatives(stacked, {"x": x.astype(dtype), "y": y.astype(dtype)}, ["xy", "xx"])
+        for dtype in ("float64", "float32")
+    )
+    for name in ("xy", "xx"):
+        assert found[name].dtype == tf.float32
+        np.testing.assert_allclose(found[name], single[name], rtol=1e-4, atol=1e-5)
+
+
+def test_functions_that_cannot_be_called_by_coordinates():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    x = np.ones(3, np.float32)
+    with pytest.raises(hvp.HvpError, match=r"lambda x, y: model\(tf.stack\(\[x, y\], axis=1\)\)"):
+        hvp.partial_derivatives(model, {"x": x, "y": x}, ["xy"])
+
+
+def test_inputs_of_another_type_than_the_variables():
+    w = tf.Variable(np.ones((2, 1), "float32"))
+    f = lambda x: tf.tanh(x @ w)  # noqa: E731
+    with pytest.raises(hvp.InvalidDataError, match=r"float64: .*tf.cast\(x, 'float32'\)"):
+        hvp.laplacian(f, np.ones((3, 2)))
+    assert hvp.laplacian(f, tf.cast(np.ones((3, 2)), "float32")).laplacian.shape == (3, 1)
