@@ -92,10 +92,7 @@ class CompiledModel:
         if isinstance(losses, dict) and outputs and not isinstance(self.keras_model.output, dict):
             # Losses by name, for outputs in the order of a list.
             losses = [losses.get(name) for name in self.keras_model.output_names]
-        names = [
-            loss if isinstance(loss, str) else getattr(loss, "name", getattr(loss, "__name__", ""))
-            for loss in tf.nest.flatten(losses)
-        ]
+        names = _names_of(losses)
         known = all(name in _LIKELIHOODS for name in names)
         return [_LIKELIHOODS[name] for name in names] if known else None
 
@@ -125,6 +122,13 @@ _LIKELIHOODS = {
 }
 
 
+def _names_of(losses: Any) -> list[str]:
+    return [
+        loss if isinstance(loss, str) else getattr(loss, "name", getattr(loss, "__name__", ""))
+        for loss in tf.nest.flatten(losses)
+    ]
+
+
 def _has_other_processes(model: Any) -> bool:
     """Whether a strategy connects this process with others, which have other examples."""
     values = [getattr(variable, "value", variable) for variable in getattr(model, "variables", ())]
@@ -150,6 +154,29 @@ _OF_FIT = {
     "epochs": "pass maxiter= for the iterations of an optimizer",
     "validation_data": "evaluate the model on it afterwards",
 }
+
+
+def _check_kind(loss: Any, outputs: Any, labels: Any) -> None:
+    """Refuse one-hot labels where Keras expects integers, and integers in place of one-hot ones."""
+    shape, own = (tf.TensorShape(getattr(tensor, "shape", None)) for tensor in (outputs, labels))
+    names = _names_of(loss)
+    if len(names) != 1 or None in (shape.rank, own.rank):
+        return
+    [name] = names
+    is_one_hot = own.rank == shape.rank and own[-1] == shape[-1] and own[-1] not in (None, 1)
+    if name == "sparse_categorical_crossentropy" and is_one_hot:
+        kinds = "one-hot labels", "integers"
+        remedy = "pass np.argmax(y, axis=-1), or compile with 'categorical_crossentropy'"
+    elif name == "categorical_crossentropy" and own.rank == shape.rank - 1:
+        kinds = "integers", "one-hot labels"
+        remedy = (
+            "pass keras.utils.to_categorical(y), or compile with 'sparse_categorical_crossentropy'"
+        )
+    else:
+        return
+    raise InvalidDataError(
+        f"the labels have the shape {own} of {kinds[0]}, and the loss is {name}", kinds[1], remedy
+    )
 
 
 def _check_labels(model: Any, outputs: Any, labels: Any) -> None:
@@ -196,6 +223,7 @@ def loss_of_outputs(
 
     def loss(outputs: Any, y: Any, sample_weight: Any = None, *, x: Any = None) -> Any:
         _check_labels(model, outputs, y)
+        _check_kind(model.loss, outputs, y)
         if by_examples and any(mask_of(output) is not None for output in tf.nest.flatten(outputs)):
             raise InvalidLossError(
                 "an output of the model has a mask, so that Keras averages over unmasked entries "

@@ -20,6 +20,10 @@ from hvp._runtime.interrupts import deliver_interrupt
 
 # Values of `OptimizeResult.status`.
 _CONVERGED, _MAXITER, _ROUNDING, _NOT_FINITE, _AT_INFINITY, _STOPPED_BY_CALLBACK = 0, 1, 2, 3, 4, 99
+_MESSAGE_OF_ZERO = (
+    "The gradient is exactly zero at the start: the variables are at a stationary point, or the "
+    "loss does not depend on them, as a Laplacian does not on the weights of a network of ReLUs."
+)
 _MESSAGE_AT_INFINITY = (
     "The gradient is small, but steps do not become shorter while it vanishes: the minimum appears "
     "to be at infinity, as that of a logistic regression whose classes are separate. Add a penalty "
@@ -66,8 +70,10 @@ class NewtonRun:
                 small, exceeded = norm <= target, len(self._history) >= maxiter
                 if small and self._escapes():
                     return self._result(point, _AT_INFINITY, _MESSAGE_AT_INFINITY)
+                never = not self._history and norm == 0
                 if small and (exceeded or not leave_saddles):
-                    return self._result(point, _CONVERGED, "The gradient is small enough.")
+                    message = _MESSAGE_OF_ZERO if never else "The gradient is small enough."
+                    return self._result(point, _CONVERGED, message)
                 if exceeded:
                     return self._result(
                         point, _MAXITER, "The maximum number of steps has been reached."
@@ -87,7 +93,9 @@ class NewtonRun:
                 return self._result(
                     point,
                     _CONVERGED,
-                    "The gradient is small enough, and no negative curvature was found.",
+                    _MESSAGE_OF_ZERO
+                    if never
+                    else "The gradient is small enough, and no negative curvature was found.",
                 )
             rejected = 0 if step.accepted else rejected + step.from_gradients
             self._history.append(step)

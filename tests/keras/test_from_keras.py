@@ -35,3 +35,17 @@ def test_all_outputs_count(call, loss):
     want = np.kron(np.eye(2), 2 * X.T @ X / 6)
     with call.from_keras(model, (X, [Y, -Y]), batch_size=4) as matrix:
         assert relative_error(matrix.to_dense(), want) < 1e-5
+
+
+@pytest.mark.parametrize("loss", ["categorical_crossentropy", "sparse_categorical_crossentropy"])
+@pytest.mark.parametrize("kind", [hvp.HessianOperator, hvp.GaussNewtonOperator, hvp.KFAC])
+def test_labels_of_the_other_kind_are_refused_by_name(loss, kind):
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, "softmax")])
+    model.compile(loss=loss)
+    x, y = np.random.default_rng(0).random((6, 4)), np.arange(6) % 3
+    one_hot = keras.utils.to_categorical(y)
+    right, wrong = (y, one_hot) if loss.startswith("sparse") else (one_hot, y)
+    remedy = "np.argmax" if loss.startswith("sparse") else "to_categorical"
+    with pytest.raises(hvp.InvalidDataError, match=f"one-hot.*{remedy}"):
+        kind.from_keras(model, (x, wrong))
+    assert kind.from_keras(model, (x, right)).shape == (15, 15)

@@ -639,3 +639,11 @@ def test_progress_is_shown(capfd):
     pytest.importorskip("tqdm")
     compiled(rosenbrock, 4)[1].minimize(progress="always", maxiter=5)
     assert "steps" in capfd.readouterr().err
+
+
+def test_a_gradient_that_is_zero_at_the_start_is_told():
+    w = tf.Variable([1.0, 2.0])
+    newton = hvp.NewtonCG(lambda: tf.reduce_sum(tf.nn.relu(-w)), w)
+    result = newton.minimize()
+    assert result.nit == 0
+    assert "exactly zero" in result.message
