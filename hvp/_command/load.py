@@ -179,7 +179,7 @@ def check_fit(model: Any, data: Any) -> None:
     whole = _first_batch(data)
     x, *rest = tf.nest.map_structure(lambda array: array[:1], whole)
     shapes = [f"{name} of shape {_shapes(part)}" for name, part in zip(_NAMES, whole)]
-    expected = f"arrays like those of its training: x of shape {_of(model, 'input_shape')}"
+    expected = f"arrays like those of its training: {_inputs(model)}"
     try:
         outputs = model(x)
     except (TypeError, ValueError, KeyError, tf.errors.OpError) as error:
@@ -218,6 +218,16 @@ def _of(model: Any, name: str) -> Any:
         return getattr(model, name)
     except (AttributeError, ValueError):
         return "unknown"
+
+
+def _inputs(model: Any) -> str:
+    """Return the names and shapes of the arrays that a model takes."""
+    inputs = _of(model, "inputs")
+    if not isinstance(inputs, (list, tuple)) or len(inputs) < 2:
+        return f"x of shape {_of(model, 'input_shape')}"
+    keys = model.input if isinstance(model.input, dict) else range(len(inputs))
+    tensors = model.input.values() if isinstance(model.input, dict) else inputs
+    return ", ".join(f"x/{key} of shape {tuple(t.shape)}" for key, t in zip(keys, tensors))
 
 
 def _shapes(part: Any) -> Any:

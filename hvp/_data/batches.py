@@ -139,7 +139,12 @@ class Batches:
                     yield batch
                 index += 1
         if index == 0:
-            raise InvalidDataError("data has no batches", "at least one")
+            raise InvalidDataError(
+                "data has no batches",
+                "at least one",
+                "if it is a list of what a generator yields, make a new generator: one that was "
+                "used before yields nothing more",
+            )
         if self._complete and index != len(self._fingerprints):
             _refuse_change(
                 f"there were {len(self._fingerprints)} batches, and now there are {index}"
@@ -243,7 +248,8 @@ def _source(data: Any, batch_size: int | None) -> Callable[[], Iterator[Any]]:
         raise InvalidDataError(
             f"data is a {type(data).__name__}, which can be iterated over only once",
             "repeatable batches: a list, a tf.data.Dataset, or an object with __iter__",
-            "pass list(data), or tf.data.Dataset.from_generator",
+            "pass list(data), if it ends and was not used before, or "
+            "tf.data.Dataset.from_generator(...), with take(n) if it does not end",
         )
     return lambda: iter(data)
 

@@ -176,7 +176,7 @@ def test_batches_in_a_folder_and_from_a_script(files):
 
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.few(1)
-def test_several_inputs_and_outputs(named, tmp_path):
+def test_several_inputs_and_outputs(named, tmp_path, capsys):
     one, other = layers.Input((4,), name="one"), layers.Input((2,), name="other")
     hidden = layers.Dense(3, "tanh")(layers.Concatenate()([one, other]))
     left, right = layers.Dense(1, name="left")(hidden), layers.Dense(2, name="right")(hidden)
@@ -200,6 +200,12 @@ def test_several_inputs_and_outputs(named, tmp_path):
     assert found["value"] == pytest.approx(float(expected), rel=1e-5)
     assert found["subject"]["examples"] == 60
     assert results([*arguments, "--examples", "7"], tmp_path)["subject"]["examples"] == 7
+    # Another name, or a single array.
+    for wrong in ({keys[0]: parts[0], "x/tother": parts[1]}, {"x": parts[0]}):
+        np.savez(tmp_path / "wrong.npz", **wrong, **dict(zip(keys[2:], parts[2:])))
+        assert main([arguments[0], str(tmp_path / "wrong.npz")]) == 2
+        said = capsys.readouterr().err.replace("\n", " ")
+        assert f"{keys[0]} of shape (None, 4), {keys[1]} of shape (None, 2)" in said
 
 
 def test_a_page(files):
@@ -254,7 +260,10 @@ def test_what_is_wrong_is_said(files, capsys):
         ([model, str(folder / "words.npz")], "array y.*<U1.*integers"),
         ([model, str(folder / "empty.npz")], "no examples"),
         ([model, str(folder / "targets.npz")], r"loss does not accept y of shape \(60, 3, 5\)"),
-        ([str(folder / "two.keras"), data], r"x of shape \(60, 4\).*\[\(None, 2\), \(None, 2\)\]"),
+        (
+            [str(folder / "two.keras"), data],
+            r"x of shape \(60, 4\).*x/0 of shape \(None, 2\), x/1 of shape \(None, 2\)",
+        ),
         ([model, str(folder / "saved")], "saved is no data set.*dataset.save"),
         ([model, str(folder / "nothing.py")], "no function data"),
         ([model, str(folder / "batches.py"), "--examples", "5"], "dataset.take"),
