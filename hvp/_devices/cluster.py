@@ -58,7 +58,7 @@ class Cluster:
     Raises
     ------
     HvpError
-        If an argument is invalid, or if this process is already connected to a cluster, whose
+        If an argument is invalid, or if this process is, or was, connected to a cluster, whose
         tensors TensorFlow would lose.
     DeviceError
         If a server does not start, or the system does not restrict it to this machine.
@@ -91,7 +91,7 @@ class Cluster:
             raise HvpError(f"there are {len(cores)} sets of cores", f"one for each of {workers}")
         if any("/job:" in device.name for device in tf.config.list_logical_devices()):
             raise HvpError(
-                "this process is connected to a cluster already, and TensorFlow would forget all "
+                "this process is, or was, connected to a cluster, and TensorFlow would forget all "
                 "tensors there",
                 "one cluster in the life of a process",
                 "use the devices of that cluster, or start another process",

@@ -29,7 +29,8 @@ def device_names(devices: Any, lost: Sequence[str] = ()) -> tuple[str, ...]:
     try:
         names = [device if isinstance(device, str) else device.name for device in every]
     except (AttributeError, TypeError):
-        raise HvpError(f"the argument devices is {devices!r}", _EXPECTED) from None
+        remedy = "pass cluster.devices" if hasattr(devices, "devices") else ""
+        raise HvpError(f"the argument devices is {devices!r}", _EXPECTED, remedy) from None
     if not names:
         raise HvpError("the argument devices is empty", _EXPECTED, "leave it out, or name one")
     existing = [device.name for device in tf.config.list_logical_devices()]

@@ -122,8 +122,9 @@ class SolveResult:
         indefinite = (
             "" if self.negative_curvature is None else "; the operator is not positive definite"
         )
+        methods = self.method.replace(", ", ", then ")
         return (
-            f"SolveResult({count} of {total} converged by {self.method}, {self.products} products, "
+            f"SolveResult({count} of {total} converged by {methods}, {self.products} products, "
             f"residual norms up to {np.max(self.residual_norms, initial=0):.3g}{indefinite})"
         )
 

@@ -601,5 +601,6 @@ def _compiled(f: Any, key: tuple[Any, ...], compute: Callable[..., Any]) -> Any:
             # By a weak reference, because what is kept for `f` must not keep it.
             return compute(refer(), *arguments, **options)
 
-        kept[key] = tf.function(call, autograph=False)
+        # A partial function, because TensorFlow counts traces of one definition together.
+        kept[key] = tf.function(functools.partial(call), autograph=False)
     return kept[key]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -183,10 +184,11 @@ class TracedFunction:
             return
         [start] = self._inputs
 
-        @tf.function(autograph=False)
-        def values(x: tf.Tensor) -> list[tf.Tensor]:
+        def imported(x: tf.Tensor) -> list[tf.Tensor]:
             return graph.imported({**self._captured, start: x}, self._results)
 
+        # A partial function, because TensorFlow counts traces of one definition together.
+        values = tf.function(functools.partial(imported), autograph=False)
         with tf.init_scope():
             shape = [count or 3, *spec.shape[1:]]
             first, other = (
