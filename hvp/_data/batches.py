@@ -68,7 +68,7 @@ class Batches:
         if batch_size is not None:
             check_count(batch_size, "batch_size")
         if isinstance(data, (tuple, dict)):
-            data = tf.nest.map_structure(_array, data)
+            data = tf.nest.map_structure(_without_table, data)
         self._source = _source(data, batch_size)
         self.arrays = data if isinstance(data, (tuple, dict)) else None
         # Arrays that may still be divided into batches of any size, to fit a memory limit.
@@ -213,6 +213,7 @@ def _source(data: Any, batch_size: int | None) -> Callable[[], Iterator[Any]]:
             raise InvalidDataError("data has no elements", EXPECTED)
         for key, element in elements.items():
             refuse_list(element, f"data[{key!r}]")
+        data = tf.nest.map_structure(_array, data)
         check_first_axes(data if isinstance(data, dict) else dict(enumerate(data)), "data")
         return lambda: _slices(data, batch_size)
     if batch_size is not None:
@@ -268,8 +269,12 @@ def _of_replicas(data: Any) -> Iterator[Any]:
 
 
 def _array(leaf: Any) -> Any:
-    """Return an array whose first index counts rows; that of a pandas DataFrame names columns."""
-    return leaf if hasattr(leaf, "shape") and not hasattr(leaf, "iloc") else np.asarray(leaf)
+    return leaf if hasattr(leaf, "shape") else np.asarray(leaf)
+
+
+def _without_table(leaf: Any) -> Any:
+    """Return an array for a table of pandas, whose index names columns, or rows by labels."""
+    return np.asarray(leaf) if hasattr(leaf, "iloc") else leaf
 
 
 def _slices(data: Any, batch_size: int | None) -> Iterator[Any]:

@@ -377,10 +377,11 @@ class NewtonCG(FromKeras, OneProcess, tf.Module, metaclass=_NotForCompile):
         -------
         scipy.optimize.OptimizeResult
             `x`, `fun`, `jac`, `success`, `status`, `message` and `nit` as in scipy, where `nit`
-            counts steps that were rejected, too; `history`, a list of `NewtonStep`; `gradient_evaluations`, `products` and `non_finite` (the number of
-            points at which the loss or its gradient was not finite); `seconds`, which includes
-            `evaluation_seconds` and `cg_seconds`, the time of the search for steps, by whatever
-            method. All counts are for this call. The `status` is 0
+            counts steps that were rejected, too; `history`, a list of `NewtonStep`;
+            `gradient_evaluations`, `products` and `non_finite` (the number of points at which the
+            loss or its gradient was not finite); `seconds`, which includes `evaluation_seconds` and
+            `cg_seconds`, the time of the search for steps, by whatever method. All counts are for
+            this call. The `status` is 0
             if the gradient is small, 1 after `maxiter` steps, 2 if rounding errors allow no further
             step, 3 if a product with the Hessian is not finite, 4 if the minimum appears to be at
             infinity, and 99 after `StopIteration`.
