@@ -637,6 +637,7 @@ class TestFromKeras:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.long
 def test_the_limit_is_kept():
     """Peak growth of a process of its own, at most a fifth beyond the limit."""
     program = """

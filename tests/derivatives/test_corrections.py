@@ -460,6 +460,7 @@ def normalized(kind):
 @pytest.mark.few(1)
 @pytest.mark.parametrize("way", ["graph", "tape", "function"])
 @pytest.mark.parametrize("kind", ["FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3"])
+@pytest.mark.long
 def test_gradient_penalties_through_fused_batch_normalization(kind, way):
     """The Hessian of a loss that contains a gradient in the examples: third derivatives."""
     x = random(0, 2, 1, 2, 2)

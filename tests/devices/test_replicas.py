@@ -124,6 +124,7 @@ def free_addresses(count):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="restricted to this machine on Linux alone")
+@pytest.mark.long
 def test_two_processes_get_the_same_bits():
     addresses = free_addresses(2)
     command = [sys.executable, "-W", "ignore", "-m", "tests.devices.processes"]

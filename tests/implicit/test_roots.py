@@ -13,6 +13,7 @@ B = rng.standard_normal((5, 5)) / 8
 
 @pytest.mark.parametrize("mode", ["variables", "tensors", "graph", "xla"])
 @pytest.mark.few(1)
+@pytest.mark.long
 def test_a_linear_system_to_second_order(mode):
     t = tf.Variable(rng.standard_normal(5))
     w = tf.Variable(np.zeros(5))

@@ -224,6 +224,7 @@ def test_models_without_tokens_are_refused():
         two_ways.scores_by_token((x[:2],))
 
 
+@pytest.mark.long
 def test_examples_of_several_lengths_cannot_be_kept_as_factors(tmp_path):
     keras.utils.set_random_seed(0)
     model = keras.Sequential(

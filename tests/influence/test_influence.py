@@ -235,6 +235,7 @@ def test_keras_models(convolutional):
 @pytest.mark.parametrize("unrolls", [False, True])
 @pytest.mark.parametrize("kind", ["GRU", long("LSTM"), long("Bidirectional")])
 @pytest.mark.few(1)
+@pytest.mark.long
 def test_recurrent_models(kind, unrolls, monkeypatch, capfd):
     """The loops that TensorFlow cannot vectorize run, or are written out after a while."""
     inside.set_limit(monkeypatch, "seconds to trace a step", 0.0 if unrolls else 1e9)

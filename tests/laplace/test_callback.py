@@ -21,6 +21,7 @@ def trained(callbacks, regularizer=None, epochs=40):
     return model, x, y, history
 
 
+@pytest.mark.long
 def test_the_prior_comes_to_rest_where_the_evidence_is_largest():
     made = []
 

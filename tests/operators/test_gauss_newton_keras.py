@@ -262,6 +262,7 @@ def test_a_loss_that_is_no_mean_is_refused(engine):
 
 @ENGINES
 @pytest.mark.few(1)
+@pytest.mark.long
 def test_convexity_is_made_sure_of(engine):
     model, x, y = make("dense")
     huber = keras.losses.Huber(delta=np.float64(1))  # a plain number is float32 in Keras 3.0

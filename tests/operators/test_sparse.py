@@ -314,6 +314,7 @@ def test_patterns_of_random_programs_are_never_too_small(family):
     run()
 
 
+@pytest.mark.long
 def test_batches_of_many_lengths():
     w, x = variable(15), np.random.default_rng(0).standard_normal((27, 15))
     ends = np.cumsum([2, 3, 4, 5, 6, 7])  # more shapes than have traces of their own

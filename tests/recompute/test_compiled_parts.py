@@ -72,6 +72,7 @@ def test_equal_segments_share_their_functions_though_each_has_segments_inside():
     assert len(set(calls)) <= 6
 
 
+@pytest.mark.long
 def test_third_derivatives_still_pass_through_segments_inside():
     chain, v = Chain(2), random(1, 100, dtype="float64")
 

@@ -61,6 +61,7 @@ def test_residuals_are_small_in_float64(method, batch_size, count, monkeypatch):
         assert relative_residuals(data, alone.x, b).max() > 1.5e-5
 
 
+@pytest.mark.long
 def test_gauss_newton_matrices_blocks_and_solvers_that_remember():
     data = rows()
     w, other = tf.Variable(np.zeros((SIZE, 1), "float32")), tf.Variable([2.0])

@@ -226,6 +226,7 @@ def test_low_precision_is_not_in_the_results(iterative):
             assert relative_error(one, other) < 1e-5
 
 
+@pytest.mark.long
 def test_graphs_are_refused():
     A = matrix_of(SPECTRA["flat"])
     calls = {

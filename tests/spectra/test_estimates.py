@@ -25,6 +25,7 @@ def options_of(way, build):
 
 @pytest.mark.parametrize(("way", "method"), crossed(WAYS, METHODS))
 @pytest.mark.few(1)
+@pytest.mark.long
 def test_operators_of_this_package(way, method):
     model, loss, data, want = network()
 

@@ -137,6 +137,7 @@ def test_convolutions_normalization_and_embeddings(sharing):
     assert losses[-1] < 0.5 * losses[0]
 
 
+@pytest.mark.long
 def test_what_keras_does_for_every_optimizer():
     schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 4, 0.5)
     for options in ({"learning_rate": schedule}, {"weight_decay": 0.01}, {"clipnorm": 1.0}):

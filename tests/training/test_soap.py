@@ -173,6 +173,7 @@ def test_nothing_is_traced_again():
     assert len(count) == after_first
 
 
+@pytest.mark.long
 def test_under_a_strategy():
     devices = [device.name for device in tf.config.list_logical_devices("CPU")[:2]]
 

@@ -69,6 +69,7 @@ def test_steps(estimator):
     assert 0 < share < 1
 
 
+@pytest.mark.long
 def test_it_trains_and_resumes_to_the_bit(tmp_path):
     whole, first = (made(Sophia(0.02, interval=3)) for _ in range(2))
     losses = fit(whole, 60)

@@ -65,10 +65,11 @@ def table():
     uses = list(USES)
     chance.shuffle(short)
     chance.shuffle(uses)
-    always = {(use, short[i % len(short)]) for i, use in enumerate(uses)}
     cheap = [use for use in uses if not is_long(use, LONG_USES)]
     longer = [name for name in FAMILIES if is_long(name, LONG_FAMILIES)]
-    always |= {(cheap[i % len(cheap)], family) for i, family in enumerate(longer)}
+    always = {(cheap[i % len(cheap)], family) for i, family in enumerate(longer)}
+    others = [use for use in uses if use not in dict(always)]
+    always |= {(use, short[i % len(short)]) for i, use in enumerate(others)}
     pairs = [(use, family) for family in FAMILIES for use in USES]
     return [pair if pair in always else long(*pair) for pair in pairs]
 
