@@ -254,9 +254,10 @@ class Laplace(FromKeras, OneProcess):
         return WithLayers(compiled.model, compiled.keras_model), likelihoods[0]
 
     def __repr__(self) -> str:
+        noise = f", noise {self.noise:.3g}" if self._targets.is_gaussian else ""
         return (
             f"Laplace({self._space.size} weights, {self._count} examples, {self._matrix!r}, "
-            f"prior precision {_shown(self._prior)}, noise {self.noise:.3g})"
+            f"prior precision {_shown(self._prior)}{noise})"
         )
 
     @property
@@ -713,9 +714,11 @@ class Laplace(FromKeras, OneProcess):
             raise HvpError("noise is tuned without any", "the likelihood 'gaussian'")
         if data is not None:
             if by != "all" or noise:
+                given = "noise=True" if noise else f"by={by!r}"
                 raise HvpError(
-                    "validation data are given, and more than one number is to be chosen",
-                    "by='all' and noise=False",
+                    f"validation data are given together with {given}",
+                    "one precision to choose by them, with by='all' and noise=False",
+                    f"leave out {given}, or the data for the evidence to choose",
                 )
             return self._validated(*_pair(data))
         if check:

@@ -35,6 +35,12 @@ def axes(ax: Any, height: float = 3.2) -> Any:
         ) from error
     if ax is None:
         _, ax = plt.subplots(figsize=(6.4, height), layout="constrained")
+    if not hasattr(ax, "spines"):
+        raise HvpError(
+            f"the argument ax is {ax!r}",
+            "axes of matplotlib",
+            "leave it out; to save a figure, plot().figure.savefig('figure.png')",
+        )
     ax.spines[["top", "right"]].set_visible(False)
     ax.grid(alpha=0.25)
     return ax

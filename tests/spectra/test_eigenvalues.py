@@ -277,6 +277,12 @@ def test_pictures(name):
     plt.close(ax.figure)
 
 
+def test_a_name_in_place_of_axes():
+    pytest.importorskip("matplotlib")
+    with pytest.raises(hvp.HvpError, match="savefig"):
+        hvp.eigsh(np.eye(4), 2).plot("figure.png")
+
+
 def test_without_matplotlib(monkeypatch):
     import sys
 
