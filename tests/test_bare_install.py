@@ -29,7 +29,7 @@ assert result.gradient_evaluations == len(result.history)
 assert solutions.shape == (161, 8)
 assert len(eigenvalues) == 5
 assert J.shape == (200, 161)
-assert F.is_positive_semidefinite and first.shape == (144, 144)
+assert F.is_positive_semidefinite and kernels.shape == (144, 144)
 assert density.size == 161
 assert report.ok
 assert len(history["curvature_largest"]) == 3
