@@ -195,7 +195,8 @@ class ExampleGradients:
             "others",
             "take the mean, not the sum"
             if is_sum
-            else "take the mean, without layers that mix examples or draw random numbers "
+            else "compare the shapes of labels and predictions first, because (n,) and (n, 1) give "
+            "(n, n); take the mean, without layers that mix examples or draw random numbers "
             "(training=False)",
         )
 

@@ -55,7 +55,9 @@ def collect_variables(variables: Any) -> VariableNest:
         raise InvalidVariablesError(
             f"the nest of variables is empty: {_describe(variables)}",
             "at least one variable",
-            "build the model first, by calling it on a batch" if modules else "",
+            "build the model first, by calling it on a batch"
+            if modules
+            else "if they are those of a Keras model, build it first, by calling it on a batch",
         )
     resolved = tuple(_tensorflow_variable(leaf) for leaf in leaves)
     names = tuple(_name(leaf, index) for index, leaf in enumerate(leaves))
