@@ -39,7 +39,7 @@ def test_signatures_and_documentation_name_them(call):
 
 def test_each_is_documented():
     for name in NAMES:
-        assert f"    {name} : " in hvp.HessianOperator.__doc__
+        assert f"{name} : " in hvp.HessianOperator.__doc__
 
 
 @pytest.mark.parametrize(
