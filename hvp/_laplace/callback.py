@@ -134,7 +134,7 @@ class LaplaceCallback(keras.callbacks.Callback):
         self.model.make_train_function(force=True)
 
 
-class _Penalty:
+class _Penalty(keras.regularizers.Regularizer):  # which Keras 3.10 asks for
     """A multiple of the sum of squares, which this callback recognizes as its own."""
 
     def __init__(self, strength: tf.Variable) -> None:
