@@ -132,7 +132,7 @@ for name, result in results.items():
     sure = np.concatenate(inside[name]).max(axis=1), np.concatenate(outside[name])
     print(
         f"{name:15} calibration error {result.error:.4f}, log loss {result.log_loss:.4f}, "
-        f"accuracy {result.accuracy:.3f}; sureness of other images {sure[1].mean():.3f}, AUROC "
+        f"accuracy {result.accuracy:.3f}; confidence in other images {sure[1].mean():.3f}, AUROC "
         f"{auroc(*sure):.3f}"
     )
 
@@ -147,6 +147,7 @@ both.plot(axes[0])
 bins = np.linspace(0.1, 1, 31)
 for name, sureness in outside.items():
     axes[1].hist(np.concatenate(sureness), bins, histtype="step", label=name, linewidth=1.4)
-axes[1].set(xlabel="sureness of images that are not digits", ylabel="images")
+axes[1].set_title("Images that are not digits", loc="left")
+axes[1].set(xlabel="confidence", ylabel="images")
 axes[1].legend(frameon=False, fontsize="small", loc="upper left")
 plt.show()

@@ -142,6 +142,8 @@ for (name, run), color in zip(runs.items(), ["#c2410c", "#0f766e", "#64748b"]):
     marker = {"marker": "o", "markersize": 3.5} if name == "hvp.NewtonCG" else {}
     for ax, amount in zip(axes, (work, seconds)):
         ax.semilogy(amount, distance, color=color, label=name, linewidth=1.4, **marker)
+axes[0].set_title("By work", loc="left")
+axes[1].set_title("By time", loc="left")
 axes[0].set(xlabel="gradients and products", ylabel="loss above its minimum", xlim=(0, 900))
 axes[1].set(xlabel="seconds", xlim=(0, None))
 names = axes[0].get_legend_handles_labels()

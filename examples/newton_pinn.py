@@ -195,6 +195,8 @@ for name, color in colors.items():
     begin = first[-1][0] if name in runs else 0
     axes[0].semilogy(begin + run[:, 0], run[:, 1], color=color, label=name, linewidth=1.4)
     axes[1].semilogy(times, errors[name], color=color, linewidth=1.4)
+axes[0].set_title("Loss", loc="left")
+axes[1].set_title("Error of the solution", loc="left")
 axes[0].set(xlabel="seconds", ylabel="loss", xlim=(0, None))
 axes[1].set(xlabel="$t$", ylabel="error of $u$, rms over $x$", xlim=(0, 1))
 for ax in axes:

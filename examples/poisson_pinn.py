@@ -183,6 +183,7 @@ colors = {"Adam": "#64748b", "L-BFGS-B": "#0f766e", "Gauss-Newton": "#c2410c"}
 figure, ax = plt.subplots(figsize=(5.2, 3.4), layout="constrained")
 for name, color in colors.items():
     ax.semilogy(*zip(*runs[name]), color=color, label=name, linewidth=1.6)
+ax.set_title("Poisson's equation", loc="left")
 ax.set(xlabel="seconds", ylabel="relative error of $u$", xlim=(0, seconds))
 ax.spines[["top", "right"]].set_visible(False)
 ax.grid(alpha=0.25)

@@ -99,6 +99,8 @@ print(f"spread elsewhere   {elsewhere.std():.2e}")
 
 figure, axes = plt.subplots(1, 2, figsize=(7, 3), layout="constrained")
 axes[0].semilogy(np.abs(np.array(energies) - exact), color="#c2410c", linewidth=1.6)
+axes[0].set_title("Energy", loc="left")
+axes[1].set_title("Local energies", loc="left")
 axes[0].set(xlabel="step", ylabel="error of the energy")
 bins = np.linspace(exact - 1, exact + 1, 60)
 axes[1].hist(before, bins, color="#cbd5e1", label="first")

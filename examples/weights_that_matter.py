@@ -172,6 +172,7 @@ for remembers in (False, True):
 fig, ax = plt.subplots(figsize=(6.4, 3.4), layout="constrained")
 for name, curve in curves.items():
     ax.plot(fractions, curve, "o-", markersize=4, label=name)
+ax.set_title("Accuracy without the least important weights", loc="left")
 ax.set(xlabel="part of the weights removed", ylabel="accuracy")
 ax.legend(frameon=False)
 plt.show()
