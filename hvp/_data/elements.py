@@ -28,10 +28,6 @@ def rows_of(leaf: Any, start: int, end: int) -> Any:
     return tf.sparse.slice(leaf, first, [min(end, int(shape[0])) - start, *shape[1:]])
 
 
-def _is_row(leaf: Any) -> bool:
-    return isinstance(leaf, tf.Tensor) and leaf.shape.rank == 1
-
-
 class Elements(Arguments):
     """The elements of one batch as tensors, which are the arguments of the loss.
 
@@ -95,11 +91,16 @@ class Elements(Arguments):
         return self.part(0, 1)
 
     def in_columns(self) -> Elements:
-        """Return the same with tensors of shape `(n, 1)` for those of shape `(n,)`."""
+        """Return the same with tensors of shape `(n, 1)` for those of shape `(n,)`, if any."""
+
+        def is_row(leaf: Any) -> bool:
+            return isinstance(leaf, tf.Tensor) and leaf.shape.rank == 1
 
         def column(leaf: Any) -> Any:
-            return leaf[:, tf.newaxis] if _is_row(leaf) else leaf
+            return leaf[:, tf.newaxis] if is_row(leaf) else leaf
 
+        if not any(map(is_row, self.leaves)):
+            return self
         return Elements(tf.nest.map_structure(column, self._elements), self._by_name)
 
     def part(self, start: int, end: int) -> Elements:

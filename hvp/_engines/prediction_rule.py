@@ -169,6 +169,8 @@ class PredictionRule(Rule):
         if self.weight is not None or not all(s.rank == 2 and s[1] == 1 for s in shapes):
             return
         batch = output.batch.in_columns()
+        if batch is output.batch:
+            return
         try:
             taped = TapedGradient(
                 lambda: output.loss(output.predictions, batch), output.predictions

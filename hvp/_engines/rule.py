@@ -35,7 +35,7 @@ class Arguments(abc.ABC):
 
     @abc.abstractmethod
     def in_columns(self) -> Arguments:
-        """Return the same with tensors of shape `(n, 1)` for those of shape `(n,)`."""
+        """Return the same with tensors of shape `(n, 1)` for those of shape `(n,)`, if any."""
 
 
 class NoArguments(Arguments):

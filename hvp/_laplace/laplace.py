@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from hvp._data.batches import Batches
 from hvp._data.elements import Elements, convert_batch, rows_of
+from hvp._derivatives.gradient import value_and_gradient
 from hvp._engines.options import Options, declared
 from hvp._errors import (
     CheckpointError,
@@ -752,6 +753,11 @@ class Laplace(FromKeras, OneProcess):
             self._warn_of_caution()
         return -float(found.fun)
 
+    def _effective(self) -> float:
+        """Return the number of parameters that the data determine, rather than the prior."""
+        curvature = self._scale * self._matrix.scales()
+        return float(np.sum(curvature / self._precisions(self._prior)))
+
     def _warn_of_caution(self) -> None:
         """Warn if training data are less likely than they can be where the loss is quadratic."""
         targets = self._targets
@@ -760,8 +766,7 @@ class Laplace(FromKeras, OneProcess):
         x, y = _pair(next(self._parts()).as_data())
         mean, variance = self.function(x)
         alone, averaged = (targets.predictive(mean, v, y, self.noise) for v in (0 * mean, variance))
-        curvature = self._scale * self._matrix.scales()
-        most = np.sum(curvature / self._precisions(self._prior)) / (2 * self._count)
+        most = self._effective() / (2 * self._count)
         if averaged - alone > min(most, _MOST_GROWTH):
             warn(
                 "hvp.Laplace: the evidence chose a prior with which predictions are too cautious. "
@@ -792,10 +797,8 @@ class Laplace(FromKeras, OneProcess):
             slope += part.examples * own
         both = self._matrix.rotate(tf.stack([slope, self._space.join(self._values())])).numpy()
         slope, weights = both.astype(np.float64)
-        curvature = self._scale * self._matrix.scales()
-        precision = self._precisions(self._prior)
+        precision, effective = self._precisions(self._prior), self._effective()
         squared = np.sum((slope / self.noise**2 + self._prior * weights) ** 2 / precision)
-        effective = np.sum(curvature / precision)
         if squared > effective:
             raise HvpError(
                 "the weights are not at the maximum of the posterior for the prior precision "
@@ -1049,15 +1052,14 @@ class Laplace(FromKeras, OneProcess):
                 "a penalty that is the negative logarithm of a normal density",
                 "pass prior_precision",
             )
-        with tf.GradientTape() as tape:
-            penalty = regularization()
-        slopes = tape.gradient(penalty, self._nest.variables, unconnected_gradients="zero")
-        slope = self._scale * self._space.join(slopes).numpy()[self._order]
+        _, slopes = value_and_gradient(regularization, self._nest.variables)
+        slope = self._space.join(self._space.with_zeros(slopes)).numpy()[self._order]
+        slope = self._scale * slope
         apart = np.abs(slope - diagonal * self.mean[self._order])
         if apart.max() > _SAME * np.abs(slope).max():
             raise HvpError(
                 f"the penalty has a first derivative that is {apart.max():.3g} from its second "
-                "derivative times the weight: it is no normal prior with mean zero",
+                "derivative times the weight, so that it is not a normal prior with mean zero",
                 "a sum of squares of weights, such as the regularizer 'l2'",
                 "pass prior_precision",
             )

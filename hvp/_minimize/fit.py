@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import scipy.optimize
-import scipy.stats
+import scipy.special
 import tensorflow as tf
 
 from hvp._derivatives.exact import exact_functions
@@ -651,11 +651,11 @@ def _checked(
         raise HvpError(
             f"bounds is {type(bounds).__name__}", "a dict of pairs", "pass {'rate': (0.0, 9.0)}"
         )
-    if isinstance(fixed, (str, Mapping)):
+    if isinstance(fixed, Mapping):
         raise HvpError(
             f"fixed is {fixed!r}",
             "a list of names of parameters, which keep their values at the start",
-            f"pass fixed={[fixed] if isinstance(fixed, str) else list(fixed)}",
+            f"pass fixed={list(fixed)}",
         )
     for what, names in (("bounds", bounds or {}), ("fixed", fixed)):
         unknown = [name for name in names if name not in start]
@@ -674,7 +674,7 @@ def _checked(
             raise HvpError(
                 f"bounds[{name!r}] is {pair!r}",
                 "a pair (lower, upper) of numbers in this order, which may be infinite",
-                "pass float('inf') for an upper bound that there is not",
+                "pass float('inf') if there is no upper bound",
             )
     if not all(map(callable, (tied or {}).values())):
         raise HvpError(
@@ -755,7 +755,7 @@ def _result(
     if not is_convex:
         notes.append("the Hessian has negative eigenvalues: this is no minimum")
     known = problem.loss is None and not problem.estimates
-    if known and scipy.stats.chi2.sf(chi_square, max(degrees, 1)) < _UNLIKELY:
+    if known and scipy.special.chdtrc(max(degrees, 1), chi_square) < _UNLIKELY:
         notes.append(
             f"chi-square is {chi_square:.3g} with {degrees} degrees of freedom: this is not the "
             "best minimum, the model does not describe the data, or sigma is too small"

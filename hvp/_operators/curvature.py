@@ -25,8 +25,8 @@ def check_curvature(curvature: Any) -> None:
         raise HvpError(
             f"the argument curvature is {curvature!r}",
             names,
-            "of another matrix pass its operator, such as an hvp.FisherOperator, to "
-            "hvp.InfluenceFunctions as the curvature, and elsewhere as the loss",
+            "to use another matrix, such as an hvp.FisherOperator, pass the operator itself: as "
+            "the curvature of hvp.InfluenceFunctions, and elsewhere as the loss",
         )
 
 

@@ -397,7 +397,7 @@ def partial_derivatives(
                     f"the function cannot be called as f({', '.join(f'{k}=...' for k in keys)}): "
                     f"{line_of(error)}",
                     "a function of the coordinates by their names",
-                    f"of a Keras model pass lambda {', '.join(keys)}: model(tf.stack("
+                    f"for a Keras model, pass lambda {', '.join(keys)}: model(tf.stack("
                     f"[{', '.join(keys)}], axis=1)), or tf.concat for columns of shape (n, 1)",
                 ) from error
 

@@ -264,6 +264,19 @@ def test_a_penalty_with_another_mean_is_refused():
         hvp.Laplace(lambda x: x @ w, "gaussian", (x, 2 * x), subset=w, regularization=penalty)
 
 
+def test_penalties_of_frozen_variables_and_of_none_of_the_uncertain_ones():
+    x = np.ones((3, 1))
+    w = tf.Variable([[1.0]], dtype=tf.float64, trainable=False)
+    other = tf.Variable([[2.0]], dtype=tf.float64)
+
+    def prior(penalty):
+        options = {"subset": w, "regularization": penalty, "noise": 1.0}
+        return hvp.Laplace(lambda x: x @ w, "gaussian", (x, 2 * x), **options).prior_precision
+
+    assert prior(lambda: tf.reduce_sum(w**2)) == pytest.approx(3 * 2)
+    assert prior(lambda: tf.reduce_sum(other**2)) == 1
+
+
 def test_label_smoothing_is_not_part_of_the_likelihood():
     model, x, y = classifier()
     y = np.eye(3, dtype="float32")[y]
