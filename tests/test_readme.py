@@ -18,8 +18,8 @@ def test_the_readme_quotes_the_committed_benchmark():
     assert "all seven workloads" in text
     assert all(float(row["hvp"]) < float(row["TF tf.function"]) for row in rows.values())
     ratios = [float(row["TF eager, cached"]) / float(row["hvp"]) for row in rows.values()]
-    assert "up to nine times as fast as cached eager tapes" in text
-    assert 8.5 <= max(ratios) < 9.5
+    assert "up to seven times as fast as cached eager tapes" in text
+    assert 7 <= max(ratios) < 8
 
     def faster(other):
         return {name for name, row in rows.items() if float(row[other]) < float(row["hvp"])}
@@ -27,11 +27,11 @@ def test_the_readme_quotes_the_committed_benchmark():
     def agrees(shown, measured):
         return float(shown) == round(float(measured), len(shown.partition(".")[2]))
 
-    assert faster("JAX linearize") == {"mlp-small", "mlp"}
+    assert faster("JAX linearize") == {"mlp-small", "mlp", "lstm"}
     quoted = re.search(r"\(([\d.]+) and ([\d.]+) ms against ([\d.]+) and ([\d.]+) ms\)", text)
     exact = [rows[w][key] for key in ("JAX linearize", "hvp") for w in ("mlp-small", "mlp")]
     assert all(map(agrees, quoted.groups(), exact))
-    assert faster("PyTorch linearize") == {"mlp", "mlp-large", "cnn", "transformer", "resnet18"}
+    assert faster("PyTorch linearize") == {"mlp", "cnn", "transformer", "resnet18"}
     for name, pattern in [
         ("transformer", r"the transformer \((\d+) against (\d+) ms\)"),
         ("resnet18", r"ResNet-18 \((\d+) against (\d+) ms\)"),
@@ -41,11 +41,12 @@ def test_the_readme_quotes_the_committed_benchmark():
     least, most = map(int, re.search(r"by (\d+) to (\d+) %", text).groups())
     shares = [
         100 * (1 - float(rows[name]["PyTorch linearize"]) / float(rows[name]["hvp"]))
-        for name in ("mlp", "mlp-large", "cnn")
+        for name in ("mlp", "cnn")
     ]
     assert (least, most) == (round(min(shares)), round(max(shares)))
     fastest = {name for name, row in rows.items() if float(row["hvp / fastest other"]) < 1}
-    assert fastest == {"lstm"}
+    assert fastest == {"mlp-large", "lstm"}
+    assert 0.95 < float(rows["lstm"]["hvp"]) / float(rows["lstm"]["JAX linearize"]) < 1.05
     (auto,) = re.search(r'`jit_compile="auto"` takes (\d+) ms on the transformer', text).groups()
     assert agrees(auto, rows["transformer"]["hvp, auto"])
 

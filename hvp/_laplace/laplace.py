@@ -8,68 +8,34 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
-import scipy.optimize
 import tensorflow as tf
 
 from hvp._data.batches import Batches
-from hvp._data.elements import Elements, convert_batch, rows_of
-from hvp._derivatives.gradient import value_and_gradient
+from hvp._data.elements import convert_batch
 from hvp._engines.options import Options, declared
-from hvp._errors import (
-    CheckpointError,
-    ConvergenceWarning,
-    HvpError,
-    InvalidDataError,
-    InvalidLossError,
-    StaleOperatorError,
-    quoted,
-)
-from hvp._graphs.compiled import Compiled
+from hvp._errors import CheckpointError, HvpError, InvalidDataError
 from hvp._keras.compiled_loss import CompiledModel
 from hvp._keras.from_keras import FromKeras
-from hvp._kronecker.block import Block
 from hvp._kronecker.factored import FactoredOperator
-from hvp._kronecker.factors import Factors
 from hvp._kronecker.kfac import WithLayers
-from hvp._kronecker.penalty import penalty_diagonal
 from hvp._laplace.calibration import Calibration, calibration, of_intervals
 from hvp._laplace.curvatures import Curvature, curvature_of
-from hvp._laplace.models import chosen, features_of, outputs_of
+from hvp._laplace.outputs import Outputs
+from hvp._laplace.posterior import Posterior
 from hvp._laplace.targets import TARGETS, Targets, bridged
-from hvp._operators.example_rows import ExampleRows
-from hvp._operators.jacobian import JacobianOperator
+from hvp._laplace.tuning import maximize_evidence, refuse_distance, validate, warn_of_caution
+from hvp._laplace.weights import Weights
 from hvp._runtime.arguments import check_count, check_number
-from hvp._runtime.digest import digest
 from hvp._runtime.guard import OneProcess
 from hvp._runtime.interrupts import Uninterrupted, deliver_interrupt
-from hvp._runtime.progress import progress_bar
-from hvp._runtime.recent import Recent
-from hvp._runtime.user_warning import warn
-from hvp._vectors.resources import Resource
-from hvp._vectors.space import Space
-from hvp._vectors.variables import all_variables, collect_variables
-from hvp._vectors.watch import Watch
 
 _OPTIONS = ("batch_size", "memory_limit", "progress")
-# What is saved besides the matrix and the prior.
-_SAVED = ("count", "shape", "loss", "noise", "is_diagonal")
-# Rows of Jacobians, or outputs, of one call take at most so many bytes.
-_ROW_BYTES = 2**26
+# What of the posterior is saved besides the matrix and the prior.
+_SAVED = ("count", "normal", "loss", "noise", "is_diagonal")
 # Examples of one call, where the data are not divided.
 _EXAMPLES = 1024
 # Columns of the identity that joint covariances are multiplied by at once.
 _COLUMNS = 64
-# Two predictions of one input, or two derivatives, are the same up to this, relative to the
-# largest.
-_SAME = 1e-3
-# Precisions that are tried for validation data: powers of ten, and their number.
-_GRID = -3, 6, 91
-# Eigenvalues are zero up to so many rounding errors of the largest.
-_ROUNDING_ERRORS = 8.0
-# How much the evidence may worsen the mean log-likelihood of training data without a warning.
-_MOST_GROWTH = 0.5
-# Precisions are searched within this factor of one.
-_FARTHEST = 1e12
 
 
 @declared(_OPTIONS)
@@ -175,34 +141,37 @@ class Laplace(FromKeras, OneProcess):
         regularization: Callable[[], Any] | None = None,
         **options: Any,
     ) -> None:
-        self._progress = Options.of(type(self).__name__, options, _OPTIONS).progress
+        progress = Options.of(type(self).__name__, options, _OPTIONS).progress
         if curvature not in get_args(Curvature):
             names = ", ".join(map(repr, get_args(Curvature)))
             raise HvpError(f"the argument curvature is {curvature!r}", f"one of {names}")
         check_count(rank, "rank")
         self._prepare(model, likelihood, subset)
+        self._outputs.progress = progress
         if noise is not None:
             self._check_noise(noise)
         if isinstance(data, tuple):
             _pair(data)
         self._data = data
-        arguments = self._outputs, self._targets.loss, self._nest.source, data
-        choices: dict[str, Any] = {"likelihood": self._targets.likelihood, "rank": rank}
-        self._make = curvature_of(curvature, arguments, options, self._with_blocks, **choices)
+        weights, targets = self._weights, self._targets
+        arguments = self._outputs.function, targets.loss, weights.nest.source, data
+        choices: dict[str, Any] = {"likelihood": targets.likelihood, "rank": rank}
+        self._make = curvature_of(curvature, arguments, options, weights.matrix_of, **choices)
         matrix, loss = self._make()
-        self._count, self._shape = self._measured()
-        self._watch.set()
-        self._loss = self._count * loss
-        self._noise = 1.0
-        if self._targets.is_gaussian:
-            if noise is None and not self._loss:
+        count = self._outputs.measure(x for x, _ in self._pairs())
+        weights.remember()
+        loss, normal = count * loss, 0
+        if targets.is_gaussian:
+            normal = count * math.prod(self._outputs.shape)
+            if noise is None and not loss:
                 raise HvpError("all residuals are zero", "a standard deviation of errors, noise=")
-            self.noise = math.sqrt(2 * self._loss / self._entries) if noise is None else noise
-        self._set_matrix(matrix, curvature == "diagonal")
+            noise = math.sqrt(2 * loss / normal) if noise is None else noise
+        is_diagonal, noise = curvature == "diagonal", float(noise or 1.0)
+        self._posterior = Posterior(weights, matrix, loss, count, normal, is_diagonal, noise)
         if prior_precision is not None:
             self.prior_precision = prior_precision
         elif regularization is not None:
-            self._prior = self._of_penalty(regularization)
+            self._posterior.prior = self._posterior.prior_of(regularization)
 
     def _prepare(self, model: Any, likelihood: Any, subset: Any) -> None:
         """Find what of the model is uncertain."""
@@ -212,27 +181,14 @@ class Laplace(FromKeras, OneProcess):
                 f"one of {', '.join(map(repr, TARGETS))}, or a loss of outputs and targets",
             )
         self._targets = Targets(None, likelihood) if callable(likelihood) else TARGETS[likelihood]
-        self._outputs = outputs_of(model, self._targets.likelihood in ("categorical", "bernoulli"))
-        self._nest = collect_variables(chosen(model, subset))
-        self._space = Space.of_variables(self._nest)
-        own = getattr(model, "keras_model", model)
-        source = own if hasattr(own, "trainable_variables") else self._nest.source
-        # Seeds of layers are integers.
-        self._held = [v for v in all_variables(source) if v.dtype.is_floating]
-        self._watch = Watch([Resource.of(variable) for variable in self._held])
-        self._factors: Factors | None = None
-        is_last = isinstance(subset, str) and subset == "last-layer"
-        self._features: Any = features_of(model) if is_last else None
-        self._rows = ExampleRows(self._called, self._nest)
-        self._functions = Recent(4)
+        self._weights = Weights(model, subset)
+        self._outputs = Outputs(model, self._weights, subset, self.likelihood)
 
-    def _set_matrix(self, matrix: FactoredOperator, is_diagonal: bool) -> None:
-        self._matrix, self._is_diagonal = matrix, is_diagonal
-        parts = matrix.parts()
-        self._sizes = [len(entries) for _, entries, _ in parts]
-        self._order = np.concatenate([entries for _, entries, _ in parts])
-        self._prior = np.ones(self._space.size)  # in this order
-        self._last: tuple[Any, Any] = (None, None)
+    def _pairs(self) -> Iterator[tuple[Any, Any]]:
+        """Iterate over the data in small parts."""
+        is_whole = isinstance(self._data, tuple)
+        for batch in Batches(self._data, _EXAMPLES if is_whole else None, None):
+            yield _pair(batch.elements.as_data())
 
     @classmethod
     def _of_compiled(cls, compiled: CompiledModel, variables: Any) -> Sequence[Any]:
@@ -255,34 +211,30 @@ class Laplace(FromKeras, OneProcess):
         return WithLayers(compiled.model, compiled.keras_model), likelihoods[0]
 
     def __repr__(self) -> str:
+        posterior = self._posterior
         noise = f", noise {self.noise:.3g}" if self._targets.is_gaussian else ""
         return (
-            f"Laplace({self._space.size} weights, {self._count} examples, {self._matrix!r}, "
-            f"prior precision {_shown(self._prior)}{noise})"
+            f"Laplace({self._weights.space.size} weights, {posterior.count} examples, "
+            f"{posterior.matrix!r}, prior precision {posterior.shown_prior()}{noise})"
         )
 
     @property
     def blocks(self) -> list[tuple[str, ...]]:
         """The names of the variables of each block."""
-        return [names for names, _, _ in self._matrix.parts()]
+        return [names for names, _, _ in self._posterior.matrix.parts()]
 
     @property
     def prior_precision(self) -> Any:
         """The precision of the prior: one number, one for each block, or one for each weight."""
-        blocks = np.split(self._prior, np.cumsum(self._sizes)[:-1])
+        blocks = self._posterior.split(self._posterior.prior)
         if all((block == block[0]).all() for block in blocks):
             firsts = np.array([block[0] for block in blocks])
             return float(firsts[0]) if (firsts == firsts[0]).all() else firsts
-        return self._in_order_of_weights(self._prior)
+        return self._posterior.in_order_of_weights(self._posterior.prior)
 
     @prior_precision.setter
     def prior_precision(self, value: Any) -> None:
-        self._prior = self._checked_prior(value)
-
-    def _in_order_of_weights(self, values: np.ndarray) -> np.ndarray:
-        ordered = np.empty_like(values)
-        ordered[self._order] = values
-        return ordered
+        self._posterior.prior = self._posterior.checked_prior(value)
 
     @property
     def likelihood(self) -> str | None:
@@ -292,35 +244,32 @@ class Laplace(FromKeras, OneProcess):
     @property
     def noise(self) -> float:
         """The standard deviation of errors, which can be set; one if there are none."""
-        return self._noise
+        return self._posterior.noise
 
     @noise.setter
     def noise(self, value: float) -> None:
         self._check_noise(value)
-        self._noise = float(value)
+        self._posterior.noise = float(value)
 
     @property
     def mean(self) -> np.ndarray:
         """The weights, of shape `(n,)`."""
-        return self._space.join(self._values()).numpy()
-
-    def _values(self) -> list[tf.Tensor]:
-        return [tf.convert_to_tensor(variable) for variable in self._nest.variables]
+        return self._weights.flat()
 
     def precision(self) -> FactoredOperator:
         """Return the inverse of `covariance`, as an operator."""
-        return self._function(lambda precision: precision)
+        return self._posterior.function(lambda precision: precision)
 
     def covariance(self) -> FactoredOperator:
         """Return the covariance matrix of the weights, as an operator."""
-        return self._function(lambda precision: 1 / precision)
+        return self._posterior.covariance()
 
     @Uninterrupted()
     def sample(self, count: int, *, seed: int = 0) -> np.ndarray:
         """Draw weights, as columns of an array of shape `(n, count)`."""
         check_count(count, "count")
-        root = self._function(lambda precision: 1 / np.sqrt(precision))
-        normal = np.random.default_rng(seed).standard_normal((self._space.size, count))
+        root = self._posterior.function(lambda precision: 1 / np.sqrt(precision))
+        normal = np.random.default_rng(seed).standard_normal((root.shape[1], count))
         return self.mean[:, np.newaxis] + root @ normal.astype(root.dtype)
 
     def weight_decay(self) -> dict[str, float]:
@@ -332,11 +281,12 @@ class Laplace(FromKeras, OneProcess):
             The factor of the sum of the squares of each variable, to train again with this prior:
             ``keras.regularizers.L2(factor)`` beside a compiled cross-entropy or mean square error.
         """
-        prior, names = self._in_order_of_weights(self._prior), self._nest.names
+        posterior, names = self._posterior, self._weights.nest.names
         if len(set(names)) < len(names):
             raise HvpError("several variables have the same name", "the weights of a Keras model")
-        unit = 2 * self._scale * self._targets.multiple(self._shape)
-        parts = np.split(prior, np.cumsum(self._space.sizes)[:-1])
+        unit = 2 * posterior.scale * self._targets.multiple(self._outputs.shape)
+        prior = posterior.in_order_of_weights(posterior.prior)
+        parts = np.split(prior, np.cumsum(self._weights.space.sizes)[:-1])
         return {name: float(part.mean() / unit) for name, part in zip(names, parts)}
 
     def saliency(self, method: Literal["damage", "surgeon"] = "damage") -> np.ndarray:
@@ -372,12 +322,13 @@ class Laplace(FromKeras, OneProcess):
             new negative log-likelihood it makes this posterior the new prior; divide it by the
             number of new examples to add it to a mean.
         """
-        matrix, mean = self._matrix.frozen(), self.mean
-        precision = tf.constant(self._precisions(self._prior), self._space.dtype)
+        weights, mean = self._weights, self.mean
+        matrix = self._posterior.matrix.frozen()
+        precision = tf.constant(self._posterior.precisions(), weights.space.dtype)
 
         @tf.autograph.experimental.do_not_convert
         def penalty() -> Any:
-            change = self._space.join(self._values()) - mean
+            change = weights.space.join(weights.values()) - mean
             return tf.reduce_sum(precision * matrix.rotate(change[tf.newaxis])[0] ** 2) / 2
 
         return penalty
@@ -414,112 +365,36 @@ class Laplace(FromKeras, OneProcess):
             raise HvpError(f"the argument covariance is {covariance!r}", "True, False or 'joint'")
         if covariance == "joint":
             return self._joint(x)
-        inverse = 1 / self._precisions(self._prior)
-        fast = None if covariance else self._of_last_layer()
-        pieces = self._pieces(x, has_rows=fast is None)
-        found = [self._moments(*piece, inverse, covariance, fast) for piece in pieces]
-        means, variances = zip(*found)
+        means, variances = zip(*self._moments(x, bool(covariance)))
         return np.concatenate(means), np.concatenate(variances)
 
-    def _moments(
-        self,
-        part: Elements,
-        mean: np.ndarray,
-        inverse: np.ndarray,
-        covariance: Any,
-        fast: Callable[[np.ndarray], np.ndarray] | None,
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the outputs of some inputs and their variances, or covariances."""
-        if fast is not None:
-            return mean, fast(part.call(self._features).numpy().astype(np.float64))
-        rows = self._rotated(part, mean)
-        if not covariance:
-            return mean, (rows**2 @ inverse).reshape(mean.shape)
-        each = rows.reshape(-1, mean[0].size, self._space.size)
-        return mean, np.einsum("ein,n,ejn->eij", each, inverse, each, optimize=True)
-
-    def _of_last_layer(self, prior: float | None = None) -> Any:
-        """Return the variances of outputs as a function of the last layer's inputs, or None."""
-        if self._features is None:
-            return None
-        if prior is not None:
-            return self._function(lambda p: 1 / p, self._prior * 0 + prior).output_variances()
-        state = self._noise, self._prior.tobytes()
-        if state != self._last[0]:
-            self._last = state, self.covariance().output_variances()
-        return self._last[1]
+    def _moments(self, x: Any, covariance: bool) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield the outputs of some inputs and their variances, or covariances."""
+        outputs, inverse = self._outputs, 1 / self._posterior.precisions()
+        of_features = None
+        if outputs.features is not None and not covariance:
+            of_features = self._posterior.output_variances()
+        for part, mean in outputs.pieces(x, has_rows=of_features is None):
+            if of_features is not None:
+                yield mean, of_features(outputs.features_for(part))
+                continue
+            rows = self._posterior.rotate(outputs.rows(part))
+            if covariance:
+                each = rows.reshape(-1, mean[0].size, len(inverse))
+                yield mean, np.einsum("ein,n,ejn->eij", each, inverse, each, optimize=True)
+            else:
+                yield mean, (rows**2 @ inverse).reshape(mean.shape)
 
     def _joint(self, x: Any) -> tuple[np.ndarray, np.ndarray]:
-        elements = convert_batch((x,), "x")
-        mean = np.concatenate([mean for _, mean in self._pieces(x)])
+        mean = np.concatenate([mean for _, mean in self._outputs.pieces(x)])
         columns, size = [], mean.size
-        with JacobianOperator(self._called, self._nest.source, elements.as_data()) as J:
+        with self._outputs.jacobian(convert_batch((x,), "x")) as J:
             both = J @ self.covariance() @ J.T
             for start in range(0, size, _COLUMNS):
                 deliver_interrupt()
                 unit = np.eye(size, min(_COLUMNS, size - start), -start, dtype=J.dtype)
                 columns.append(both @ unit)
         return mean, np.concatenate(columns, axis=1)
-
-    def _pieces(self, x: Any, *, has_rows: bool = True) -> Iterator[tuple[Elements, np.ndarray]]:
-        """Iterate over parts of inputs with their outputs, for rows of the Jacobian of each."""
-        row = self._space.size if has_rows else 1
-        step = max(1, _ROW_BYTES // (math.prod(self._shape) * row * self._space.dtype.size))
-        is_set, is_first = isinstance(x, tf.data.Dataset), True
-        with progress_bar(self._progress, unit=" examples") as bar:
-            for given in x if is_set else [x]:
-                inputs = given[0] if is_set and isinstance(given, tuple) else given
-                elements = convert_batch((inputs,), "x")
-                for start in range(0, elements.examples, step):
-                    deliver_interrupt()
-                    part = elements.part(start, min(start + step, elements.examples))
-                    mean = self._outputs_for(part).numpy()
-                    if is_first:
-                        self._refuse_mixing(part, mean)
-                    is_first = False
-                    yield part, mean
-                    bar.update(len(mean))
-        if is_first:
-            raise InvalidDataError("there are no inputs", "at least one")
-
-    def _rotated(self, part: Elements, mean: np.ndarray) -> np.ndarray:
-        """Return the Jacobian of the outputs, in terms of the eigenvectors."""
-        rows = self._rows.of(part)
-        if rows is None:
-            with JacobianOperator(self._called, self._nest.source, part.as_data()) as J:
-                rows = J.to_dense(max_size=max(mean.size, self._space.size))
-        return self._matrix.rotate(tf.constant(rows)).numpy().astype(np.float64)
-
-    def _refuse_mixing(self, part: Elements, mean: np.ndarray) -> None:
-        alone = self._outputs_for(part.first()).numpy()
-        if np.abs(alone - mean[:1]).max() > _SAME * np.abs(mean).max():
-            raise HvpError(
-                "the outputs for an input depend on the other inputs of the batch",
-                "a model that treats examples independently",
-                "pass a function that calls it with training=False",
-            )
-
-    def _precisions(self, prior: np.ndarray) -> np.ndarray:
-        """Return the eigenvalues of the precision matrix."""
-        self._refuse_singular(prior)
-        return self._scale * self._matrix.scales() + prior
-
-    @property
-    def _scale(self) -> float:
-        """What the mean curvature is multiplied by."""
-        return self._count / self.noise**2
-
-    def _refuse_singular(self, prior: np.ndarray) -> None:
-        unit = _ROUNDING_ERRORS * np.finfo(self._space.dtype.as_numpy_dtype).eps
-        ends = np.cumsum(self._sizes)
-        for own, (names, _, values) in zip(np.split(prior, ends[:-1]), self._matrix.parts()):
-            if (values[own == 0] <= unit * values.max()).any():
-                raise HvpError(
-                    f"the posterior of {', '.join(names)} has no precision in some direction: the "
-                    "data do not determine it, and the prior precision is zero",
-                    "a prior precision above zero",
-                    "set prior_precision",
-                )
 
     @Uninterrupted()
     def predict(
@@ -576,19 +451,20 @@ class Laplace(FromKeras, OneProcess):
 
     def _of_networks(self, x: Any, samples: int, seed: int) -> np.ndarray:
         """Return the mean predictions over weights that are drawn."""
-        parts = [part for part, _ in self._pieces(x, has_rows=False)]
+        weights, outputs = self._weights, self._outputs
+        parts = [part for part, _ in outputs.pieces(x, has_rows=False)]
         drawn = self.sample(samples, seed=seed)
-        kept = [variable.numpy() for variable in self._nest.variables]
+        kept = [variable.numpy() for variable in weights.nest.variables]
         total = None
         try:
             for column in drawn.T:
-                self._assign(self._space.split(tf.constant(column)))
-                outputs = np.concatenate([self._outputs_for(part).numpy() for part in parts])
-                outputs = self._targets.mean(outputs)
-                total = outputs if total is None else total + outputs
+                weights.assign(weights.space.split(tf.constant(column)))
+                own = np.concatenate([outputs.of(part).numpy() for part in parts])
+                own = self._targets.mean(own)
+                total = own if total is None else total + own
         finally:
-            self._assign(kept)
-            self._watch.set()
+            weights.assign(kept)
+            weights.remember()
         return np.asarray(total) / samples
 
     @Uninterrupted()
@@ -649,13 +525,15 @@ class Laplace(FromKeras, OneProcess):
         """
         if noise is not None:
             self._check_noise(noise)
-        prior = self._prior if prior_precision is None else self._checked_prior(prior_precision)
-        value, each, of_noise = self._evidence(prior, self.noise if noise is None else noise)
+        posterior = self._posterior
+        given = prior_precision is not None
+        prior = posterior.checked_prior(prior_precision) if given else posterior.prior
+        value, each, of_noise = posterior.evidence(prior, self.noise if noise is None else noise)
         if not gradient:
             return value
-        of_blocks = np.add.reduceat(each, np.cumsum([0, *self._sizes[:-1]]))
-        of_prior = self._in_order_of_weights(each) if self._is_diagonal else of_blocks
-        return value, of_prior, of_noise
+        if posterior.is_diagonal:
+            return value, posterior.in_order_of_weights(each), of_noise
+        return value, np.array([own.sum() for own in posterior.split(each)]), of_noise
 
     @Uninterrupted()
     def tune_prior_precision(
@@ -709,7 +587,7 @@ class Laplace(FromKeras, OneProcess):
         """
         if by not in ("all", "block", "weight"):
             raise HvpError(f"the argument by is {by!r}", "'all', 'block' or 'weight'")
-        if by == "weight" and not self._is_diagonal:
+        if by == "weight" and not self._posterior.is_diagonal:
             raise HvpError("by is 'weight'", "the curvature 'diagonal'", "pass by='block'")
         if noise and not self._targets.is_gaussian:
             raise HvpError("noise is tuned without any", "the likelihood 'gaussian'")
@@ -721,133 +599,30 @@ class Laplace(FromKeras, OneProcess):
                     "one precision to choose by them, with by='all' and noise=False",
                     f"leave out {given}, or the data for the evidence to choose",
                 )
-            return self._validated(*_pair(data))
+            return validate(self._posterior, self._outputs, self._targets, *_pair(data))
         if check:
-            self._refuse_distance()
-        size = len(self._prior)
-        blocks = np.repeat(np.arange(len(self._sizes)), self._sizes)
-        places = {"all": np.zeros(size, int), "block": blocks, "weight": np.arange(size)}[by]
-        counts = np.bincount(places)
-
-        def negative(at: np.ndarray) -> tuple[float, np.ndarray]:
-            sigma = math.exp(at[-1]) if noise else self.noise
-            value, each, of_noise = self._evidence(np.exp(at[places]), sigma)
-            slope = np.bincount(places, each)
-            return -value, -np.append(slope, of_noise) if noise else -slope
-
-        start = np.log(np.maximum(self._prior, 1 / _FARTHEST))
-        start = np.bincount(places, start) / counts
-        start = np.append(start, math.log(self.noise)) if noise else start
-        farthest = math.log(_FARTHEST)
-        found = scipy.optimize.minimize(
-            negative,
-            start,
-            jac=True,
-            method="L-BFGS-B",
-            bounds=[(-farthest, farthest)] * len(start),
-        )
-        self._prior = np.exp(found.x[places])
-        if noise:
-            self.noise = math.exp(found.x[-1])
-        if check:
-            self._warn_of_caution()
-        return -float(found.fun)
-
-    def _effective(self) -> float:
-        """Return the number of parameters that the data determine, rather than the prior."""
-        curvature = self._scale * self._matrix.scales()
-        return float(np.sum(curvature / self._precisions(self._prior)))
-
-    def _warn_of_caution(self) -> None:
-        """Warn if training data are less likely than they can be where the loss is quadratic."""
-        targets = self._targets
-        if targets.flattened is None and not targets.is_gaussian:
-            return  # predictions are not known
-        x, y = _pair(next(self._parts()).as_data())
-        mean, variance = self.function(x)
-        alone, averaged = (targets.predictive(mean, v, y, self.noise) for v in (0 * mean, variance))
-        most = self._effective() / (2 * self._count)
-        if averaged - alone > min(most, _MOST_GROWTH):
-            warn(
-                "hvp.Laplace: the evidence chose a prior with which predictions are too cautious. "
-                f"The mean negative log-likelihood of training data is {averaged:.3g}, and "
-                f"{alone:.3g} with the weights alone; a quadratic loss would allow a growth of "
-                f"{most:.3g}, and {_MOST_GROWTH} is much. Pass data that were not trained on: "
-                "tune_prior_precision((x, y))",
-                ConvergenceWarning,
-            )
-
-    def _refuse_distance(self) -> None:
-        """Refuse weights that are not near the maximum of the posterior."""
-        if self._data is None:
-            raise HvpError(
-                "the posterior was loaded without its data, and it takes a gradient to see whether "
-                "the evidence holds",
-                "validation data",
-                "pass tune_prior_precision((x, y)), or check=False",
-            )
-        slope: Any = 0
-        for part in self._parts():
-            with tf.GradientTape(watch_accessed_variables=False) as tape:
-                tape.watch(self._nest.variables)
-                x, y = part.as_data()
-                loss = self._targets.loss(self._outputs_for(convert_batch((x,), "x")), y)
-            slopes = tape.gradient(loss, self._nest.variables, unconnected_gradients="zero")
-            own = self._space.join([tf.convert_to_tensor(s) for s in slopes])
-            slope += part.examples * own
-        both = self._matrix.rotate(tf.stack([slope, self._space.join(self._values())])).numpy()
-        slope, weights = both.astype(np.float64)
-        precision, effective = self._precisions(self._prior), self._effective()
-        squared = np.sum((slope / self.noise**2 + self._prior * weights) ** 2 / precision)
-        if squared > effective:
-            raise HvpError(
-                "the weights are not at the maximum of the posterior for the prior precision "
-                f"{_shown(self._prior)}: that is {math.sqrt(squared):.3g} standard deviations of "
-                f"the posterior away, and may be {math.sqrt(effective):.3g}",
-                "weights that were trained with this prior until they converged",
-                "pass data that were not trained on, tune_prior_precision((x, y)); or train with "
-                "the penalties that weight_decay() returns, to the end: "
-                "hvp.minimize(hvp.HessianOperator.from_keras(model, data))",
-            )
-
-    def _validated(self, x: Any, y: Any) -> float:
-        """Choose a precision for all weights by the likelihood of validation data."""
-        grid, scaled = np.logspace(*_GRID), self._scale * self._matrix.scales()
-        fast, start, losses = self._of_last_layer(), 0, np.zeros(len(grid))
-        for part, mean in self._pieces(x, has_rows=fast is None):
-            if fast is None:
-                squares = self._rotated(part, mean) ** 2
-                variances = (squares @ (1 / (scaled + value)) for value in grid)
-            else:
-                features = part.call(self._features).numpy().astype(np.float64)
-                variances = (self._of_last_layer(value)(features) for value in grid)
-            own = rows_of(y, start, start + len(mean))
-            for place, variance in enumerate(variances):
-                shaped = variance.reshape(mean.shape)
-                loss = self._targets.predictive(mean, shaped, own, self.noise)
-                losses[place] += len(mean) * loss
-            start += len(mean)
-        if not np.isfinite(losses).any():
-            raise HvpError("no prediction has a finite likelihood", "targets as in the training")
-        best = int(np.nanargmin(losses))
-        self._prior = np.full_like(self._prior, grid[best])
-        if best == len(grid) - 1:
-            warn(
-                f"hvp.Laplace: predictions are best with the prior precision {grid[best]:.0e}, the "
-                "largest that is tried, and so with no uncertainty. Either the model is as sure as "
-                "it should be, or these are data that it was trained on, or too much like them",
-                ConvergenceWarning,
-            )
-        return float(losses[best] / start)
+            if self._data is None:
+                raise HvpError(
+                    "the posterior was loaded without its data, and it takes a gradient to see "
+                    "whether the evidence holds",
+                    "validation data",
+                    "pass tune_prior_precision((x, y)), or check=False",
+                )
+            refuse_distance(self._posterior, self._outputs, self._targets, self._pairs())
+        value = maximize_evidence(self._posterior, by, noise)
+        if check and (self._targets.flattened is not None or self._targets.is_gaussian):
+            x, y = next(self._pairs())
+            warn_of_caution(self._posterior, self._targets, *self.function(x), y)
+        return value
 
     @Uninterrupted()
     def refresh(self) -> None:
         """Compute the curvature again, at the values the weights have now."""
         if self._data is None:
             raise HvpError("the posterior was loaded without its data", "hvp.Laplace(...) anew")
-        self._matrix, loss = self._make()
-        self._watch.set()
-        self._loss, self._last = self._count * loss, (None, None)
+        _, loss = self._make()
+        self._weights.remember()
+        self._posterior.refresh(self._posterior.count * loss)
 
     def save(self, path: Any) -> None:
         """Write the posterior to a file, for `load`; the weights are saved with the model.
@@ -857,11 +632,11 @@ class Laplace(FromKeras, OneProcess):
         path : str or path
             A file in a folder that exists.
         """
-        settings = {name: getattr(self, f"_{name}") for name in _SAVED}
-        settings |= {"likelihood": self.likelihood, "weights": self._digests()}
-        settings["is_last"] = self._features is not None
-        arrays: dict[str, Any] = dict(self._matrix.arrays())
-        arrays |= {"settings": np.array(json.dumps(settings)), "prior": self._prior}
+        settings: dict[str, Any] = {name: getattr(self._posterior, name) for name in _SAVED}
+        settings |= {"likelihood": self.likelihood, "weights": self._weights.digests()}
+        settings |= {"shape": self._outputs.shape, "is_last": self._outputs.features is not None}
+        arrays: dict[str, Any] = dict(self._posterior.matrix.arrays())
+        arrays |= {"settings": np.array(json.dumps(settings)), "prior": self._posterior.prior}
         with open(path, "wb") as file:
             np.savez(file, **arrays)
 
@@ -906,181 +681,31 @@ class Laplace(FromKeras, OneProcess):
             raise HvpError(f"the likelihood was {name}", "a function if, and only if, it was one")
         other = cls.__new__(cls)
         other._prepare(model, likelihood or name, subset)
-        if settings["weights"] != other._digests():
+        if settings["weights"] != other._weights.digests():
             raise CheckpointError(
                 f"the posterior in {path} is of other weights",
                 "the model with the weights that it had, and the subset that was uncertain",
                 "save the model with its posterior, and load both",
             )
-        for key in _SAVED:
-            setattr(other, f"_{key}", settings[key])
-        other._data, other._progress = None, False
-        other._watch.set()
-        prior = arrays.pop("prior")
-        blocks = FactoredOperator.blocks_from(arrays, other._space.dtype)
-        other._set_matrix(other._with_blocks(blocks), other._is_diagonal)
-        other._prior = prior
+        other._data = None
+        other._weights.remember()
+        other._outputs.shape = tuple(settings["shape"])
         if not settings["is_last"]:
-            other._features = None
+            other._outputs.features = None
+        prior = arrays.pop("prior")
+        blocks = FactoredOperator.blocks_from(arrays, other._weights.space.dtype)
+        saved = {key: settings[key] for key in _SAVED}
+        other._posterior = Posterior(other._weights, other._weights.matrix_of(blocks), **saved)
+        other._posterior.prior = prior
         return other
-
-    def _digests(self) -> list[str]:
-        """Return digests of all weights, and of those that are uncertain."""
-        return [digest(v.numpy()) for v in (*self._held, *self._nest.variables)]
-
-    def _evidence(self, prior: np.ndarray, noise: float) -> tuple[float, np.ndarray, float]:
-        """Return the evidence, and its derivatives in logarithms of precisions and of the noise."""
-        weights = self.mean.astype(np.float64)[self._order]
-        squares = prior * weights**2
-        precision = self._count / noise**2 * self._matrix.scales() + prior
-        value, of_noise = -self._loss / noise**2, 0.0
-        share = prior / precision
-        if self._targets.is_gaussian:
-            value -= self._entries * (math.log(noise) + math.log(2 * math.pi) / 2)
-            of_noise = 2 * self._loss / noise**2 - self._entries + float(np.sum(1 - share))
-        with np.errstate(divide="ignore"):
-            value += np.sum(np.log(prior) - squares - np.log(precision)) / 2
-        return float(value), (1 - squares - share) / 2, of_noise
-
-    def _function(
-        self, of_precision: Callable[[np.ndarray], np.ndarray], prior: np.ndarray | None = None
-    ) -> FactoredOperator:
-        """Return a function of the precision matrix."""
-        prior = self._prior if prior is None else prior
-        self._refuse_singular(prior)
-        scale = self._scale
-
-        def of_block(own: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
-            return lambda values: of_precision(scale * values + own.reshape(values.shape))
-
-        blocks = np.split(prior, np.cumsum(self._sizes)[:-1])
-        return self._matrix.rescaled([*map(of_block, blocks)])
-
-    def _with_blocks(self, blocks: list[Block]) -> FactoredOperator:
-        """Return the matrix with these blocks, which refuses other weights, and keeps this."""
-        if self._factors is None:
-            self._factors = Factors(lambda: blocks, watch=self._watch, check=self._make_sure)
-            return FactoredOperator(self._space, self._nest, self._factors, origin=self)
-        self._factors.replace(lambda: blocks)
-        return self._matrix
-
-    def _assign(self, parts: Sequence[Any]) -> None:
-        for variable, part in zip(self._nest.variables, parts):
-            variable.assign(tf.cast(part, variable.dtype))
-
-    def _parts(self) -> Iterator[Elements]:
-        """Iterate over the data in small parts."""
-        is_whole = isinstance(self._data, tuple)
-        batches = Batches(self._data, _EXAMPLES if is_whole else None, None)
-        return (batch.elements for batch in batches)
-
-    def _measured(self) -> tuple[int, tuple[int, ...]]:
-        """Return how many examples there are, and the shape of the outputs of one."""
-        count, shape = 0, ()
-        for part in self._parts():
-            x, _ = _pair(part.as_data())
-            if not count:
-                first = convert_batch((x,), "x").first()
-                outputs = self._outputs_for(first).numpy()
-                shape = outputs.shape[1:]
-                self._check_outputs(first, outputs)
-            count += part.examples
-        return count, shape
-
-    def _check_outputs(self, first: Elements, outputs: np.ndarray) -> None:
-        """Refuse probabilities; see whether the last layer's outputs are those of the model."""
-        if self._targets.likelihood == "categorical":
-            sums = outputs.astype(np.float64).sum(axis=-1)
-            if (outputs >= 0).all() and np.abs(sums - 1).max() < _SAME:
-                raise InvalidLossError(
-                    "the outputs of the model are probabilities",
-                    "logits, or a Keras model that ends with a softmax",
-                    "leave out the softmax",
-                )
-        if self._features is not None:
-            own, (kernel, *bias) = first.call(self._features), self._values()
-            own = tf.matmul(own, kernel) + (bias[0] if bias else 0)
-            if np.abs(own - outputs).max() > _SAME * np.abs(outputs).max():
-                self._features = None  # something follows the layer
-
-    @property
-    def _entries(self) -> int:
-        return self._count * math.prod(self._shape)
-
-    def _outputs_for(self, inputs: Elements) -> tf.Tensor:
-        """Return the outputs of the model, from a graph: logits are found there."""
-        specs = inputs.specs_of_any_number
-        function = self._functions.get_or_make(
-            tuple(specs),
-            lambda: Compiled(lambda *x: inputs.with_tensors(x).call(self._called), specs, False),
-        )
-        return function(*inputs.tensors)
-
-    def _called(self, x: Any) -> Any:
-        return self._outputs(*x) if isinstance(x, tuple) else self._outputs(x)
 
     def _check_noise(self, noise: Any) -> None:
         if not self._targets.is_gaussian:
             raise HvpError("noise is given, and the targets have none", "the likelihood 'gaussian'")
         check_number(noise, "noise", positive=True)
 
-    def _checked_prior(self, value: Any) -> np.ndarray:
-        """Return precisions of the prior, one for each eigenvector."""
-        prior, count = np.asarray(value, np.float64), len(self._sizes)
-        shapes = [(), (count,), *([self._prior.shape] if self._is_diagonal else [])]
-        if prior.shape not in shapes or not (np.isfinite(prior) & (prior >= 0)).all():
-            raise HvpError(
-                f"the prior precision is {value!r}",
-                f"a finite number from zero on, or one for each of {count} blocks; of each weight "
-                "only if the curvature is 'diagonal'",
-            )
-        if prior.shape in shapes[:2]:
-            return np.repeat(np.broadcast_to(prior, count), self._sizes)
-        return prior[self._order]
-
-    def _of_penalty(self, regularization: Callable[[], Any]) -> np.ndarray:
-        """Return the precision of the prior that a penalty is."""
-        prior = np.ones(self._space.size)
-        diagonal = self._scale * penalty_diagonal(regularization, self._nest)[self._order]
-        for place in np.split(np.arange(len(prior)), np.cumsum(self._sizes)[:-1]):
-            own = diagonal[place]
-            if own.any():
-                prior[place] = own if self._is_diagonal else own.mean()
-        if not (np.isfinite(prior) & (prior >= 0)).all():
-            raise HvpError(
-                f"second derivatives of the penalty go down to {diagonal.min():.3g}",
-                "a penalty that is the negative logarithm of a normal density",
-                "pass prior_precision",
-            )
-        _, slopes = value_and_gradient(regularization, self._nest.variables)
-        slope = self._space.join(self._space.with_zeros(slopes)).numpy()[self._order]
-        slope = self._scale * slope
-        apart = np.abs(slope - diagonal * self.mean[self._order])
-        if apart.max() > _SAME * np.abs(slope).max():
-            raise HvpError(
-                f"the penalty has a first derivative that is {apart.max():.3g} from its second "
-                "derivative times the weight, so that it is not a normal prior with mean zero",
-                "a sum of squares of weights, such as the regularizer 'l2'",
-                "pass prior_precision",
-            )
-        return prior
-
-    def _make_sure(self) -> None:
-        changed = self._watch.changed()
-        if changed:
-            raise StaleOperatorError(
-                f"weights have changed: {quoted(changed)}",
-                "the weights at which the curvature was computed",
-                "call refresh()",
-            )
-
 
 def _pair(data: Any) -> tuple[Any, Any]:
     if not isinstance(data, tuple) or len(data) != 2:
         raise InvalidDataError("the data are not a pair", "inputs and targets, (x, y)")
     return data
-
-
-def _shown(prior: np.ndarray) -> str:
-    low, high = prior.min(), prior.max()
-    return f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}"
