@@ -88,8 +88,8 @@ class Ours:
             for kind in (hvp.KFAC, hvp.EKFAC):
                 key = f"{kind.__name__} {fisher}"
                 self.kinds[key] = kind(*pair, self.model, self.data, fisher=fisher, **options)
-        rows = tf.random.stateless_normal([VECTORS, self.kinds["KFAC type-2"].shape[0]], (1, 2))
-        self.rows = rows
+        size = self.kinds["KFAC type-2"].shape[0]
+        self.columns = np.random.default_rng(1).standard_normal((size, VECTORS), np.float32)
         self.inverse = self.kinds["EKFAC type-2"].inverse(DAMPING)
         x, y = self.data
         self.batches = [
@@ -115,7 +115,7 @@ class Ours:
         for key, matrix in self.kinds.items():
             own[key] = matrix.refresh
         own["eigenvalues of factors"] = self.eigenvalues
-        own["64 inverse products"] = lambda: self.inverse.product_of_rows(self.rows).numpy()
+        own["64 inverse products"] = lambda: self.inverse @ self.columns
         return {f"hvp: {name}": variant for name, variant in own.items()}
 
     def eigenvalues(self) -> None:
@@ -135,9 +135,6 @@ class Curvlinops:
         self.batches = list(zip(x.split(BATCH), y.long().split(BATCH)))
         self.loss = torch.nn.CrossEntropyLoss()
         self.count = len(x)
-        self.matrix = self.kind(EKFACLinearOperator, FisherType.TYPE2)
-        self.inverse: Any = None
-        self.rows = torch.tensor(ours.rows.numpy().T.copy())
 
     def kind(self, kind: Any, fisher: Any) -> Any:
         """Return an operator, whose factors are computed at its first use."""

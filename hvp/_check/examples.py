@@ -23,11 +23,10 @@ def examples(inspected: InspectedOperator) -> Iterator[Finding]:
         return
     if not isinstance(problem.rule, (HessianRule, PredictionRule)):
         return
-    few = problem.few_examples()
-    losses, count = joint_and_mean_loss(problem.rule, evaluation.snapshot, few), few.examples
-    if losses is None or count == 1:
+    losses = joint_and_mean_loss(problem.rule, evaluation.snapshot, problem.few_examples())
+    if losses is None:
         return
-    together, mean = losses
+    count, together, mean = losses
     allowed = _ROUNDINGS * inspected.epsilon * max(abs(together), abs(mean))
     if abs(together - mean) <= allowed:
         text = f"the loss of {count} examples is the mean of their losses"

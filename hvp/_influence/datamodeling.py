@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-import scipy.stats
 
 from hvp._errors import HvpError, InvalidDataError
 from hvp._runtime.arguments import check_count, check_number
@@ -189,7 +188,9 @@ def linear_datamodeling_score(
 
 def _correlations(predictions: np.ndarray, outcomes: np.ndarray) -> np.ndarray:
     """Return the rank correlation of each column; zero if one of them is constant."""
-    ranks = [scipy.stats.rankdata(values, axis=0) for values in (predictions, outcomes)]
+    from scipy.stats import rankdata  # takes longer to import than the rest of scipy
+
+    ranks = [rankdata(values, axis=0) for values in (predictions, outcomes)]
     first, second = (one - one.mean(axis=0) for one in ranks)
     product = np.sum(first * second, axis=0)
     lengths = np.sqrt(np.sum(first**2, axis=0) * np.sum(second**2, axis=0))

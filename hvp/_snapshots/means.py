@@ -88,18 +88,22 @@ def refuse_coupling(rule: Rule, snapshot: Snapshot, few: Elements) -> None:
 @outside_strategies
 def joint_and_mean_loss(
     rule: Rule, snapshot: Snapshot, few: Elements
-) -> tuple[float, float] | None:
-    """Return the loss of a few examples together, and the mean of their separate losses.
+) -> tuple[int, float, float] | None:
+    """Return a number of examples, their loss together, and the mean of their separate losses.
 
-    Return None if the loss cannot be evaluated on so few examples.
+    Of the first two, three and so on of a few examples, these are the ones for which the two differ
+    most: the losses of examples that depend on each other may happen to agree. Return None if the
+    loss cannot be evaluated on so few examples, or there is one only.
     """
 
     def loss(start: int, end: int) -> float:
         with snapshot.with_seeds():
             return float(rule.value(few.part(start, end)))
 
-    count = few.examples
     try:
-        return loss(0, count), float(np.mean([loss(i, i + 1) for i in range(count)]))
+        alone = [loss(i, i + 1) for i in range(few.examples)]
+        counts = range(2, few.examples + 1)
+        found = [(count, loss(0, count), float(np.mean(alone[:count]))) for count in counts]
     except _ON_FEW:
         return None
+    return max(found, key=lambda one: (abs(one[1] - one[2]), one[0]), default=None)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import scipy.stats
+import scipy.special
 
 from hvp._spectra.sampling import Stopping
 
@@ -58,7 +58,9 @@ class Estimate:
         """
         if self.degrees_of_freedom < 1:
             return self.estimate, self.estimate
-        width = scipy.stats.t.ppf((1 + level) / 2, self.degrees_of_freedom) * self.standard_error
+        width = self.standard_error * scipy.special.stdtrit(
+            self.degrees_of_freedom, (1 + level) / 2
+        )
         return self.estimate - width, self.estimate + width
 
     def __repr__(self) -> str:

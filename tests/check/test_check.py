@@ -109,6 +109,7 @@ def test_a_gradient_that_is_right_only_once_fails(engine):
         assert "FAILED" in str(report)
 
 
+@pytest.mark.long
 def test_examples_that_depend_on_each_other_are_noted():
     """Labels of shape (n,) and predictions of shape (n, 1) give n * n differences."""
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
@@ -156,6 +157,15 @@ def test_labels_that_are_sorted_or_rare_do_not_hide_it(batches):
             report = hvp.check(H)
         assert report["examples"].outcome == "warning"
         assert "examples" in str(report).splitlines()[0]
+
+
+def test_labels_that_happen_not_to_correlate_do_not_hide_it():
+    """All four losses together are their mean, those of three are not."""
+    w, x = tf.Variable([[1.0]]), np.array([[1.0], [1.0], [-1.0], [-1.0]], "float32")
+    y = np.array([1.0, 0.0, 1.0, 0.0], "float32")
+    with hvp.HessianOperator(lambda x, y: tf.reduce_mean((x @ w - y) ** 2), w, [(x, y)]) as H:
+        report = hvp.check(H)
+    assert report["examples"].outcome == "warning"
 
 
 def test_a_random_loss_fails_and_the_layer_is_named():

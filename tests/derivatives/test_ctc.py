@@ -94,12 +94,14 @@ def by_columns(H):
     return np.stack([H @ e for e in np.eye(H.shape[0], dtype="float32")], axis=1)
 
 
+@pytest.mark.long
 def test_recomputed():
     recomputed = problem(hvp.recompute(LOSSES["dense"]))
     with hvp.HessianOperator(recomputed.loss, recomputed.variables) as H:
         assert relative_error(by_columns(H), dense_by_all_paths(1.0)) < 1e-5
 
 
+@pytest.mark.long
 def test_in_batches():
     w = tf.Variable(random(1, 2, CLASSES))
 

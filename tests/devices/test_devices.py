@@ -224,6 +224,7 @@ def test_one_call_that_multiplies_on_all_devices(dense, options, narrow, monkeyp
             H.refresh()
 
 
+@pytest.mark.long
 def test_the_uses_of_an_operator(dense):
     network = Network()
     loss, n = mean_square(network), len(dense)

@@ -75,6 +75,7 @@ def test_blocks_are_their_columns_where_there_are_no_differences(name):
         assert "vectorized_map" not in H.stats.note
 
 
+@pytest.mark.long
 def test_convolutions_in_groups_are_right_in_blocks_of_batches_and_graphs():
     layers = [
         keras.layers.Input((5, 5, 4)),
@@ -99,6 +100,7 @@ def test_convolutions_in_groups_are_right_in_blocks_of_batches_and_graphs():
             assert relative_error(H @ columns, want) < 1e-5, options
 
 
+@pytest.mark.long
 def test_influence_of_convolutions_in_groups_is_that_of_gradients():
     keras.utils.set_random_seed(0)  # initializers draw their seeds when layers are made
     layers = [

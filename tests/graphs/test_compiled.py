@@ -115,6 +115,7 @@ def test_what_xla_cannot_compile_is_computed_without(jit_compile, caplog):
 
 @pytest.mark.parametrize("jit_compile", [True, "auto"])
 @pytest.mark.few(1)
+@pytest.mark.long
 def test_xla_is_not_tried_where_lists_pass_through_a_branch(jit_compile):
     """It would end the process, at a block of columns after a single product."""
     w = tf.Variable([0.1, 0.2, 0.3], dtype=tf.float64)

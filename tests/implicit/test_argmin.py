@@ -82,6 +82,7 @@ def test_ridge_regression_to_second_order(way):
 
 @pytest.mark.parametrize("way", ["variables", "operator", "tensors"])
 @pytest.mark.few(1)
+@pytest.mark.long
 def test_again_at_other_strengths(way):
     ridge = Ridge()
     find = ways(ridge)[way]
@@ -97,6 +98,7 @@ def test_again_at_other_strengths(way):
 @pytest.mark.parametrize("jit_compile", [False, True])
 @pytest.mark.parametrize("variables", [False, True])
 @pytest.mark.few(1)
+@pytest.mark.long
 def test_in_a_graph(jit_compile, variables):
     ridge = Ridge()
     _, gradient, hessian = ridge.expected()
@@ -118,6 +120,7 @@ def test_in_a_graph(jit_compile, variables):
 
 @pytest.mark.parametrize("jit_compile", [False, True])
 @pytest.mark.few(1)
+@pytest.mark.long
 def test_a_tape_around_a_function(jit_compile):
     ridge = Ridge()
     _, gradient, _ = ridge.expected()
@@ -295,6 +298,7 @@ class TestWhatIsRefused:
             found = hvp.argmin(lambda v: (v - twice) ** 2, tf.constant(0.0), twice)
         assert float(tape.gradient(found, t)) == pytest.approx(2)
 
+    @pytest.mark.long
     def test_a_search_that_fails_warns(self):
         w, t = tf.Variable(0.0), tf.Variable(1.0)
         with pytest.warns(hvp.ConvergenceWarning, match="minimum"):

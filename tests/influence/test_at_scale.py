@@ -72,6 +72,7 @@ def test_scores_of_a_convex_model_match_retraining():
 
 @pytest.mark.parametrize("solver", ["ekfac", "kfac"])
 @pytest.mark.few(1)
+@pytest.mark.long
 def test_the_inverse_is_that_of_the_factors(solver):
     model, x, y = classifier(hidden=5)
     functions = (model, output_loss)
@@ -101,6 +102,7 @@ def test_the_inverse_is_that_of_the_factors(solver):
     assert f"solver {solver!r}" in repr(influence)
 
 
+@pytest.mark.long
 def test_changed_weights_are_noticed_and_refreshed():
     model, x, y = classifier(hidden=4)
     influence = hvp.InfluenceFunctions.from_keras(model, (x, y), solver="ekfac", damping=DAMPING)
@@ -116,6 +118,7 @@ def test_changed_weights_are_noticed_and_refreshed():
     )
 
 
+@pytest.mark.long
 def test_bad_combinations():
     model, x, y = classifier()
     pair, data = (model, output_loss), (x, y)
@@ -157,6 +160,7 @@ def test_kept_gradients_give_the_same_scores(tmp_path, monkeypatch, solver):
     np.testing.assert_array_equal(top.helpful, np.argsort(-expected, axis=1)[:, :3])
 
 
+@pytest.mark.long
 def test_the_folder_of_other_weights_data_or_anything_else_is_refused(tmp_path):
     w, loss, bare, data = ridge()
     path = tmp_path / "store"
@@ -190,6 +194,7 @@ def test_the_folder_of_other_weights_data_or_anything_else_is_refused(tmp_path):
         influence.scores(TEST)
 
 
+@pytest.mark.long
 def test_projections_estimate_scores(tmp_path):
     model, x, y = classifier(hidden=40)
     size = sum(int(np.prod(v.shape)) for v in model.trainable_variables)
@@ -220,6 +225,7 @@ def _gradient(model, x, y):
     return np.concatenate([part.numpy().reshape(-1) for part in parts])
 
 
+@pytest.mark.long
 def test_parts_of_layers_add_up():
     model, x, y = classifier(hidden=5)
     influence = hvp.InfluenceFunctions(

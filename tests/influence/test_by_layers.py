@@ -161,6 +161,7 @@ class Sentences:
 @pytest.mark.parametrize("engine", ["graph", "tape"])
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.few(1)
+@pytest.mark.long
 def test_scores_of_tokens_are_those_of_weights_at_each_position(engine, batched):
     model = Sentences()
     x, y = model.x, model.y
@@ -182,6 +183,7 @@ def test_scores_of_tokens_are_those_of_weights_at_each_position(engine, batched)
     np.testing.assert_allclose(chosen.rest, found.rest[:, [3, 1]], rtol=1e-12)
 
 
+@pytest.mark.long
 def test_scores_of_tokens_add_up_for_a_transformer():
     keras.utils.set_random_seed(0)
     model = CASES["attention"][0]()

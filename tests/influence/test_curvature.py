@@ -66,6 +66,7 @@ def test_an_operator():
             hvp.InfluenceFunctions(loss, model.layers[-1], (x, y), curvature=operator)
 
 
+@pytest.mark.long
 def test_compiled_models():
     x = np.random.default_rng(0).standard_normal((30, 4)).astype("float32")
     y = np.argmax(x[:, :3], axis=1)

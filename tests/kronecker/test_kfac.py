@@ -108,6 +108,7 @@ def test_reduce_by_hand():
     ],
 )
 @pytest.mark.few(1)
+@pytest.mark.long
 def test_averages_over_batches_and_devices_are_exact(name, kind):
     model, data = problem(name)
     options = {"likelihood": "categorical"}
@@ -220,6 +221,7 @@ def test_a_loss_that_divides_by_something_else(fisher, batch_size):
     assert E.trace == pytest.approx(np.trace(F.to_dense()), rel=1e-9)
 
 
+@pytest.mark.long
 def test_several_predictions_of_an_example():
     """Random signs make the products of different predictions zero on average."""
     random = np.random.default_rng(0)
@@ -319,6 +321,7 @@ def test_refresh_and_exponential_averages(kind):
     np.testing.assert_allclose(K.to_dense(), fresh.to_dense(), atol=1e-5)
 
 
+@pytest.mark.long
 def test_the_distance_from_the_true_blocks():
     model, data = problem("strides")
     K = hvp.KFAC(model, cross_entropy, model, data, likelihood="categorical")
@@ -441,6 +444,7 @@ def test_changed_weights():
 @pytest.mark.parametrize("jit_compile", [None, True])
 @pytest.mark.parametrize("kind", [hvp.KFAC, hvp.EKFAC])
 @pytest.mark.few(1)
+@pytest.mark.long
 def test_what_is_made_from_a_matrix_follows_it(kind, jit_compile):
     """After a refresh, eagerly and in functions that were traced before; and stale before it."""
     model, data = problem("dense")
@@ -479,6 +483,7 @@ def test_what_is_made_from_a_matrix_follows_it(kind, jit_compile):
         assert np.abs(before[name] - want).max() > 1e-2 * scale
 
 
+@pytest.mark.long
 def test_the_factors_of_the_old_values_if_asked_for():
     model, data = problem("dense")
     K = hvp.KFAC(model, cross_entropy, model, data, on_stale="ignore")
@@ -538,6 +543,7 @@ def test_data_that_cannot_be_used_are_refused(likelihood):
         hvp.KFAC(lambda x: x @ w, output_loss, w, (x[:, :2], y), likelihood=likelihood)
 
 
+@pytest.mark.long
 def test_factors_precondition_inside_the_graph_of_a_solver(monkeypatch):
     """Without a product of arrays for each iteration."""
     model, data = problem("dense")

@@ -175,6 +175,7 @@ def problem(name, seed=0):
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.few(1)
+@pytest.mark.long
 def test_scales_are_those_of_the_matrix_itself(name):
     if name == "grouped-query attention" and not hasattr(layers, "GroupQueryAttention"):
         pytest.skip("this Keras does not have it")
@@ -215,6 +216,7 @@ def test_other_targets(name, fisher):
     ],
 )
 @pytest.mark.few(1)
+@pytest.mark.long
 def test_ekfac_is_nearer_than_kfac(name, sharing):
     model, data = problem(name)
     options = {"likelihood": "categorical", "sharing": sharing}

@@ -55,6 +55,7 @@ def test_what_is_refused():
         trained(lambda x, y: [hvp.keras.LaplaceCallback((x, y))], keras.regularizers.L2(0.1))
 
 
+@pytest.mark.long
 def test_a_regression_tunes_its_noise():
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, name="out")])

@@ -277,6 +277,7 @@ def test_penalties_of_frozen_variables_and_of_none_of_the_uncertain_ones():
     assert prior(lambda: tf.reduce_sum(other**2)) == 1
 
 
+@pytest.mark.long
 def test_label_smoothing_is_not_part_of_the_likelihood():
     model, x, y = classifier()
     y = np.eye(3, dtype="float32")[y]
@@ -756,6 +757,7 @@ def test_low_rank_of_unit_vectors():
 
 @pytest.mark.parametrize("curvature", CURVATURES)
 @pytest.mark.few(1)
+@pytest.mark.long
 def test_a_covariance_outlives_and_follows(curvature):
     x, truth, _ = design()
     w = tf.Variable(truth)
@@ -773,6 +775,7 @@ def test_a_covariance_outlives_and_follows(curvature):
     assert np.abs(covariance.to_dense() - before).max() > 1e-4
 
 
+@pytest.mark.long
 def test_models_with_the_same_weights_share_a_posterior(tmp_path):
     """Keras numbers the layers of another model of the same process differently."""
     first, x, y = classifier()

@@ -120,6 +120,7 @@ def compiled():
 
 @pytest.mark.parametrize("options", [{}, {"batch_size": 25}, {"hessian_batch_size": 30}])
 @pytest.mark.few(1)
+@pytest.mark.long
 def test_compiled_models(options):
     model, data = compiled()
     before = float(model.compute_loss(*data, model(data[0])))

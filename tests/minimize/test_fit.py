@@ -321,6 +321,7 @@ def test_the_distance_to_a_minimum_is_estimated():
     assert kept.distance == pytest.approx((kept.chi_square - best.chi_square) / 2, rel=1e-9)
 
 
+@pytest.mark.long
 def test_a_likelihood_without_a_minimum_is_said():
     x = np.ones(5)
     result = hvp.fit(
@@ -338,6 +339,7 @@ def test_a_likelihood_without_a_minimum_is_said():
             hvp.fit(lambda x, a: a * x, {"a": 0.0}, (x, x), **wrong)
 
 
+@pytest.mark.long
 def test_a_start_from_which_trust_regions_are_lost():
     """The model tends to a straight line there; MINPACK's steps lead out."""
     t = np.linspace(0, 4, 60)

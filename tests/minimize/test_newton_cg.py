@@ -144,6 +144,7 @@ def test_preconditioners_save_iterations():
 
 @pytest.mark.parametrize("options", [{}, {"batch_size": 2}, {"engine": "tape"}], ids=str)
 @pytest.mark.few(1)
+@pytest.mark.long
 def test_steps_learn_from_the_directions_of_earlier_ones(options):
     """A few large eigenvalues in random directions, which change a little from step to step."""
     random = np.random.default_rng(0)
@@ -181,6 +182,7 @@ def test_steps_learn_from_the_directions_of_earlier_ones(options):
 
 @pytest.mark.parametrize("slow", ["merging of directions", "solve of a subproblem"])
 @pytest.mark.few(1)
+@pytest.mark.long
 def test_recycling_that_takes_longer_than_the_solves_is_said(monkeypatch, caplog, slow):
     w = tf.Variable(np.linspace(1, 2, 20))
 
@@ -354,6 +356,7 @@ def test_a_frozen_variable_that_changes():
 
 @pytest.mark.parametrize("preconditioner", [None, "diagonal"])
 @pytest.mark.few(1)
+@pytest.mark.long
 def test_a_minimum_at_infinity_is_told(preconditioner):
     """Of classes that are separate, and not of others, nor of a degenerate minimum."""
     x = random(0, 60, 3, dtype="float64")
@@ -399,6 +402,7 @@ def test_divergence_returns_the_last_finite_point():
     assert np.isfinite(result.fun)
 
 
+@pytest.mark.long
 def test_falls_back_if_xla_cannot_compile_the_iterations():
     model = keras.Sequential(
         [keras.Input((3,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)]

@@ -79,6 +79,7 @@ def test_gauss_newton_and_fisher_matrices(kind, way):
     close(found, A.to_dense())
 
 
+@pytest.mark.long
 def test_weights_and_regularization():
     model, (x, y) = network()
     w = np.random.default_rng(1).uniform(0, 2, EXAMPLES).astype("float32")

@@ -112,6 +112,7 @@ def test_the_expected_matrix_has_a_closed_form(likelihood, way):
 
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
 @pytest.mark.few(1)
+@pytest.mark.long
 def test_drawn_matrices_are_unbiased(likelihood):
     """The mean over seeds is within four of its standard errors, for each of ten vectors."""
     loss, y, curvature = LIKELIHOODS[likelihood]
@@ -142,6 +143,7 @@ def test_drawn_matrices_are_unbiased(likelihood):
     ("likelihood", "way"), crossed(LIKELIHOODS, ["one batch", "tape", *list(WAYS)[2:]])
 )
 @pytest.mark.few(1)
+@pytest.mark.long
 def test_standard_errors_are_those_of_the_draws(likelihood, way):
     """Errors divided by standard errors have Student's t-distribution, with 7 degrees of freedom.
 
@@ -241,6 +243,7 @@ def test_draws_are_the_same_in_all_products(way):
         assert relative_error(F @ v, dense @ v) > 1e-3
 
 
+@pytest.mark.long
 def test_several_predictions_and_sequences():
     """Two predictions with weights of their own, and one class for each of two tokens."""
     w = tf.Variable(random(0, 4, 6, dtype="float64", scale=0.5))

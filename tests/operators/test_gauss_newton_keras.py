@@ -181,6 +181,7 @@ def test_masks():
             hvp.GaussNewtonOperator.from_keras(model, (x, y), **options)
 
 
+@pytest.mark.long
 def test_fisher_matrices_of_compiled_models():
     model = two_heads()
     x = random(9, 7, 4, dtype="float64")

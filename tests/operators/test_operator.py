@@ -165,6 +165,7 @@ def test_a_wide_block_goes_in_pieces(nested, monkeypatch):
 
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.few(1)
+@pytest.mark.long
 def test_a_wide_block_in_a_graph_goes_in_pieces(nested, monkeypatch, known):
     H, _ = nested
     V = random(8, 10, 7)

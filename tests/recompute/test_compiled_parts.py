@@ -59,6 +59,7 @@ def compiled(H):
     return {f.signature.name: f for f in functions if KEPT_WHOLE in f.signature.name}
 
 
+@pytest.mark.long
 def test_equal_segments_share_their_functions_though_each_has_segments_inside():
     chain = Chain(4)
     with hvp.HessianOperator(chain.loss, chain.weights) as H:

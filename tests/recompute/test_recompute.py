@@ -180,6 +180,7 @@ def hessian_times(f, sources, tangents, mode):
     crossed(["dense", "nests", "custom_gradients", "recomputed_inside"], ["eager", "graph"]),
 )
 @pytest.mark.few(1)
+@pytest.mark.long
 def test_forward_mode_over_and_under_reverse_mode(case, mode):
     f, arguments, others = CASES[case]()
     sources = arguments + others

@@ -149,6 +149,7 @@ def test_batch_normalization_against_differences():
 
 
 @pytest.mark.parametrize("mode", [long("eager"), "graph"])
+@pytest.mark.long
 def test_recurrent_layers_with_dropout_and_masks(mode):
     def make():
         keras.utils.set_random_seed(3)

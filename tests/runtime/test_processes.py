@@ -504,6 +504,7 @@ print("complete")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.long
 def test_too_little_memory_is_explained_and_the_limit_that_is_advised_works():
     run = subprocess.run(
         [sys.executable, "-c", LIMITED],

@@ -44,6 +44,7 @@ RUN = """
 
 
 @pytest.mark.parametrize("method", ["block_cg", long("cg"), long("minres")])
+@pytest.mark.long
 def test_another_process_resumes_with_the_same_result(tmp_path, method, monkeypatch):
     inside.set_limit(monkeypatch, "columns of a solve", 6)
     whole, products = ill_conditioned(method)

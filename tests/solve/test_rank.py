@@ -74,6 +74,7 @@ def test_zero_right_hand_sides_cost_nothing():
     assert result.products == 0
 
 
+@pytest.mark.long
 def test_a_solver_begins_with_a_sketch_and_remembers_it():
     A = matrix(DECAY)
     solver = hvp.Solver(A)

@@ -150,6 +150,7 @@ def test_an_interrupted_solve_resumes(calls, tmp_path, monkeypatch):
         assert true_residuals(A, result.x, b) <= 1.001e-5
 
 
+@pytest.mark.long
 def test_influence_and_optimizers():
     x, y = random(0, 40, 6), random(1, 40, 1)
     w = tf.Variable(random(2, 6, 1))

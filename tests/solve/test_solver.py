@@ -54,6 +54,7 @@ def test_the_order_does_not_matter(order):
     assert relative_error(single.x, np.linalg.solve(A, columns(N, 1)[:, 0])) < 1e-6
 
 
+@pytest.mark.long
 def test_an_operator_that_changes():
     """The space of the point before preconditions, and is then replaced."""
     w = tf.Variable(np.zeros(N))
@@ -80,6 +81,7 @@ def test_an_operator_that_changes():
 
 @pytest.mark.parametrize(("way", "matrix_kind"), crossed(WAYS, ["hessian", "gauss-newton"]))
 @pytest.mark.few(1)
+@pytest.mark.long
 def test_operators_of_this_package(way, matrix_kind):
     model, loss, data, want = network()
 
@@ -96,6 +98,7 @@ def test_operators_of_this_package(way, matrix_kind):
             assert relative_error(result.x, np.linalg.solve(A, b)) < 1e-5
 
 
+@pytest.mark.long
 def test_negative_curvature_and_arguments():
     A = matrix(np.r_[-1.0, np.linspace(1, 10, N - 1)])
     solver = hvp.Solver(A)

@@ -200,6 +200,7 @@ def test_sparse_jacobians_in_scipys_least_squares():
     np.testing.assert_allclose(theirs.x, 1, atol=1e-6)
 
 
+@pytest.mark.long
 def test_incomplete_factors_are_preconditioners():
     """Of a grid in three dimensions, whose exact factors have many more entries."""
     side = 14

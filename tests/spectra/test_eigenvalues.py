@@ -204,6 +204,7 @@ def test_eigenvectors_of_an_earlier_point_save_products(iterative):
     assert warm.products < cold.products
 
 
+@pytest.mark.long
 def test_low_precision_is_not_in_the_results(iterative):
     """Estimates and eigenvalues are of products in full precision."""
     model, _, data, want = network()

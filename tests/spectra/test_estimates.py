@@ -130,6 +130,7 @@ def test_norms(name):
     assert coarse.products <= spectral.products
 
 
+@pytest.mark.long
 def test_functions():
     A = matrix_of(SPECTRA["flat"])
     V = np.random.default_rng(0).standard_normal((SIZE, 3))

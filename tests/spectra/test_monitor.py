@@ -71,6 +71,7 @@ def test_values_are_those_of_the_hessian():
     [{"slice_radius": 0.5}, {"every": 2}, {"batch_size": 16}, {"engine": "tape"}],
 )
 @pytest.mark.few(1)
+@pytest.mark.long
 def test_the_training_is_the_same_to_the_bit(options, tmp_path):
     def train(*callbacks):
         model = make("float32")

@@ -102,6 +102,7 @@ def test_formulas_by_the_value(name, by_value):
         np.testing.assert_allclose(found, formula(y.numpy()), rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.long
 def test_directions_one_or_many():
     f, _ = network()
     directions = random(3, 4, 5, 3, dtype="float64")
@@ -238,6 +239,7 @@ def gradient_of(loss, weights):
 
 @pytest.mark.parametrize("in_function", [False, True])
 @pytest.mark.few(1)
+@pytest.mark.long
 def test_gradients_in_the_weights(in_function):
     loss, by_tapes, weights = losses(tf.constant(X))
     wrap = tf.function if in_function else lambda f: f
@@ -249,6 +251,7 @@ def test_gradients_in_the_weights(in_function):
     ("engine", "how"), crossed(["graph", "tape"], ["whole", "batches", "recompute"])
 )
 @pytest.mark.few(1)
+@pytest.mark.long
 def test_matrices_of_losses_with_laplacians(engine, how):
     loss, _, weights = losses(tf.constant(X))
     wrapped = hvp.recompute(loss) if how == "recompute" else loss
@@ -277,6 +280,7 @@ def test_matrices_of_losses_with_laplacians(engine, how):
 
 @pytest.mark.parametrize("kind", ["dense", "layer norm", "attention", "convolution", "batch norm"])
 @pytest.mark.few(1)
+@pytest.mark.long
 def test_keras_models(kind):
     keras.utils.set_random_seed(0)
     inputs = keras.Input((6,), dtype="float64")

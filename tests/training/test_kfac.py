@@ -96,6 +96,7 @@ def test_factors_are_means_with_targets_that_are_drawn_anew():
     assert 1e-3 < error < 0.3
 
 
+@pytest.mark.long
 def test_a_model_that_is_compiled_again_is_measured_by_its_new_loss():
     optimizer = KFAC(1e-12, decay=0.0)
     model = made(optimizer)
@@ -107,6 +108,7 @@ def test_a_model_that_is_compiled_again_is_measured_by_its_new_loss():
     np.testing.assert_allclose(factor.numpy()[0], 2 / 3 * np.eye(3), atol=0.1)
 
 
+@pytest.mark.long
 def test_it_resumes_to_the_bit(tmp_path):
     options = {"learning_rate": 0.05, "interval": 3, "statistics_interval": 2}
     whole, first = (made(KFAC(**options)) for _ in range(2))
@@ -122,6 +124,7 @@ def test_it_resumes_to_the_bit(tmp_path):
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.few(1)
+@pytest.mark.long
 def test_convolutions_normalization_and_embeddings(sharing):
     keras.utils.set_random_seed(0)
     images = keras.Input((6, 6, 2))

@@ -92,6 +92,7 @@ def test_the_steps_are_those_of_the_paper(jit_compile):
         assert epoch < 3
 
 
+@pytest.mark.long
 def test_it_resumes_to_the_bit(tmp_path):
     keras.utils.set_random_seed(0)
     whole = made(hvp.keras.optimizers.SOAP(**OPTIONS, weight_decay=0.01), "float32")
@@ -108,6 +109,7 @@ def test_it_resumes_to_the_bit(tmp_path):
         np.testing.assert_array_equal(one.numpy(), other.numpy())
 
 
+@pytest.mark.long
 def test_what_keras_does_for_every_optimizer():
     schedule = keras.optimizers.schedules.ExponentialDecay(0.02, 4, 0.5)
     for options in (
@@ -128,6 +130,7 @@ def test_what_keras_does_for_every_optimizer():
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.long
 def test_another_process_loads_a_model_after_import_hvp(tmp_path):
     inputs = keras.Input((3,))
     model = hvp.keras.Model(inputs, keras.layers.Dense(2)(inputs))
@@ -145,6 +148,7 @@ def test_another_process_loads_a_model_after_import_hvp(tmp_path):
     assert ended.stdout.strip() == "soap", ended.stderr[-2000:]
 
 
+@pytest.mark.long
 def test_kernels_of_convolutions_and_long_sides():
     keras.utils.set_random_seed(0)
     layers = [keras.layers.Conv2D(3, 3), keras.layers.Flatten(), keras.layers.Dense(1)]

@@ -32,6 +32,7 @@ def state(optimizer, name):
 
 @pytest.mark.parametrize("estimator", ["hutchinson", "gauss-newton-bartlett"])
 @pytest.mark.few(1)
+@pytest.mark.long
 def test_estimates_come_near_the_diagonal(estimator):
     """The mean over six hundred steps that move nothing, each with other random numbers."""
     optimizer = Sophia(1e-9, beta_2=0.995, estimator=estimator, interval=1)
