@@ -112,6 +112,7 @@ from hvp._minimize.fit import FitResult, fit
 from hvp._minimize.minimize import minimize
 from hvp._minimize.newton_cg import NewtonCG, NewtonStep
 from hvp._minimize.objective import ScipyObjective
+from hvp._minimize.profile import Profile
 from hvp._operators.fisher import FisherOperator
 from hvp._operators.gauss_newton import GaussNewtonOperator
 from hvp._operators.hessian import HessianOperator, hessian_vector_product
@@ -197,6 +198,7 @@ __all__ = [
     "NystromPreconditioner",
     "OutOfMemoryError",
     "ProcessError",
+    "Profile",
     "RecomputeError",
     "ScipyObjective",
     "SecondDerivativeError",

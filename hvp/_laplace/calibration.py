@@ -11,7 +11,7 @@ import scipy.special
 
 from hvp._errors import HvpError, InvalidDataError
 from hvp._runtime.arguments import check_count
-from hvp._spectra.pictures import axes
+from hvp._runtime.figures import axes
 
 _COLOR, _OTHER = "#0f766e", "#c2410c"
 # Probabilities of one example add up to one up to this.

@@ -23,9 +23,11 @@ from hvp._errors import (
     NonFiniteError,
 )
 from hvp._minimize.newton_cg import NewtonCG
+from hvp._minimize.profile import Profile
 from hvp._operators.hessian import HessianOperator
 from hvp._operators.jacobian import JacobianOperator
 from hvp._runtime.arguments import check_count, check_number
+from hvp._runtime.figures import pyplot
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.user_warning import warn
 
@@ -352,9 +354,7 @@ class FitResult:
         return value, np.sqrt(variance).reshape(value.shape)
 
     @Uninterrupted()
-    def profile(
-        self, name: str, *, points: int = 13, width: float = 3.0
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def profile(self, name: str, *, points: int = 13, width: float = 3.0) -> Profile:
         """Minimize over all other parameters, with one of them fixed at several values.
 
         Parameters
@@ -368,12 +368,13 @@ class FitResult:
 
         Returns
         -------
-        values, increase : ndarray
+        Profile
             The values, and by how much chi-square is larger there than at the best fit, in units of
-            the variance of the measurements. A parabola with the height one at one standard error
-            says that the errors are what they claim; the ends of a 68 % interval are where the
-            increase is one. No value is beyond a bound of the parameter. Where no minimum was found
-            the increase is NaN.
+            the variance of the measurements: ``values, increase = result.profile(name)``. A
+            parabola with the height one at one standard error says that the errors are what they
+            claim; `interval` returns ends that need not be symmetric, and `plot` draws both. No
+            value is beyond a bound of the parameter. Where no minimum was found the increase is
+            NaN.
         """
         if name not in self._problem.free or np.ndim(self.parameters[name]):
             numbers = [n for n in self._problem.free if not np.ndim(self.parameters[n])]
@@ -390,7 +391,8 @@ class FitResult:
                 "a parameter that the data determine, and that is not at a bound",
             )
         values = best + error * width * (np.linspace(-1, 1, points) if points > 1 else np.zeros(1))
-        values = np.clip(values, *self._problem.bounds.get(name, (-np.inf, np.inf)))
+        low, high = self._problem.bounds.get(name, (-np.inf, np.inf))
+        values = np.clip(values, low, high)
         increase = np.empty(points)
         middle = int(np.argmin(np.abs(values - best)))
         problem = self._problem.without(name)
@@ -409,20 +411,14 @@ class FitResult:
                 "from there",
                 ConvergenceWarning,
             )
-        return values, increase
+        return Profile(name, values, increase, float(best), float(error), (low, high))
 
     def plot(self, axes: Any = None) -> Any:
         """Draw the data, the model with its band of one standard error, and the residuals.
 
         It takes data with one input, and needs matplotlib. Returns the two axes.
         """
-        try:
-            import matplotlib.pyplot as plt
-        except ImportError as error:
-            raise HvpError(
-                "matplotlib is not installed", "matplotlib, to draw a fit", "pip install matplotlib"
-            ) from error
-        problem = self._problem
+        plt, problem = pyplot(), self._problem
         x, y = np.asarray(problem.x), np.asarray(problem.y)
         if x.ndim != 1 or y.shape != x.shape:
             raise HvpError("the data have several inputs", "one input and one value for each")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hvp._errors import HvpError
+from hvp._runtime.figures import COLOR, OTHER, axes
 
 if TYPE_CHECKING:
     from hvp._spectra.density import SpectralDensity
@@ -15,35 +16,11 @@ if TYPE_CHECKING:
     from hvp._spectra.estimate import Estimate
     from hvp._spectra.landscape import LossSlice
 
-_COLOR, _OTHER = "#0f766e", "#c2410c"
 # More bars than this are not labelled.
 _MOST_LABELS = 60
 _SCALES = ("linear", "log", "symlog")
 # The logarithmic axis of a density begins at this part of one eigenvalue at its peak.
 _LOWEST = 1e-2
-
-
-def axes(ax: Any, height: float = 3.2) -> Any:
-    """Return the axes to draw into, by default those of a new figure."""
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError as error:
-        raise HvpError(
-            "a figure was requested, but matplotlib is not installed",
-            "matplotlib, which draws it",
-            "pip install matplotlib",
-        ) from error
-    if ax is None:
-        _, ax = plt.subplots(figsize=(6.4, height), layout="constrained")
-    if not hasattr(ax, "spines"):
-        raise HvpError(
-            f"the argument ax is {ax!r}",
-            "axes of matplotlib",
-            "leave it out; to save a figure, plot().figure.savefig('figure.png')",
-        )
-    ax.spines[["top", "right"]].set_visible(False)
-    ax.grid(alpha=0.25)
-    return ax
 
 
 def draw_density(density: SpectralDensity, ax: Any, scale: str) -> Any:
@@ -60,14 +37,14 @@ def draw_density(density: SpectralDensity, ax: Any, scale: str) -> Any:
     one = 1 / (density.size * density.bandwidth * np.sqrt(2 * np.pi))
     floor = _LOWEST * one
     low = np.maximum(y - 2 * error, 0 if scale == "linear" else floor)
-    ax.fill_between(x, low, y + 2 * error, color=_COLOR, alpha=0.2, lw=0, label="2 standard errors")
-    ax.plot(x, y, color=_COLOR, linewidth=1.2, label="density")
+    ax.fill_between(x, low, y + 2 * error, color=COLOR, alpha=0.2, lw=0, label="2 standard errors")
+    ax.plot(x, y, color=COLOR, linewidth=1.2, label="density")
     ax.axvline(0, color="0.6", linewidth=0.8, linestyle=":")
     if scale != "linear":
         ax.set_yscale("log")
         ax.set_ylim(floor, 2 * (y + 2 * error).max())
         ax.axhline(
-            one, color=_OTHER, linewidth=0.8, linestyle="--", label="height of a single eigenvalue"
+            one, color=OTHER, linewidth=0.8, linestyle="--", label="height of a single eigenvalue"
         )
     if scale == "symlog":
         ax.set_xscale("symlog", linthresh=4 * density.bandwidth)
@@ -86,7 +63,7 @@ def draw_eigenvalues(result: EigenResult, ax: Any) -> Any:
         result.eigenvalues,
         yerr=result.residual_norms,
         fmt="o",
-        color=_COLOR,
+        color=COLOR,
         markersize=4,
         capsize=2,
         label="with the norm of its residual",
@@ -116,8 +93,8 @@ def draw_estimate(estimate: Estimate, ax: Any) -> Any:
     ax = axes(ax)
     places, errors = np.arange(len(values)), np.atleast_1d(estimate.standard_error)
     band = values - 2 * errors, values + 2 * errors
-    ax.fill_between(places, *band, color=_COLOR, alpha=0.2, lw=0, label="2 standard errors")
-    ax.plot(places, values, color=_COLOR, linewidth=0.8, label="estimate")
+    ax.fill_between(places, *band, color=COLOR, alpha=0.2, lw=0, label="2 standard errors")
+    ax.plot(places, values, color=COLOR, linewidth=0.8, label="estimate")
     ax.set(xlabel="number of the weight", ylabel="diagonal of the matrix")
     ax.set_title("Diagonal", loc="left")
     ax.legend(frameon=False, fontsize="small")
@@ -129,8 +106,8 @@ def draw_slice(loss_slice: LossSlice, ax: Any) -> Any:
     offsets, losses = loss_slice.offsets, loss_slice.losses
     ax = axes(ax, height=3.2 if losses.ndim == 1 else 4.4)
     if losses.ndim == 1:
-        ax.plot(offsets, losses, color=_COLOR, linewidth=1.4, label="loss")
-        ax.plot(offsets, loss_slice.quadratic, "--", color=_OTHER, lw=1, label="quadratic model")
+        ax.plot(offsets, losses, color=COLOR, linewidth=1.4, label="loss")
+        ax.plot(offsets, loss_slice.quadratic, "--", color=OTHER, lw=1, label="quadratic model")
         ax.axvline(0, color="0.6", linewidth=0.8, linestyle=":")
         finite = losses[np.isfinite(losses)]
         if len(finite):  # the model may leave the range of the loss by far
@@ -143,7 +120,7 @@ def draw_slice(loss_slice: LossSlice, ax: Any) -> Any:
     contours = ax.contourf(offsets, offsets, losses.T, 20, cmap="viridis")
     ax.contour(offsets, offsets, loss_slice.quadratic.T, contours.levels, colors="white",
                linewidths=0.6, linestyles="--")  # fmt: skip
-    ax.plot(0, 0, "o", color=_OTHER, markersize=4, label="weights", linestyle="none")
+    ax.plot(0, 0, "o", color=OTHER, markersize=4, label="weights", linestyle="none")
     ax.plot([], [], "--", color="0.4", linewidth=0.8, label="quadratic model (in white)")
     ax.figure.colorbar(contours, ax=ax, label="loss")
     ax.grid(visible=False)
@@ -186,7 +163,7 @@ def plot_layers(layers: Mapping[str, Any], ax: Any = None) -> Any:
     ax = axes(ax, height=max(1.6, 0.8 + 0.24 * min(len(names), _MOST_LABELS)))
     values = np.array([float(getattr(layers[n], "estimate", layers[n])) for n in names])
     errors = np.array([float(getattr(layers[n], "standard_error", 0.0)) for n in names])
-    ax.barh(np.arange(len(names)), values, xerr=2 * errors, color=_COLOR, height=0.7, capsize=2)
+    ax.barh(np.arange(len(names)), values, xerr=2 * errors, color=COLOR, height=0.7, capsize=2)
     ax.axvline(0, color="0.6", linewidth=0.8)
     if len(names) <= _MOST_LABELS:
         ax.set_yticks(np.arange(len(names)), names, fontsize="small")

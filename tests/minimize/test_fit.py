@@ -1,5 +1,7 @@
 """Fits against certified values of NIST, scipy, and closed forms."""
 
+import re
+
 import numpy as np
 import pytest
 import scipy.optimize
@@ -127,6 +129,70 @@ def test_profiles_are_parabolas_where_the_model_is_linear():
     np.testing.assert_allclose(increase, expected, atol=1e-8)
     with pytest.raises(hvp.HvpError, match="'hope'"):
         result.profile("hope")
+    profile = result.profile("slope")
+    for level, errors in ((0.6827, 1.00002), (0.95, 1.959964)):
+        ends = result.parameters["slope"] + errors * result.errors["slope"] * np.array([-1, 1])
+        np.testing.assert_allclose(profile.interval(level), ends, rtol=1e-6)
+    with pytest.raises(hvp.HvpError, match=r"15\.1") as caught:
+        profile.interval(0.9999)
+    width = float(re.search(r"width=(\d+)", str(caught.value))[1])
+    far = result.profile("slope", width=width).interval(0.9999)
+    assert far[1] > profile.interval(0.95)[1]
+    with pytest.raises(hvp.HvpError, match="level"):
+        profile.interval(1.5)
+
+
+def test_an_interval_of_a_likelihood_is_that_of_its_closed_form():
+    counts = np.array([0.0, 2.0, 1.0, 0.0, 1.0])
+    mean, number = counts.mean(), len(counts)
+
+    def loss(predictions, y):
+        return tf.reduce_sum(predictions - y * tf.math.log(predictions))
+
+    result = hvp.fit(
+        lambda x, rate: rate * tf.ones_like(x), {"rate": 1.0}, (np.arange(5.0), counts), loss=loss
+    )
+
+    def increase(rate):
+        return 2 * number * (rate - mean - mean * np.log(rate / mean))
+
+    low, high = (
+        scipy.optimize.brentq(lambda rate: increase(rate) - 1, *ends)
+        for ends in ((0.1, mean), (mean, 5.0))
+    )
+    profile = result.profile("rate", width=1.5)
+    np.testing.assert_allclose(profile.increase, increase(profile.values), atol=1e-9)
+    found = profile.interval()
+    np.testing.assert_allclose(found, (low, high), rtol=1e-3)
+    assert high - mean > 1.2 * (mean - low)
+
+
+def test_an_interval_ends_at_a_bound():
+    x, y = points()
+    slope = hvp.fit(line, {"slope": 0.0, "offset": 0.0}, (x, y)).parameters["slope"]
+    bounds = {"slope": (0, slope + 0.001)}
+    result = hvp.fit(line, {"slope": 0.0, "offset": 0.0}, (x, y), bounds=bounds)
+    low, high = result.profile("slope").interval()
+    assert high == slope + 0.001
+    assert low == pytest.approx(slope - result.errors["slope"], rel=1e-4)
+
+
+def test_profiles_without_one_minimum_have_no_interval():
+    values = np.linspace(-1.0, 1.0, 5)
+    for increase in ([4.0, 1.0, 0.0, 1.0, np.nan], [4.0, 1.0, 0.0, 1.0, 0.5]):
+        profile = hvp.Profile("a", values, np.array(increase), 0.0, 0.5, (-np.inf, np.inf))
+        with pytest.raises(hvp.HvpError, match="'a'"):
+            profile.interval()
+
+
+def test_a_profile_is_drawn():
+    pytest.importorskip("matplotlib").use("Agg")
+    x, y = points()
+    ax = hvp.fit(line, {"slope": 0.0, "offset": 0.0}, (x, y)).profile("slope").plot()
+    profile, parabola = ax.lines[:2]
+    expected = np.interp(profile.get_xdata(), parabola.get_xdata(), parabola.get_ydata())
+    np.testing.assert_allclose(profile.get_ydata(), expected, atol=0.01)
+    assert ax.get_xlabel() == "slope"
 
 
 def test_profiles_keep_to_bounds():
