@@ -51,7 +51,8 @@ class Profile:
         """Return the ends of a confidence interval, which need not be symmetric.
 
         They are where the increase is the quantile of the chi-square distribution with one degree
-        of freedom: one for the default. A bound that comes before is an end.
+        of freedom: one for the default. A bound that comes before is an end. A variance of the
+        measurements that was estimated is taken as known.
 
         Parameters
         ----------
