@@ -268,8 +268,9 @@ class Dataflow:
 
 
 def _carries_derivatives(dtype: tf.DType) -> bool:
-    # Derivatives flow to variables through resources, and through lists of tensors as variants.
-    return dtype.is_floating or dtype.is_complex or dtype in (tf.resource, tf.variant)
+    # Derivatives flow to variables through resources, and through lists of tensors as variants;
+    # through text they would, if TensorFlow had them.
+    return dtype.is_floating or dtype.is_complex or dtype in (tf.resource, tf.variant, tf.string)
 
 
 def is_stateful(node: Any, functions: Mapping[str, Any]) -> bool:

@@ -383,6 +383,18 @@ def test_it_is_refused_when_built_because_of_its_row(kind, monkeypatch):
             assert kind in FOR_A_GPU
 
 
+@pytest.mark.parametrize("engine", ["graph", "tape"])
+def test_values_that_pass_through_text_are_refused(engine):
+    w = tf.Variable([1.5, 2.5])
+
+    def loss():
+        return tf.reduce_sum(tf.strings.to_number(tf.strings.as_string(w)) ** 2 + w**2)
+
+    for make in (hvp.HessianOperator, hvp.linearize):
+        with pytest.raises(hvp.SecondDerivativeError, match="AsString"):
+            make(loss, [w], engine=engine)
+
+
 CONSTANTS = {
     "Ceil": tf.math.ceil,
     "Floor": tf.floor,

@@ -86,9 +86,11 @@ def test_three_derivatives(program, mode):
     want = run(f)
     try:
         got = MODES[mode](lambda: run(g))()
-    except (tf.errors.InvalidArgumentError, tf.errors.UnimplementedError) as error:
-        # XLA takes no lists of a loop's or branch's intermediate values, recomputed or not.
-        if mode != "xla" or "TensorList" not in str(error):
+    except (LookupError, tf.errors.InvalidArgumentError, tf.errors.UnimplementedError) as error:
+        # XLA takes no lists of a loop's or branch's intermediate values, and in its graphs a slice
+        # has no third derivative, recomputed or not.
+        of_xla = any(name in str(error) for name in ("TensorList", "XlaDynamicUpdateSlice"))
+        if mode != "xla" or not of_xla:
             raise
         return
     assert_same(got, want, 1e-2 if dtype == "float32" else 1e-8, floor=1e-3)
