@@ -18,7 +18,10 @@ STEPS = {
     "residual": lambda x, w, seed: x + tf.sin(x @ w),
     "attention": lambda x, w, seed: tf.nn.softmax((x @ w) @ tf.transpose(x)) @ x,
     "gather": lambda x, w, seed: x * tf.gather(w, tf.zeros([tf.shape(x)[0]], tf.int32)),
-    "dropout": lambda x, w, seed: tf.nn.experimental.stateless_dropout(x, 0.3, [seed, 1]) @ w,
+    # By default XLA has a generator of its own, whose draws are others.
+    "dropout": lambda x, w, seed: (
+        tf.nn.experimental.stateless_dropout(x, 0.3, [seed, 1], rng_alg="philox") @ w
+    ),
     "norm": lambda x, w, seed: x / tf.sqrt(1 + tf.reduce_sum(tf.square(x), -1, keepdims=True)),
     "loop": lambda x, w, seed: tf.while_loop(
         lambda i, h: i < 2, lambda i, h: (i + 1, tf.tanh(h @ w)), (0, x)
