@@ -79,6 +79,7 @@ MISSING_DERIVATIVES = {
     "SerializeTensor": MissingDerivative((0,), _STRINGS),
     "SparseAddGrad": MissingDerivative((0,), _DENSE),
     "SparseConcat": MissingDerivative((), _DENSE),
+    "StringFormat": MissingDerivative((), _STRINGS),
     # Registered, but without the derivative by these inputs, or with an approximate one.
     "Betainc": MissingDerivative((0, 1), _PARAMETER),
     "FusedBatchNorm": MissingDerivative((3, 4), _NORMALIZE),
@@ -120,7 +121,7 @@ WHY = {
         FusedBatchNorm FusedBatchNormV2 FusedBatchNormV3 GenerateBoundingBoxProposals HSVToRGB
         LinSpace LookupTableFindV2 OneHot PadV2 ParameterizedTruncatedNormal QuantizeAndDequantizeV2
         QuantizeAndDequantizeV3 QuantizeAndDequantizeV4 RaggedRange RandomShuffle Range
-        ReduceDataset ScaleAndTranslate SerializeTensor SparseConcat Zeta
+        ReduceDataset ScaleAndTranslate SerializeTensor SparseConcat StringFormat Zeta
         """.split(),
         _FIRST,
     ),

@@ -294,6 +294,12 @@ ROWS = {
     "SparseConcat": Row(
         lambda x: raw.SparseConcat(**sparse(x), concat_dim=0).output_values, _2=VECTOR[:2]
     ),
+    "StringFormat": Row(
+        lambda x: raw.StringToNumber(
+            string_tensor=raw.StringFormat(inputs=[x[0]], template="%s"), out_type=x.dtype
+        ),
+        _0=VECTOR,
+    ),
     "StatelessParameterizedTruncatedNormal": truncated(
         lambda mean, width, least, most: raw.StatelessParameterizedTruncatedNormal(
             shape=[1], seed=[1, 2], means=mean, stddevs=width, minvals=least, maxvals=most
