@@ -24,20 +24,24 @@ def examples(inspected: InspectedOperator) -> Iterator[Finding]:
     if not isinstance(problem.rule, (HessianRule, PredictionRule)):
         return
     losses = joint_and_mean_loss(problem.rule, evaluation.snapshot, problem.few_examples())
-    if losses is None:
+    if not losses:
         return
-    count, together, mean = losses
-    allowed = _ROUNDINGS * inspected.epsilon * max(abs(together), abs(mean))
-    if abs(together - mean) <= allowed:
-        text = f"the loss of {count} examples is the mean of their losses"
-        yield Finding("examples", "ok", text)
-        return
+    for count, together, mean in losses:
+        allowed = _ROUNDINGS * inspected.epsilon * max(abs(together), abs(mean))
+        if abs(together - mean) > allowed:
+            is_sum = abs(together - count * mean) <= count * allowed
+            yield _of_difference(count, together, mean, is_sum)
+            return
+    text = f"the loss of {losses[0][0]} examples is the mean of their losses"
+    yield Finding("examples", "ok", text)
+
+
+def _of_difference(count: int, together: float, mean: float, is_sum: bool) -> Finding:
     text = f"the loss of {count} examples is {together:.6g}, the mean of their losses {mean:.6g}"
-    if abs(together - count * mean) <= count * allowed:
-        yield Finding("examples", "note", f"{text}: it is a sum")
-        return
+    if is_sum:
+        return Finding("examples", "note", f"{text}: it is a sum")
     text += (
         ": they have weights or depend on each other, as in batch normalization; if they should "
         "not, compare the shapes of labels and predictions, because (n,) and (n, 1) give (n, n)"
     )
-    yield Finding("examples", "warning", text)
+    return Finding("examples", "warning", text)

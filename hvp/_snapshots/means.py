@@ -88,12 +88,11 @@ def refuse_coupling(rule: Rule, snapshot: Snapshot, few: Elements) -> None:
 @outside_strategies
 def joint_and_mean_loss(
     rule: Rule, snapshot: Snapshot, few: Elements
-) -> tuple[int, float, float] | None:
-    """Return a number of examples, their loss together, and the mean of their separate losses.
+) -> list[tuple[int, float, float]]:
+    """Return numbers of examples, their loss together, and the mean of their separate losses.
 
-    Of the first two, three and so on of a few examples, these are the ones for which the two differ
-    most: the losses of examples that depend on each other may happen to agree. Return None if the
-    loss cannot be evaluated on so few examples, or there is one only.
+    These are all of a few examples, then one fewer, down to two: the losses of examples that depend
+    on each other may happen to agree. There are none if the loss cannot be evaluated on so few.
     """
 
     def loss(start: int, end: int) -> float:
@@ -102,8 +101,7 @@ def joint_and_mean_loss(
 
     try:
         alone = [loss(i, i + 1) for i in range(few.examples)]
-        counts = range(2, few.examples + 1)
-        found = [(count, loss(0, count), float(np.mean(alone[:count]))) for count in counts]
+        counts = range(few.examples, 1, -1)
+        return [(count, loss(0, count), float(np.mean(alone[:count]))) for count in counts]
     except _ON_FEW:
-        return None
-    return max(found, key=lambda one: (abs(one[1] - one[2]), one[0]), default=None)
+        return []

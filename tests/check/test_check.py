@@ -109,7 +109,6 @@ def test_a_gradient_that_is_right_only_once_fails(engine):
         assert "FAILED" in str(report)
 
 
-@pytest.mark.long
 def test_examples_that_depend_on_each_other_are_noted():
     """Labels of shape (n,) and predictions of shape (n, 1) give n * n differences."""
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
