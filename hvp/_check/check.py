@@ -78,9 +78,9 @@ def check(
             rounding, the outcome is a warning. For Gauss-Newton and Fisher matrices differences of
             the first batch's predictions, at four nearby points, take the place of gradients.
         *examples*
-            Whether the loss of up to four examples is the mean of the losses of each. If it is not,
-            the loss may be a sum, or labels may have been broadcast against predictions. Only for
-            the Hessian of a loss with data.
+            Whether the loss of two, three and four examples is the mean of the losses of each. If
+            it is not, the loss may be a sum, or labels may have been broadcast against predictions.
+            Only for the Hessian of a loss with data.
         *connected*
             Whether the loss depends on all variables.
         *operations*

@@ -11,9 +11,8 @@ import scipy.special
 
 from hvp._errors import HvpError, InvalidDataError
 from hvp._runtime.arguments import check_count
-from hvp._runtime.figures import axes
+from hvp._runtime.figures import COLOR, OTHER, axes
 
-_COLOR, _OTHER = "#0f766e", "#c2410c"
 # Probabilities of one example add up to one up to this.
 _ROUNDING = 1e-3
 
@@ -82,9 +81,9 @@ class Calibration:
         """
         ax = axes(ax)
         ax.plot([0, 1], [0, 1], color="0.6", linewidth=0.8, linestyle=":")
-        pairs = [("Laplace", self, _COLOR)]
+        pairs = [("Laplace", self, COLOR)]
         if self.point is not None:
-            pairs.insert(0, ("point estimate", self.point, _OTHER))
+            pairs.insert(0, ("point estimate", self.point, OTHER))
         for name, one, color in pairs:
             label = f"{name if len(pairs) > 1 else 'predictions'}: error {one.error:.3f}"
             # Areas that show how many examples there are, over a line that joins them.

@@ -146,8 +146,7 @@ class Laplace(FromKeras, OneProcess):
             names = ", ".join(map(repr, get_args(Curvature)))
             raise HvpError(f"the argument curvature is {curvature!r}", f"one of {names}")
         check_count(rank, "rank")
-        self._prepare(model, likelihood, subset)
-        self._outputs.progress = progress
+        self._prepare(model, likelihood, subset, progress)
         if noise is not None:
             self._check_noise(noise)
         if isinstance(data, tuple):
@@ -173,7 +172,7 @@ class Laplace(FromKeras, OneProcess):
         elif regularization is not None:
             self._posterior.prior = self._posterior.prior_of(regularization)
 
-    def _prepare(self, model: Any, likelihood: Any, subset: Any) -> None:
+    def _prepare(self, model: Any, likelihood: Any, subset: Any, progress: Any) -> None:
         """Find what of the model is uncertain."""
         if not callable(likelihood) and likelihood not in TARGETS:
             raise HvpError(
@@ -182,7 +181,7 @@ class Laplace(FromKeras, OneProcess):
             )
         self._targets = Targets(None, likelihood) if callable(likelihood) else TARGETS[likelihood]
         self._weights = Weights(model, subset)
-        self._outputs = Outputs(model, self._weights, subset, self.likelihood)
+        self._outputs = Outputs(model, self._weights, subset, self.likelihood, progress)
 
     def _pairs(self) -> Iterator[tuple[Any, Any]]:
         """Iterate over the data in small parts."""
@@ -680,7 +679,7 @@ class Laplace(FromKeras, OneProcess):
         if (name is None) != callable(likelihood):
             raise HvpError(f"the likelihood was {name}", "a function if, and only if, it was one")
         other = cls.__new__(cls)
-        other._prepare(model, likelihood or name, subset)
+        other._prepare(model, likelihood or name, subset, False)
         if settings["weights"] != other._weights.digests():
             raise CheckpointError(
                 f"the posterior in {path} is of other weights",

@@ -37,17 +37,21 @@ class Outputs:
         The inputs of the last layer, if it alone is uncertain, and its outputs are the model's.
     shape : tuple of int
         The shape of the outputs for one example; empty before `measure`.
-    progress : bool or "always"
-        Whether a progress bar is shown.
     """
 
-    def __init__(self, model: Any, weights: Weights, subset: Any, likelihood: str | None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        weights: Weights,
+        subset: Any,
+        likelihood: str | None,
+        progress: bool | Literal["always"],
+    ) -> None:
         self.function = outputs_of(model, likelihood in ("categorical", "bernoulli"))
         is_last = isinstance(subset, str) and subset == "last-layer"
         self.features: Any = features_of(model) if is_last else None
         self.shape: tuple[int, ...] = ()
-        self.progress: bool | Literal["always"] = False
-        self._weights, self._likelihood = weights, likelihood
+        self._weights, self._likelihood, self._progress = weights, likelihood, progress
         self._rows = ExampleRows(self._called, weights.nest)
         self._functions = Recent(4)
 
@@ -76,7 +80,7 @@ class Outputs:
         row = space.size if has_rows else 1
         step = max(1, _ROW_BYTES // (math.prod(self.shape) * row * space.dtype.size))
         is_set, is_first = isinstance(x, tf.data.Dataset), True
-        with progress_bar(self.progress, unit=" examples") as bar:
+        with progress_bar(self._progress, unit=" examples") as bar:
             for given in x if is_set else [x]:
                 inputs = given[0] if is_set and isinstance(given, tuple) else given
                 elements = convert_batch((inputs,), "x")

@@ -27,7 +27,7 @@ from hvp._minimize.profile import Profile
 from hvp._operators.hessian import HessianOperator
 from hvp._operators.jacobian import JacobianOperator
 from hvp._runtime.arguments import check_count, check_number
-from hvp._runtime.figures import pyplot
+from hvp._runtime.figures import OTHER, pyplot
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.user_warning import warn
 
@@ -432,10 +432,10 @@ class FitResult:
         if problem.loss is None:
             sigma = np.broadcast_to(problem.sigma, y.shape) * math.sqrt(self._variance)
         axes[0].errorbar(x, y, sigma, fmt="o", ms=3, color="#64748b", lw=1, label="data")
-        axes[0].plot(dense, value, color="#c2410c", label="model, with one standard error")
-        axes[0].fill_between(dense, value - band, value + band, color="#c2410c", alpha=0.25, lw=0)
+        axes[0].plot(dense, value, color=OTHER, label="model, with one standard error")
+        axes[0].fill_between(dense, value - band, value + band, color=OTHER, alpha=0.25, lw=0)
         axes[0].legend(frameon=False, fontsize="small")
-        axes[1].axhline(0, color="#c2410c", lw=1)
+        axes[1].axhline(0, color=OTHER, lw=1)
         axes[1].plot(x, -self.residuals / math.sqrt(self._variance), "o", ms=3, color="#64748b")
         axes[0].set(ylabel="value")
         axes[0].set_title(

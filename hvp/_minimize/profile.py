@@ -74,6 +74,12 @@ class Profile:
         far = float(scipy.special.ndtri((1 + level) / 2))
         # It is a line where the increase is a parabola.
         values, places = np.unique(self.values, return_index=True)
+        if len(values) < 2:
+            raise HvpError(
+                f"the profile of {self.name!r} has one value",
+                "values on both sides of the fit",
+                f"profile({self.name!r}), which has 13",
+            )
         root = np.sign(values - self.best) * np.sqrt(np.maximum(self.increase[places], 0))
         rising = np.diff(root) > 0
         if not rising.all():  # nor is it where there are NaN

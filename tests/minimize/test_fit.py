@@ -140,6 +140,10 @@ def test_profiles_are_parabolas_where_the_model_is_linear():
     assert far[1] > profile.interval(0.95)[1]
     with pytest.raises(hvp.HvpError, match="level"):
         profile.interval(1.5)
+    with pytest.raises(hvp.HvpError, match="'slope'"):
+        result.profile("slope", points=1).interval()
+    even = result.profile("slope", points=2).interval()
+    np.testing.assert_allclose(even, profile.interval(), rtol=1e-6)
 
 
 def test_an_interval_of_a_likelihood_is_that_of_its_closed_form():
