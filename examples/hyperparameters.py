@@ -3,9 +3,9 @@ Sixty strengths of regularization at once
 =========================================
 
 Grid search finds one hyperparameter, perhaps two. The gradient of the validation loss finds sixty:
-it takes the derivative of the trained weights in all strengths, which is one linear system with the
-Hessian, whatever their number. Here sixty groups of features have a penalty each, and ten of the
-groups matter.
+it takes the derivative of the trained weights with respect to all strengths, which is one linear
+system with the Hessian, whatever their number. Here sixty groups of features have a penalty each,
+and ten of the groups matter.
 """
 
 import os

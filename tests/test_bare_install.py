@@ -33,7 +33,7 @@ assert F.is_positive_semidefinite and kernels.shape == (144, 144)
 assert density.size == 161
 assert report.ok
 assert len(history["curvature_largest"]) == 3
-assert second.shape == block.__wrapped__.kernel.shape
+assert second.shape == layer.kernel.shape
 """
 # Everything that can show progress, without; and what it says when a bar is asked for.
 EVERYTHING = """

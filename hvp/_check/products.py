@@ -129,6 +129,13 @@ class ProductInspection:
         if not self.eigenvalues.size:
             yield Finding("curvature", "warning", "not checked: products are not finite")
             return
+        if not self._norm:
+            text = (
+                "the product with a random vector is exactly zero: near these values the loss is "
+                "linear in the variables, or does not depend on them"
+            )
+            yield Finding("curvature", "warning", text)
+            return
         inspected = self._inspected
         if inspected.operator.is_positive_semidefinite:
             yield self._of_semidefinite()

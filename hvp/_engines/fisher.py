@@ -119,8 +119,8 @@ class FisherRule(PredictionRule):
 
 def _another_loss(likelihood: str) -> HvpError:
     return InvalidLossError(
-        "the Hessian of the output loss in the predictions is not a multiple of the Fisher matrix "
-        f"of a {likelihood} distribution",
+        "the Hessian of the output loss with respect to the predictions is not a multiple of the "
+        f"Fisher matrix of a {likelihood} distribution",
         "the mean of its negative log-likelihood, with the same weight for all examples",
         "pass another likelihood, or use hvp.GaussNewtonOperator, which takes any output loss",
     )

@@ -49,10 +49,11 @@ def argmin(
 ) -> Any:
     """Minimize a loss, and return the minimum as a function of what the loss depends on.
 
-    For a tape around the call the result has derivatives in the outer variables, by the implicit
-    function theorem: with `g` the gradient of something in the minimum `w`, the gradient in the
-    outer variables `t` is `-B u`, where `H u = g` with the Hessian `H = d2L/dw2`, and
-    `B = d2L/dt dw` [Blo]_. How the minimum was found does not matter, and no iterations are kept.
+    For a tape around the call the result has derivatives with respect to the outer variables, by
+    the implicit function theorem: with `g` the gradient of something with respect to the minimum
+    `w`, that with respect to the outer variables `t` is `-B u`, where `H u = g` with the Hessian
+    `H = d2L/dw2`, and `B = d2L/dt dw` [Blo]_. How the minimum was found does not matter, and no
+    iterations are kept.
 
     Parameters
     ----------

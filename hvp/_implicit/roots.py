@@ -28,8 +28,8 @@ def root(
 ) -> Any:
     """Solve an equation, and return the solution as a function of what the equation depends on.
 
-    For a tape around the call the result has derivatives in the outer variables, of any order,
-    by the implicit function theorem, as that of `argmin`.
+    For a tape around the call the result has derivatives with respect to the outer variables, of
+    any order, by the implicit function theorem, as that of `argmin`.
 
     Parameters
     ----------

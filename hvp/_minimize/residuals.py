@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import scipy.linalg
 import tensorflow as tf
 
 from hvp._data.data_sets import Terms, parts_of
@@ -34,7 +34,7 @@ _ON_BOUNDARY, _FACTORIZATIONS = 0.1, 20
 # An acceleration is used if it is at most this part of the length of the step.
 _ACCELERATION = 0.375
 # How far the gradient of the loss may be from that of the residuals, relative to their scale.
-_APART = {np.dtype(np.float64): 1e-8, np.dtype(np.float32): 1e-4}
+_APART, _APART_LOW = 1e-8, 1e-4
 
 
 def residuals_of(
@@ -70,7 +70,8 @@ class ResidualSpace:
     and `q` is zero, or `momentum` times the previous step [1]_. The matrix `A A'` is as large as
     there are residuals; if there are fewer variables, `A' A` takes its place. The damping is the
     smallest one that is at least that of the caller and for which `norm(p - q) <= radius`. All
-    this is in units of `scale`.
+    this is in units of `scale`, in float64, and computed by TensorFlow: threads of NumPy's matrix
+    products would keep the cores busy when TensorFlow needs them.
 
     With `accelerates`, half the second-order correction of the path [2]_ is added.
 
@@ -92,7 +93,7 @@ class ResidualSpace:
     ) -> None:
         self._terms, self._space = terms, terms[0].space
         self._momentum, self._accelerates, self._scale = momentum, accelerates, scale
-        self._gradient: np.ndarray | None = None
+        self._gradient: tf.Tensor | None = None
         self._mu = 0.0
 
     def shapes(self, size: int) -> list[list[int]]:
@@ -116,111 +117,137 @@ class ResidualSpace:
 
         Entries of the step where the `mask` is zero are zero.
         """
-        self._evaluate(gradient.numpy(), None if mask is None else mask.numpy())
-        matrix, offset = self._matrix, self._offset
-        start = np.zeros(matrix.shape[1])
+        self._evaluate(gradient, mask)
+        start = tf.zeros(gradient.shape, tf.float64)
         self._mu = float(tensors[0][0])
         if self._momentum:
-            previous = self._momentum * tensors[1].numpy().astype(np.float64) / self._scale
-            previous *= 1.0 if mask is None else mask.numpy()
-            length = float(np.linalg.norm(previous))
-            start = previous if length <= radius else previous * (radius / length)
-        solve, mu, count = self._within(radius, damping, offset + matrix @ start)
-        moved = -solve(offset + matrix @ start)
-        length = float(np.linalg.norm(moved))
+            previous = self._momentum * tf.cast(tensors[1], tf.float64) / self._scale
+            start = tf.clip_by_norm(previous if mask is None else previous * self._mask, radius)
+        residual = self._offset + tf.linalg.matvec(self._matrix, start)
+        solve, mu, count = self._within(radius, damping, residual)
+        moved = -solve(residual)
+        length = _norm(moved)
         if length > (1 + 2 * _ON_BOUNDARY) * radius:  # there were too few factorizations
             length, moved = radius, moved * (radius / length)
         step = start + moved
-        before, after = offset @ offset, offset + matrix @ step
-        predicted = (before - after @ after - damping * (moved @ moved)) / 2
+        predicted = self._decrease(step, damping * _norm(moved) ** 2)
         if self._accelerates:
-            parts = self._space.split(tf.constant(self._scale * step, self._space.dtype))
-            curved = np.concatenate([term.accelerations(parts) for term in self._terms])
+            parts = self._space.split(tf.cast(self._scale * step, self._space.dtype))
+            curved = tf.concat([term.accelerations(parts) for term in self._terms], 0)
             correction = -solve(curved) / 2
-            if np.linalg.norm(correction) <= _ACCELERATION * np.linalg.norm(step):
+            if _norm(correction) <= _ACCELERATION * _norm(step):
                 step = step + correction
         on_boundary = mu > max(damping, self._least)
         return SteihaugResult(
-            tf.constant(self._scale * step, gradient.dtype),
+            tf.cast(self._scale * step, gradient.dtype),
             SolveOutcome.BOUNDARY if on_boundary else SolveOutcome.CONVERGED,
             count,
             length,
-            float(predicted),
+            predicted,
         )
 
     def predicted(self, step: tf.Tensor, damping: float) -> float:
         """Return the decrease of the last model along a step."""
-        own = step.numpy().astype(np.float64) / self._scale
-        after = self._offset + self._matrix @ own
-        return float(self._offset @ self._offset - after @ after - damping * (own @ own)) / 2
+        own = tf.cast(step, tf.float64) / self._scale
+        return self._decrease(own, damping * _norm(own) ** 2)
 
-    def _evaluate(self, gradient: np.ndarray, mask: np.ndarray | None) -> None:
+    def _decrease(self, step: tf.Tensor, penalty: float) -> float:
+        change = tf.linalg.matvec(self._matrix, step)
+        return -float(tf.tensordot(change, self._offset + change / 2, 1)) - penalty / 2
+
+    def _evaluate(self, gradient: tf.Tensor, mask: tf.Tensor | None) -> None:
         """Compute the residuals and their Jacobian, unless the gradient is that of before."""
         if self._gradient is not None and np.array_equal(gradient, self._gradient):
             return
         self._gradient = None
         pairs = [term.evaluate() for term in self._terms]
-        self._offset = np.concatenate([offset for offset, _ in pairs])
-        matrix = self._matrix = np.concatenate([rows for _, rows in pairs])
-        if not (np.isfinite(self._offset).all() and np.isfinite(matrix).all()):
+        self._offset = tf.concat([offset for offset, _ in pairs], 0)
+        matrix = tf.concat([rows for _, rows in pairs], 0)
+        scale = _norm(matrix) * _norm(self._offset)
+        if not math.isfinite(scale):
             raise NonFiniteError(
                 "a residual or its gradient is not finite",
                 "a model that is differentiable where the variables are",
                 "look for norms and square roots near zero, and for overflow",
             )
-        error = np.linalg.norm(self._offset @ matrix - gradient)
-        scale = np.linalg.norm(matrix) * np.linalg.norm(self._offset)
-        if error > _APART.get(gradient.dtype, 1e-4) * scale:
+        given = tf.cast(gradient, tf.float64)
+        error = _norm(tf.linalg.matvec(matrix, self._offset, transpose_a=True) - given)
+        if error > (_APART if gradient.dtype == tf.float64 else _APART_LOW) * scale:
             raise InvalidLossError(
                 "the gradient of the loss is not that of its residuals (they differ by "
-                f"{error:.3g}, and the gradient has the norm {np.linalg.norm(gradient):.3g})",
+                f"{error:.3g}, and the gradient has the norm {_norm(given):.3g})",
                 "a model that treats examples independently, and an output loss without further "
                 "terms",
                 "leave out space='residuals' and keep the loss as it is",
             )
-        matrix *= self._scale if mask is None else self._scale * mask
-        self._is_wide = matrix.shape[0] <= matrix.shape[1]
-        self._square = matrix @ matrix.T if self._is_wide else matrix.T @ matrix
-        eps = np.finfo(np.float64).eps
-        self._least = float(10 * eps * self._square.trace())
+        self._mask = 1.0 if mask is None else tf.cast(mask, tf.float64)
+        units = self._scale * self._mask
+        self._matrix = matrix = matrix if isinstance(units, float) else matrix * units
+        self._is_wide = wide = matrix.shape[0] <= matrix.shape[1]
+        self._square = tf.matmul(matrix, matrix, transpose_a=not wide, transpose_b=wide)
+        self._least = 10 * np.finfo(np.float64).eps * float(tf.linalg.trace(self._square))
         self._gradient = gradient
 
     def _within(
-        self, radius: float, damping: float, residual: np.ndarray
-    ) -> tuple[Callable[[np.ndarray], np.ndarray], float, int]:
+        self, radius: float, damping: float, residual: tf.Tensor
+    ) -> tuple[Callable[[tf.Tensor], tf.Tensor], float, int]:
         """Return what solves for a right-hand side within the trust region, and its damping.
 
         Newton's method for `1 / norm(p) = 1 / radius` as a function of the damping, which is
         concave, converges in a few factorizations from that of the last step.
         """
-        least, diagonal = max(damping, self._least), np.arange(len(self._square))
-        mu = max(self._mu, least)
+        least, square = max(damping, self._least), self._square
+        mu, diagonal = max(self._mu, least), tf.linalg.diag_part(square)
+        right = self._rows_of(residual)
+
+        def inner(a: tf.Tensor, b: tf.Tensor) -> float:
+            return float(tf.tensordot(a, tf.linalg.matvec(square, b) if self._is_wide else b, 1))
+
         for count in range(1, _FACTORIZATIONS + 1):
-            shifted = self._square.copy()
-            shifted[diagonal, diagonal] += mu
-            try:
-                factor = scipy.linalg.cho_factor(shifted, lower=True, overwrite_a=True)
-            except scipy.linalg.LinAlgError:
+            factor = _cholesky(tf.linalg.set_diag(square, diagonal + mu))
+            if factor is None:
                 mu *= 10
                 continue
-            right = residual if self._is_wide else residual @ self._matrix
-            z = scipy.linalg.cho_solve(factor, right)
-            w = scipy.linalg.cho_solve(factor, z)
-            squared = z @ (self._square @ z if self._is_wide else z)
-            length = float(np.sqrt(max(squared, 0.0)))
+            z = _solved(factor, right)
+            w = _solved(factor, z)
+            squared = inner(z, z)
+            length = math.sqrt(max(squared, 0.0))
             short = length < (1 - _ON_BOUNDARY) * radius and length > 0 and mu > least
             if (not short and length <= (1 + _ON_BOUNDARY) * radius) or count == _FACTORIZATIONS:
                 break
-            slope = z @ (self._square @ w if self._is_wide else w)
-            mu = max(least, mu + float(squared / slope * (length - radius) / radius))
+            mu = max(least, mu + squared / inner(z, w) * (length - radius) / radius)
         self._mu = mu
 
-        def solve(right: np.ndarray) -> np.ndarray:
+        def solve(residual: tf.Tensor) -> tf.Tensor:
+            solved = _solved(factor, self._rows_of(residual))
             if self._is_wide:
-                return scipy.linalg.cho_solve(factor, right) @ self._matrix
-            return scipy.linalg.cho_solve(factor, right @ self._matrix)
+                return tf.linalg.matvec(self._matrix, solved, transpose_a=True)
+            return solved
 
         return solve, mu, count
+
+    def _rows_of(self, residual: tf.Tensor) -> tf.Tensor:
+        """Return the right-hand side of a residual, as long as the matrix that is factorized."""
+        if self._is_wide:
+            return residual
+        return tf.linalg.matvec(self._matrix, residual, transpose_a=True)
+
+
+def _norm(x: tf.Tensor) -> float:
+    return float(tf.norm(x))
+
+
+def _cholesky(matrix: tf.Tensor) -> tf.Tensor | None:
+    """Return the Cholesky factor, or None if the matrix is not positive definite."""
+    try:
+        factor = tf.linalg.cholesky(matrix)
+    except tf.errors.InvalidArgumentError:  # of the kernel for CPUs; that for GPUs returns NaN
+        return None
+    return factor if math.isfinite(_norm(factor)) else None
+
+
+def _solved(factor: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
+    return tf.linalg.cholesky_solve(factor, right[:, tf.newaxis])[:, 0]
 
 
 class TermResiduals:
@@ -241,7 +268,7 @@ class TermResiduals:
         self._jacobian: JacobianOperator | None = None
         self._root = np.zeros(0)
 
-    def evaluate(self) -> tuple[np.ndarray, np.ndarray]:
+    def evaluate(self) -> tuple[tf.Tensor, tf.Tensor]:
         """Return `y`, and `A` of shape `(residuals, n)`, in float64."""
         elements = self._elements()
         gradient, curvature, is_diagonal = self._scale(*elements.tensors)
@@ -255,7 +282,8 @@ class TermResiduals:
                 else "is not diagonal"
             )
             raise InvalidLossError(
-                f"the second derivative of the output loss in the predictions {problem}",
+                "the second derivative of the output loss with respect to the predictions "
+                f"{problem}",
                 "a convex loss of each prediction for itself, such as the mean of squares",
                 "leave out space='residuals', which is for least squares and the like",
             )
@@ -269,15 +297,16 @@ class TermResiduals:
             )
         self._root = root = np.sqrt(self._weight * b)
         y = np.divide(self._weight * c, root, out=np.zeros_like(c), where=root > 0)
-        return y, root[:, np.newaxis] * self._dense(elements, len(b))
+        rows = tf.cast(self._dense(elements, len(b)), tf.float64)
+        return tf.constant(y), root[:, np.newaxis] * rows
 
-    def accelerations(self, step: Sequence[tf.Tensor]) -> np.ndarray:
+    def accelerations(self, step: Sequence[tf.Tensor]) -> tf.Tensor:
         """Return the second derivatives of the residuals along a step, in units of `y`.
 
         They are those of the point at which `evaluate` was called last.
         """
         second = self._pushed(self._elements().tensors, list(step))
-        return self._root * second.numpy()
+        return self._root * tf.cast(second, tf.float64)
 
     def _dense(self, elements: Elements, count: int) -> np.ndarray:
         rows = self._rows.of(elements) if elements.has_examples else None
@@ -289,8 +318,8 @@ class TermResiduals:
                 )
             else:
                 self._jacobian.refresh()
-            rows = self._jacobian.to_dense(max_size=max(count, self.space.size))
-        return rows.astype(np.float64)
+            return self._jacobian.to_dense(max_size=max(count, self.space.size))
+        return rows
 
     def _of_tensors(self, *tensors: tf.Tensor) -> tuple[tf.Tensor, ...]:
         """Return the gradient and the diagonal of the Hessian of the loss in the predictions.

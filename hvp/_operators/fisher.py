@@ -34,7 +34,8 @@ class FisherOperator(FromKeras, SymmetricOperator):
 
     If the loss of an example is the negative logarithm of a probability that the model assigns to
     its targets, the Fisher matrix is the mean, over the examples, of `E[g g^T]`. Here `g` is the
-    gradient of the loss of one example in the variables. The three kinds differ in the targets:
+    gradient of the loss of one example with respect to the variables. The three kinds differ in the
+    targets:
 
     ``"type-2"``
         The expectation over targets drawn from the model's own distribution. It equals the

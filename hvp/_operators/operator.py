@@ -116,7 +116,7 @@ class Operator(OneProcess, DtypePreserving):
         whose data are one batch, if any, is a function of the variables as well: its gradient is a
         third derivative of the loss, as in `third_order_product`. The loss is traced again for the
         first one, and a gradient costs a few of the loss if the tape watches variables. All other
-        gradients in the variables raise a `SecondDerivativeError`.
+        gradients with respect to the variables raise a `SecondDerivativeError`.
 
         Unlike `H @ v`, this does not check whether entries are finite, which would mean waiting for
         the device.

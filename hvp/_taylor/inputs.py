@@ -25,7 +25,7 @@ _functions: Any = weakref.WeakKeyDictionary()
 
 
 class Laplacian(NamedTuple):
-    """The value of a function, its gradient in the inputs, and its Laplacian.
+    """The value of a function, its gradient with respect to the inputs, and its Laplacian.
 
     For inputs of shape `(n, *inputs)` and a function of shape `(n, *outputs)`, the gradient has the
     shape `(n, *outputs, *inputs)`, and the Laplacian that of the value. If the function returns a
@@ -43,7 +43,8 @@ def jet(f: Callable[[tf.Tensor], Any], x: Any, directions: Any, order: int = 2) 
     For each order `j`, this is the `j`-th derivative of `f(x + t d)` in `t` at zero, where `d` is a
     direction. All orders are computed in one pass (Taylor mode), whose cost grows with the square
     of the order, where nested tapes take twice as long for each further order. The results are
-    ordinary tensors: they can be used in a loss, and differentiated in the weights and in `x`.
+    ordinary tensors: they can be used in a loss, and differentiated with respect to the weights and
+    `x`.
 
     Parameters
     ----------
@@ -118,13 +119,13 @@ def jet(f: Callable[[tf.Tensor], Any], x: Any, directions: Any, order: int = 2) 
 def laplacian(
     f: Callable[[tf.Tensor], Any], x: Any, *, probes: int | None = None, seed: Any = 0
 ) -> Laplacian:
-    """Compute the Laplacian of a function in its inputs, with its value and gradient.
+    """Compute the Laplacian of a function with respect to its inputs, with its value and gradient.
 
     The Laplacian is the sum of the second derivatives by each input of an example. All come from
     one pass that propagates the value, the derivatives by each input, and the sum of the second
     derivatives (collapsed Taylor mode). With `d` inputs per example, it costs about as much as
     `d + 2` evaluations of `f`. The results are ordinary tensors: they can be used in a loss, and
-    differentiated in the weights and in `x`.
+    differentiated with respect to the weights and `x`.
 
     Parameters
     ----------
@@ -203,7 +204,7 @@ def laplacian(
 
 
 def bilaplacian(f: Callable[[tf.Tensor], Any], x: Any) -> Any:
-    """Compute the Laplacian of the Laplacian of a function in its inputs.
+    """Compute the Laplacian of the Laplacian of a function with respect to its inputs.
 
     With `d` inputs per example, it costs about as much as `(d + 2)**2` evaluations of `f`.
 
@@ -241,7 +242,7 @@ def bilaplacian(f: Callable[[tf.Tensor], Any], x: Any) -> Any:
 def hessian_trace(
     f: Callable[[tf.Tensor], Any], x: Any, A: Any = None, *, factor: Any = None
 ) -> Any:
-    """Compute the trace of a matrix times the Hessian of a function in its inputs.
+    """Compute the trace of a matrix times the Hessian of a function with respect to its inputs.
 
     This is `sum_ij A_ij d^2 f / dx_i dx_j`, the second-order term of a diffusion, for each example.
     It costs about as much as `2 d + 2` evaluations of `f`, or `m + 2` with a factor.

@@ -217,12 +217,12 @@ class TracedFunction:
         missing = MISSING_DERIVATIVES.get(operation.type)
         moving = {i for i, series in enumerate(inputs) if not series.is_constant}
         if operation.type in CONTROL_FLOW | CALLS:
-            problem = f"derivatives in the inputs pass through {operation.type}"
+            problem = f"derivatives by inputs pass through {operation.type}"
             self._refuse(operation, problem, "write a loop in Python, and a branch with tf.where")
         if missing is not None and (moving & {*missing.inputs} or not missing.inputs):
             self._refuse(operation, f"{operation.type} has no derivative", missing.remedy)
         if moving and any(t.dtype in (tf.variant, tf.resource) for t in operation.outputs):
-            problem = f"derivatives in the inputs pass through {operation.type}, a list of tensors"
+            problem = f"derivatives by inputs pass through {operation.type}, a list of tensors"
             remedy = "use tf.stack in place of a tf.TensorArray, and loops in Python (unroll=True)"
             self._refuse(operation, problem, remedy)
         if operation.type in _POOLS and may_keep_the_size(operation.node_def):

@@ -68,10 +68,10 @@ class KFACOptimizer(CurvatureOptimizer):
 
     Notes
     -----
-    For a layer with the factors `A` of its inputs and `G` of the gradients in its outputs, the
-    gradient `V` becomes ``(A + pi sqrt(damping) I)^-1 V (G + sqrt(damping) / pi I)^-1``, where
-    `pi**2` is the ratio of their mean eigenvalues. A step that updates factors takes another pass
-    forward and backward.
+    For a layer with the factors `A` of its inputs and `G` of the gradients with respect to its
+    outputs, the gradient `V` becomes
+    ``(A + pi sqrt(damping) I)^-1 V (G + sqrt(damping) / pi I)^-1``, where `pi**2` is the ratio of
+    their mean eigenvalues. A step that updates factors takes another pass forward and backward.
 
     References
     ----------

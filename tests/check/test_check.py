@@ -342,6 +342,12 @@ def test_curvature_and_precision():
             report = hvp.check(H)
             assert report["curvature"].message.startswith(kind)
             np.testing.assert_allclose(report.eigenvalues, sorted(eigenvalues), atol=1e-12)
+    x = tf.Variable([-1.0, 2.0])
+    with hvp.HessianOperator(lambda: tf.reduce_sum(tf.nn.relu(3 * x)), x) as H:  # piecewise linear
+        report = hvp.check(H)
+        assert outcomes(report)["curvature"] == "warning"
+        assert "exactly zero" in report["curvature"].message
+        assert "precision" not in str(report)
     with quadratic([1e-4, 1.0, 2.0], "float32") as H:
         report = hvp.check(H, rtol=1e-6)
         assert outcomes(report)["precision"] == "warning"
