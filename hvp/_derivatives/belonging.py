@@ -148,10 +148,10 @@ class _Refused(tf.IndexedSlices):
         if error is not None:
             raise error
         raise SecondDerivativeError(
-            "this is the gradient of a product with respect to the variables of its operator, which "
-            "would be a third derivative of the loss",
-            "a gradient with respect to the vector; an operator belongs to the point at which it was "
-            "evaluated",
+            "this is the gradient of a product with respect to the variables of its operator, "
+            "which is a third derivative of the loss",
+            "a gradient with respect to the vector; an operator belongs to the point at which it "
+            "was evaluated",
             "pass the product through tf.stop_gradient if it is a constant to you",
         )
 
@@ -171,8 +171,8 @@ def _gradient(operation: Any, *upstream: Any) -> Sequence[Any]:
         raise SecondDerivativeError(
             "a tf.function that multiplies by an operator is differentiated, in its variables too, "
             "which would be a third derivative of the loss",
-            "a gradient with respect to the vector; an operator belongs to the point at which it was "
-            "evaluated",
+            "a gradient with respect to the vector; an operator belongs to the point at which it "
+            "was evaluated",
             "open the tape inside the function; or pass the product through tf.stop_gradient if it "
             "is a constant to you",
         )
