@@ -295,7 +295,7 @@ def write_table(results: dict[str, Any]) -> None:
 
     def cell(task: str, row: dict[str, Any] | None) -> str:
         if row is None:
-            return "not offered"
+            return "not measured"
         if "error" in row:
             return "fails"
         wrong = row.get("relative_error", 0) if task == "eigenvalues" else 0

@@ -71,8 +71,8 @@ class CurvatureMonitor(keras.callbacks.Callback):
         on both sides, as `loss_slice` does. The result is in `history` as ``"slice"``.
     log_dir : str or path, optional
         A folder for TensorBoard: numbers as scalars, densities as histograms and, with matplotlib,
-        densities and slices as images. It takes the package tensorboard. Give it the folder of the
-        callback `TensorBoard`, or one beside it.
+        densities and slices as images. It takes the package tensorboard. Give it a folder of its
+        own, such as one beside that of the callback `TensorBoard`.
     **options
         Further arguments of `HessianOperator.from_keras`, such as ``batch_size``.
 
