@@ -2,6 +2,7 @@
 
 Text in single backticks is a formula if it looks like one, such as `H u = g` or `A`, and code
 otherwise: docstrings are read in terminals as well, where the markup of formulas is a nuisance.
+Code that is a name of the reference becomes a link to it.
 """
 
 import re
@@ -9,6 +10,7 @@ from typing import Any
 
 from docutils import nodes
 from latex2mathml.converter import convert
+from sphinx import addnodes
 
 GREEK = "alpha beta gamma delta epsilon eta theta lambda mu pi rho sigma tau phi chi".split()
 FUNCTIONS = "log exp sqrt norm diag det abs min max sum inv mean trace".split()
@@ -20,6 +22,8 @@ CODE = re.compile(
     r"""|\([\w ,.*]+,\)?|\bto_|[a-z]{3,}\((?!.*[\^'])\w+\)$""",
     re.VERBOSE,
 )
+# A name, but not that of a function after which an argument is called.
+NAME = re.compile(r"(?!recompute$)[A-Za-z]\w*(?:\.\w+)*")
 TOKEN = re.compile(
     rf"(?:{'|'.join(GREEK)})(?![a-z])|[a-z]{{3,}}(?:_[a-z]{{2,}})*|[A-Za-z]+|\^-?\w|<=|>=|."
 )
@@ -46,13 +50,20 @@ def formula(text: str) -> str:
     return TOKEN.sub(written, text.replace(" . ", " * "))
 
 
-def _text(name: str, rawtext: str, text: str, *rest: Any, **options: Any) -> Any:
+def _text(name: str, rawtext: str, text: str, line: int, inliner: Any, *rest: Any) -> Any:
     """Role of text in single backticks."""
     content = text.replace("\\", "")
     latex = formula(content)
     if latex:
         return [nodes.math(rawtext, latex)], []
-    return [nodes.literal(rawtext, content)], []
+    literal = nodes.literal(rawtext, content)
+    if not NAME.fullmatch(content):
+        return [literal], []
+    environment = inliner.document.settings.env
+    context = {"py:module": "hvp", "py:class": environment.ref_context.get("py:class")}
+    where = {"refdomain": "py", "reftype": "obj", "refdoc": environment.docname}
+    # What has no place in the reference, such as an argument, stays the literal.
+    return [addnodes.pending_xref(rawtext, literal, reftarget=content, **where, **context)], []
 
 
 def _inline(translator: Any, node: Any) -> None:
