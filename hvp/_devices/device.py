@@ -48,7 +48,10 @@ _LOSSES = (
     tf.errors.UnavailableError,
 )
 # What other errors say about a worker that was started again, and knows nothing of what was there.
-_FORGOTTEN = re.compile(r"context_id|remote_handle|unknown device|worker session|incarnation", re.I)
+_FORGOTTEN = re.compile(
+    r"context_id|remote_handle|unknown device|worker session|incarnation|nor a name of a function",
+    re.I,
+)
 # What they say where a worker is missing that an operation had to do with.
 _MISTAKEN = re.compile(r"poisoned|primary device is not remote", re.I)
 
