@@ -118,14 +118,14 @@ class ResidualSpace:
         Entries of the step where the `mask` is zero are zero.
         """
         self._evaluate(gradient, mask)
-        start = tf.zeros(gradient.shape, tf.float64)
+        start, residual = tf.zeros(gradient.shape, tf.float64), self._offset
         self._mu = float(tensors[0][0])
         if self._momentum:
             previous = self._momentum * tf.cast(tensors[1], tf.float64) / self._scale
-            start = tf.clip_by_norm(previous if mask is None else previous * self._mask, radius)
-        residual = self._offset + tf.linalg.matvec(self._matrix, start)
-        solve, mu, count = self._within(radius, damping, residual)
-        moved = -solve(residual)
+            start = tf.clip_by_norm(previous * self._mask, radius)
+            residual = residual + tf.linalg.matvec(self._matrix, start)
+        factor, z, count = self._within(radius, damping, self._rows_of(residual))
+        moved = -self._columns_of(z)
         length = _norm(moved)
         if length > (1 + 2 * _ON_BOUNDARY) * radius:  # there were too few factorizations
             length, moved = radius, moved * (radius / length)
@@ -134,10 +134,10 @@ class ResidualSpace:
         if self._accelerates:
             parts = self._space.split(tf.cast(self._scale * step, self._space.dtype))
             curved = tf.concat([term.accelerations(parts) for term in self._terms], 0)
-            correction = -solve(curved) / 2
+            correction = -self._columns_of(_solved(factor, self._rows_of(curved))) / 2
             if _norm(correction) <= _ACCELERATION * _norm(step):
                 step = step + correction
-        on_boundary = mu > max(damping, self._least)
+        on_boundary = self._mu > max(damping, self._least)
         return SteihaugResult(
             tf.cast(self._scale * step, gradient.dtype),
             SolveOutcome.BOUNDARY if on_boundary else SolveOutcome.CONVERGED,
@@ -189,25 +189,27 @@ class ResidualSpace:
         self._gradient = gradient
 
     def _within(
-        self, radius: float, damping: float, residual: tf.Tensor
-    ) -> tuple[Callable[[tf.Tensor], tf.Tensor], float, int]:
-        """Return what solves for a right-hand side within the trust region, and its damping.
+        self, radius: float, damping: float, right: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor, int]:
+        """Return a factor and the solution with it within the trust region; keep its damping.
+
+        Also return the number of factorizations.
 
         Newton's method for `1 / norm(p) = 1 / radius` as a function of the damping, which is
         concave, converges in a few factorizations from that of the last step.
         """
         least, square = max(damping, self._least), self._square
         mu, diagonal = max(self._mu, least), tf.linalg.diag_part(square)
-        right = self._rows_of(residual)
 
         def inner(a: tf.Tensor, b: tf.Tensor) -> float:
             return float(tf.tensordot(a, tf.linalg.matvec(square, b) if self._is_wide else b, 1))
 
         for count in range(1, _FACTORIZATIONS + 1):
-            factor = _cholesky(tf.linalg.set_diag(square, diagonal + mu))
-            if factor is None:
+            found = _cholesky(tf.linalg.set_diag(square, diagonal + mu))
+            if found is None:
                 mu *= 10
                 continue
+            factor = found
             z = _solved(factor, right)
             w = _solved(factor, z)
             squared = inner(z, z)
@@ -217,20 +219,17 @@ class ResidualSpace:
                 break
             mu = max(least, mu + squared / inner(z, w) * (length - radius) / radius)
         self._mu = mu
-
-        def solve(residual: tf.Tensor) -> tf.Tensor:
-            solved = _solved(factor, self._rows_of(residual))
-            if self._is_wide:
-                return tf.linalg.matvec(self._matrix, solved, transpose_a=True)
-            return solved
-
-        return solve, mu, count
+        return factor, z, count
 
     def _rows_of(self, residual: tf.Tensor) -> tf.Tensor:
         """Return the right-hand side of a residual, as long as the matrix that is factorized."""
         if self._is_wide:
             return residual
         return tf.linalg.matvec(self._matrix, residual, transpose_a=True)
+
+    def _columns_of(self, z: tf.Tensor) -> tf.Tensor:
+        """Return the step of a solution with the matrix that is factorized."""
+        return tf.linalg.matvec(self._matrix, z, transpose_a=True) if self._is_wide else z
 
 
 def _norm(x: tf.Tensor) -> float:
