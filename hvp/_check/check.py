@@ -63,7 +63,8 @@ def check(
         `raise_if_failed()`. Its findings are:
 
         *products*
-            Whether products are finite, and the same when computed again.
+            Whether products are finite, and the same when computed again. If those with random
+            vectors are exactly zero, the outcome is a warning.
         *symmetry*, *linearity*, *blocks*
             Whether they are those of one symmetric matrix, for single vectors and for blocks.
         *same each time*

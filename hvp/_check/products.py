@@ -53,7 +53,13 @@ class ProductInspection:
             verdict: Verdict = "ok" if difference <= inspected.tolerance * scale else "failed"
             return Finding(name, verdict, f"{description} {difference / scale:.1g}")
 
-        if np.array_equal(Hv, Hv_again):
+        if not (Hv.any() or Hu.any()):
+            text = (
+                "exactly zero for random vectors: at these values the matrix is zero, as the "
+                "Hessian of a loss that is linear in the variables"
+            )
+            yield Finding("products", "warning", text)
+        elif np.array_equal(Hv, Hv_again):
             yield Finding("products", "ok", "finite, and bit for bit the same when computed again")
         else:
             difference = float(np.linalg.norm(Hv - Hv_again))
@@ -128,13 +134,6 @@ class ProductInspection:
         """Report the signs of the eigenvalues, and whether the dtype suffices for `rtol`."""
         if not self.eigenvalues.size:
             yield Finding("curvature", "warning", "not checked: products are not finite")
-            return
-        if not self._norm:
-            text = (
-                "the product with a random vector is exactly zero: near these values the loss is "
-                "linear in the variables, or does not depend on them"
-            )
-            yield Finding("curvature", "warning", text)
             return
         inspected = self._inspected
         if inspected.operator.is_positive_semidefinite:
