@@ -38,7 +38,8 @@ class FactoredInverse:
 
     def fingerprint(self) -> dict[str, str]:
         """Return a fingerprint of the matrix and its damping."""
-        settings = f"{self._damping!r} {digest(self._matrix.eigenvalues)}"
+        # The rows that are done belong to blocks of this width.
+        settings = f"{self._damping!r} {self.width} {digest(self._matrix.eigenvalues)}"
         return {"solver": self.solver, "settings": settings}
 
     def whitened(self, rows: np.ndarray) -> np.ndarray:

@@ -30,7 +30,8 @@ class DtypePreserving(LinearOperator):
     def __sub__(self, other: Any) -> LinearOperator:
         """Subtract another operator or matrix of the same shape."""
         other = _operator(other)
-        return self + other * other.dtype.type(-1)
+        # Booleans and integers without a sign have no -1.
+        return self + other * np.result_type(other.dtype, np.int8).type(-1)
 
     def __rsub__(self, other: Any) -> LinearOperator:
         """Subtract from a matrix."""

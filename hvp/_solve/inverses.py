@@ -454,7 +454,8 @@ def _neumann_series(
     x = tf.zeros_like(b)
     scales = [tf.constant(v, b.dtype) for v in (scale, damping)]
     b_norm = _or_one(tf.norm(b, axis=1))
-    last_change, done = math.inf, 0
+    # Each of the first terms is at most as long as the first one, b / s.
+    last_change, done = min(_ITERATIONS, iterations) / scale, 0
     while done < iterations:
         deliver_interrupt()
         count = min(_ITERATIONS, iterations - done)

@@ -325,8 +325,9 @@ class BlockDiagonalPreconditioner(Preconditioner):
     H : HessianOperator or operator like it
         The symmetric operator of the system.
     blocks : list, optional
-        The blocks, each as `H.block` takes it. Together they must contain each variable exactly
-        once. By default they are those of `H.blocks()`.
+        The blocks, each of whole variables as `H.block` takes them, without indices of single
+        weights. Together they must contain each variable exactly once. By default they are
+        those of `H.blocks()`.
     damping : float, optional
         Multiple of the identity that is added to the operator's own damping, as in `solve`.
     max_size : int, optional
@@ -370,6 +371,13 @@ class BlockDiagonalPreconditioner(Preconditioner):
         damping = check_damping(damping)
         check_count(max_size, "max_size")
         chosen = list(H.blocks().values()) if blocks is None else [H.block(b) for b in blocks]
+        for part in chosen:
+            if not isinstance(part, SymmetricOperator):
+                raise HvpError(
+                    f"a block of {part.shape[0]} single weights is chosen",
+                    "blocks of whole variables",
+                    "name the variables or layers of each block",
+                )
         parts = [np.concatenate([np.arange(*run) for run in _runs_of(part)]) for part in chosen]
         order = np.concatenate(parts) if parts else np.zeros(0, int)
         if not np.array_equal(np.sort(order), np.arange(H.shape[0])):

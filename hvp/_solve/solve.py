@@ -340,19 +340,18 @@ def solve_with(
                 "settings": repr(settings),
             }
             file = Checkpoint(checkpoint, fingerprint)
-        if method == "sparse":
-            inverse = SparseInverse(H, damping)
-            solution = solve_sparsely(equations, columns, inverse)
-            return _result(right_hand_sides, solution, ["sparse"])
-        if method == "exact":
+        if method in ("sparse", "exact"):
             saved_state = {} if file is None else file.load()
             if saved_state:
                 solution = Solution.of_arrays(saved_state)
             else:
-                solution = solve_exactly(equations, columns)
+                if method == "sparse":
+                    solution = solve_sparsely(equations, columns, SparseInverse(H, damping))
+                else:
+                    solution = solve_exactly(equations, columns)
                 if file is not None:
                     file.save(solution.arrays())
-            return _result(right_hand_sides, solution, ["exact"])
+            return _result(right_hand_sides, solution, [method])
         solution, used = solve_iteratively(
             equations, columns, start, methods, precondition, progress, file
         )

@@ -10,7 +10,7 @@ import scipy.sparse
 from scipy.sparse.linalg import spilu, splu
 
 from hvp._engines.array_map import ArrayMap
-from hvp._errors import HvpError
+from hvp._errors import HvpError, NonFiniteError
 from hvp._operators.damping import check_damping
 from hvp._operators.operator import Operator, sparsity_of_few
 from hvp._operators.symmetric import matrix_of
@@ -96,6 +96,10 @@ class SparseInverse(Operator):
         drop = check_number(drop, "drop", below=1)
         space = matrix_of(H).space
         matrix = scipy.sparse.csc_array(H.to_sparse() if isinstance(H, Operator) else H)
+        if not np.isfinite(matrix.data).all():
+            raise NonFiniteError(
+                "the sparse matrix has entries that are NaN or infinite", "numbers"
+            )
         if not isinstance(H, Operator) and abs(matrix - matrix.T).max() > 1e-6 * abs(matrix).max():
             raise HvpError("the matrix is not symmetric", "a symmetric matrix")
         identity = scipy.sparse.csc_array(scipy.sparse.identity(space.size))

@@ -180,8 +180,21 @@ def _bekas(probes: Probes, stopping: Stopping, absolute: bool) -> Estimate:
 def _xdiag(probes: Probes, size: int, stopping: Stopping) -> Estimate:
     count = _FEWEST
     while True:
-        samples = LeaveOneOut(probes, probes.draw(min(count, size))).diagonals()
+        if count >= size:
+            return _exact(probes, size, absolute=False)
+        samples = LeaveOneOut(probes, _independent(probes, count)).diagonals()
         estimate = estimate_of(samples, probes.products, "xdiag", stopping, correlated=True)
         count *= 2
         if estimate.converged or estimate.products + 2 * count > stopping.max_products:
             return estimate
+
+
+def _independent(probes: Probes, count: int) -> np.ndarray:
+    """Draw vectors of signs until none is a combination of others, as it may be if they are short.
+
+    Leaving out such a vector would change nothing, so that the error seems to be zero.
+    """
+    while True:
+        vectors = probes.draw(count)
+        if np.linalg.matrix_rank(vectors.astype(np.float64) @ vectors.T) == count:
+            return vectors

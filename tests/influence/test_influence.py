@@ -658,3 +658,18 @@ def test_a_failed_run_leaves_no_files(tmp_path):
         influence.scores(TEST, checkpoint=tmp_path / "state")
     assert list(tmp_path.iterdir()) == []
     shared("cg")[1].scores(TEST, checkpoint=tmp_path / "state")
+
+
+def test_scores_of_blocks_of_another_width_are_not_continued(tmp_path):
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(40), keras.layers.Dense(3)])
+    model.compile(loss="mse")
+    data, path = (np.ones((50, 6)), np.eye(50, 3)), tmp_path / "scores.npz"
+    one, other = (
+        hvp.InfluenceFunctions.from_keras(
+            model, data, solver="kfac", damping=0.1, memory_limit=limit
+        )
+        for limit in ("8MiB", "4MiB")
+    )
+    one.scores((data[0][:5], data[1][:5]), checkpoint=path)
+    with pytest.raises(hvp.CheckpointError, match="other settings"):
+        other.scores((data[0][:5], data[1][:5]), checkpoint=path)

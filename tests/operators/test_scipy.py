@@ -211,3 +211,10 @@ def test_dampings_that_are_refused(damping):
     w = tf.Variable([1.0])
     with pytest.raises(hvp.HvpError, match="damping"):
         hvp.HessianOperator(lambda: tf.reduce_sum(w**2), w, damping=damping)
+
+
+@pytest.mark.parametrize("dtype", [bool, np.uint8, np.int64, np.float32])
+def test_matrices_without_negative_numbers_are_subtracted(dtype):
+    w = tf.Variable(np.arange(1.0, 4.0))
+    H = hvp.HessianOperator(lambda: tf.reduce_sum(w**4) / 12, w)
+    np.testing.assert_allclose((H - np.eye(3, dtype=dtype)) @ np.ones(3), [0, 3, 8])

@@ -284,3 +284,8 @@ def test_an_inverse_belongs_to_the_point_of_its_operator():
     np.testing.assert_allclose(inverse @ v, before / 4)
     H.close()
     np.testing.assert_allclose(inverse @ v, before / 4)
+
+
+def test_a_short_series_that_grows_is_refused():
+    with pytest.raises(hvp.HvpError, match=r"20 iterations.*scale \(now 4\)"):
+        hvp.NeumannInverse(np.diag([1.0, 10.0]), iterations=20, scale=4.0) @ [0.0, 1.0]

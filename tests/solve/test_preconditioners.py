@@ -56,3 +56,10 @@ def test_the_inverse_is_positive_definite_for_any_matrix(name, dtype, spectrum):
     A = matrix(values if spectrum != "zero" else 0 * values)
     P = inverse_of(A, name, 10, dtype).astype("float64")
     assert np.linalg.eigvalsh((P + P.T) / 2).min() > 0
+
+
+def test_blocks_of_single_weights_are_refused():
+    w = tf.Variable(np.arange(1.0, 6.0))
+    H = hvp.HessianOperator(lambda: tf.reduce_sum(w**4), w)
+    with pytest.raises(hvp.HvpError, match="3 single weights"):
+        hvp.BlockDiagonalPreconditioner(H, [np.arange(3), np.arange(3, 5)])

@@ -328,3 +328,20 @@ def test_problems_of_the_literature(problem):
     assert result.success, result.message
     if least is not None:
         assert result.fun == pytest.approx(least, abs=1e-12)
+
+
+def test_entries_that_are_no_numbers_are_refused():
+    matrix = scipy.sparse.csc_array([[np.nan, 0.0], [0.0, 1.0]])
+    with pytest.raises(hvp.NonFiniteError):
+        hvp.SparseInverse(matrix, positive=True)
+
+
+def test_checkpoints(tmp_path):
+    w, file = tf.Variable(np.arange(1.0, 6.0)), tmp_path / "solution.npz"
+    H = hvp.HessianOperator(lambda: tf.reduce_sum(w**4) / 12, w)
+    for _ in range(2):
+        x = hvp.solve(H, np.ones(5), method="sparse", checkpoint=file).x
+        np.testing.assert_allclose(x, 1 / np.arange(1.0, 6.0) ** 2, rtol=1e-12)
+        assert file.exists()
+    with pytest.raises(hvp.CheckpointError, match="right-hand sides"):
+        hvp.solve(H, np.zeros(5), method="sparse", checkpoint=file)

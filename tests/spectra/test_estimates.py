@@ -242,3 +242,13 @@ def test_eigenvalues_unpack():
     values, vectors = hvp.eigsh(np.diag([3.0, 1.0, 2.0]), 2)
     np.testing.assert_allclose(values, [3.0, 2.0])
     assert vectors.shape == (3, 2)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 16, 17, 20])
+def test_random_signs_of_short_vectors_depend_on_each_other(size):
+    rng = np.random.default_rng(size)
+    matrix = rng.standard_normal((size, size))
+    matrix += matrix.T
+    for seed in range(5):
+        result = hvp.diagonal(matrix, method="xdiag", rtol=1e-6, seed=seed)
+        np.testing.assert_allclose(result.estimate, np.diag(matrix), atol=1e-10)
