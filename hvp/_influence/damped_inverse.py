@@ -90,7 +90,7 @@ class DampedInverse:
         else:  # a function is identified by its effect on one vector
             ones = np.ones((1, self._operator.shape[0]), self._operator.dtype)
             solver = digest(self.apply(ones))
-        settings = [self._operator.damping, self._rtol, self._maxiter, self.width]
+        settings = [self._operator.damping, self._rtol, self._maxiter]
         return {"solver": solver, "settings": repr(settings)}
 
     def _solve(self, method: _KrylovMethod, rows: np.ndarray, checkpoint: Any) -> np.ndarray:

@@ -38,8 +38,7 @@ class FactoredInverse:
 
     def fingerprint(self) -> dict[str, str]:
         """Return a fingerprint of the matrix and its damping."""
-        # The rows that are done belong to blocks of this width.
-        settings = f"{self._damping!r} {self.width} {digest(self._matrix.eigenvalues)}"
+        settings = f"{self._damping!r} {digest(self._matrix.eigenvalues)}"
         return {"solver": self.solver, "settings": settings}
 
     def whitened(self, rows: np.ndarray) -> np.ndarray:

@@ -305,11 +305,14 @@ class Scoring:
         """Return the scores of a call, resumed from its checkpoint if there is one."""
 
         def fingerprint() -> dict[str, str]:
+            of_inverse = self.inverse.fingerprint()
             texts = {
                 "call": f"InfluenceFunctions.{call}",
                 **evaluation_of(self._operator).fingerprint(),
                 "training data": self._train.fingerprint(),
-                **self.inverse.fingerprint(),
+                **of_inverse,
+                # The rows that are done are those of whole blocks.
+                "settings": f"{of_inverse['settings']}, in blocks of {self.inverse.width}",
                 "out": "" if out is None else str(Path(out).resolve()),
             }
             if test is not None:

@@ -345,10 +345,11 @@ def solve_with(
             if saved_state:
                 solution = Solution.of_arrays(saved_state)
             else:
-                if method == "sparse":
-                    solution = solve_sparsely(equations, columns, SparseInverse(H, damping))
-                else:
-                    solution = solve_exactly(equations, columns)
+                solution = (
+                    solve_exactly(equations, columns)
+                    if method == "exact"
+                    else solve_sparsely(equations, columns, SparseInverse(H, damping))
+                )
                 if file is not None:
                     file.save(solution.arrays())
             return _result(right_hand_sides, solution, [method])

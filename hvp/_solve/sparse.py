@@ -96,10 +96,9 @@ class SparseInverse(Operator):
         drop = check_number(drop, "drop", below=1)
         space = matrix_of(H).space
         matrix = scipy.sparse.csc_array(H.to_sparse() if isinstance(H, Operator) else H)
-        if not np.isfinite(matrix.data).all():
-            raise NonFiniteError(
-                "the sparse matrix has entries that are NaN or infinite", "numbers"
-            )
+        wrong = int(np.sum(~np.isfinite(matrix.data)))
+        if wrong:
+            raise NonFiniteError(f"the matrix has {wrong} entries that are not finite", "numbers")
         if not isinstance(H, Operator) and abs(matrix - matrix.T).max() > 1e-6 * abs(matrix).max():
             raise HvpError("the matrix is not symmetric", "a symmetric matrix")
         identity = scipy.sparse.csc_array(scipy.sparse.identity(space.size))

@@ -13,7 +13,7 @@ from hvp._runtime.arguments import check_seed
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.progress import check_progress
 from hvp._spectra.estimate import Estimate, estimate_of
-from hvp._spectra.leave_one_out import LeaveOneOut
+from hvp._spectra.leave_one_out import ROUNDING, LeaveOneOut
 from hvp._spectra.probes import Probes, probing, refuse_non_finite
 from hvp._spectra.sampling import Stopping
 from hvp._spectra.symmetric import symmetric_matrix
@@ -179,22 +179,27 @@ def _bekas(probes: Probes, stopping: Stopping, absolute: bool) -> Estimate:
 
 def _xdiag(probes: Probes, size: int, stopping: Stopping) -> Estimate:
     count = _FEWEST
-    while True:
-        if count >= size:
-            return _exact(probes, size, absolute=False)
-        samples = LeaveOneOut(probes, _independent(probes, count)).diagonals()
+    while count < size:
+        left_out = LeaveOneOut(probes, probes.draw(count))
+        samples, basis = left_out.diagonals(), left_out.basis
+        is_whole = len(basis) == count or _is_range(basis, probes)
         estimate = estimate_of(samples, probes.products, "xdiag", stopping, correlated=True)
+        if not is_whole:
+            estimate = replace(estimate, standard_error=np.full(size, np.inf), converged=False)
         count *= 2
         if estimate.converged or estimate.products + 2 * count > stopping.max_products:
             return estimate
+    return _exact(probes, size, absolute=False)
 
 
-def _independent(probes: Probes, count: int) -> np.ndarray:
-    """Draw vectors of signs until none is a combination of others, as it may be if they are short.
+def _is_range(basis: np.ndarray, probes: Probes) -> bool:
+    """Return whether all products with the operator are in the span of the basis, up to rounding.
 
-    Leaving out such a vector would change nothing, so that the error seems to be zero.
+    Where few rows of the matrix count, vectors of random signs may depend on each other there, and
+    so may their products. The product with a vector of another kind then shows what is missing.
     """
-    while True:
-        vectors = probes.draw(count)
-        if np.linalg.matrix_rank(vectors.astype(np.float64) @ vectors.T) == count:
-            return vectors
+    image = probes.multiply(probes.draw_on_sphere(1)).astype(np.float64)
+    rest = image - image @ basis.T @ basis
+    eps = np.finfo(probes.matrix.dtype.as_numpy_dtype).eps
+    allowed = ROUNDING * eps * np.sqrt(image.size) * np.linalg.norm(image)
+    return bool(np.linalg.norm(rest) <= allowed)

@@ -18,7 +18,7 @@ import scipy.linalg
 from hvp._spectra.probes import Probes
 
 # Directions of this many rounding units of the largest are taken for rounding errors.
-_ROUNDING = 64
+ROUNDING = 64
 
 
 class LeaveOneOut:
@@ -42,7 +42,7 @@ class LeaveOneOut:
         products = probes.multiply(vectors).astype(np.float64)
         Q, R, _ = scipy.linalg.qr(products.T, mode="economic", pivoting=True)
         sizes = np.abs(np.diag(R))
-        rank = int(np.sum(sizes > _ROUNDING * np.finfo(vectors.dtype).eps * sizes.max(initial=0)))
+        rank = int(np.sum(sizes > ROUNDING * np.finfo(vectors.dtype).eps * sizes.max(initial=0)))
         basis = np.ascontiguousarray(Q[:, :rank].T)
         self.vectors, self.basis = vectors.astype(np.float64), basis
         self.images = probes.multiply(basis.astype(vectors.dtype)).astype(np.float64)

@@ -673,3 +673,14 @@ def test_scores_of_blocks_of_another_width_are_not_continued(tmp_path):
     one.scores((data[0][:5], data[1][:5]), checkpoint=path)
     with pytest.raises(hvp.CheckpointError, match="other settings"):
         other.scores((data[0][:5], data[1][:5]), checkpoint=path)
+
+
+def test_kept_gradients_do_not_depend_on_the_width_of_blocks(tmp_path):
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(40), keras.layers.Dense(3)])
+    model.compile(loss="mse")
+    data, scores = (np.ones((50, 6)), np.eye(50, 3)), []
+    for limit in ("8MiB", "4MiB"):
+        options = {"memory_limit": limit, "gradients": tmp_path / "kept", "projection": 32}
+        one = hvp.InfluenceFunctions.from_keras(model, data, solver="kfac", damping=0.1, **options)
+        scores.append(one.scores((data[0][:5], data[1][:5])))
+    np.testing.assert_allclose(scores[0], scores[1], rtol=1e-5)

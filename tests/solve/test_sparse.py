@@ -338,10 +338,11 @@ def test_entries_that_are_no_numbers_are_refused():
 
 def test_checkpoints(tmp_path):
     w, file = tf.Variable(np.arange(1.0, 6.0)), tmp_path / "solution.npz"
-    H = hvp.HessianOperator(lambda: tf.reduce_sum(w**4) / 12, w)
-    for _ in range(2):
+    for begun in (False, True):
+        H = hvp.HessianOperator(lambda: tf.reduce_sum(w**4) / 12, w)
         x = hvp.solve(H, np.ones(5), method="sparse", checkpoint=file).x
         np.testing.assert_allclose(x, 1 / np.arange(1.0, 6.0) ** 2, rtol=1e-12)
         assert file.exists()
+        assert (H.stats.products == 0) is begun
     with pytest.raises(hvp.CheckpointError, match="right-hand sides"):
         hvp.solve(H, np.zeros(5), method="sparse", checkpoint=file)

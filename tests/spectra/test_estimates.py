@@ -252,3 +252,21 @@ def test_random_signs_of_short_vectors_depend_on_each_other(size):
     for seed in range(5):
         result = hvp.diagonal(matrix, method="xdiag", rtol=1e-6, seed=seed)
         np.testing.assert_allclose(result.estimate, np.diag(matrix), atol=1e-10)
+
+
+@pytest.mark.parametrize("seed", [132, 153, 254, 318])
+def test_random_signs_of_few_entries_that_count_depend_on_each_other(seed):
+    values = np.zeros(40)
+    values[:15] = np.arange(1.0, 16.0)
+    result = hvp.diagonal(np.diag(values), method="xdiag", seed=seed)
+    assert result.converged
+    np.testing.assert_allclose(result.estimate, values, atol=1e-10)
+
+
+def test_a_diagonal_whose_range_may_not_be_known_has_not_converged():
+    values = np.zeros(40)
+    values[:15] = np.arange(1.0, 16.0)
+    result = hvp.diagonal(np.diag(values), method="xdiag", seed=132, max_products=32)
+    assert not result.converged
+    assert np.isinf(result.standard_error).all()
+    assert result.products <= 32
