@@ -34,7 +34,7 @@ class Batch:
     """One batch, and its position `index` among all batches.
 
     `weight` is its weight `w_b` in the mean over batches. `fingerprint` is a checksum of a sample
-    of the tensors: a small change may go undetected.
+    of the tensors, so that a small change may go undetected, and of a weight that was passed.
     """
 
     index: int
@@ -166,7 +166,8 @@ class Batches:
         data = tuple(data) if isinstance(data, list) else data
         elements = convert_batch(data, f"batch {index}")
         weight = self.weight_of(elements, index)
-        return Batch(index, elements, weight, _fingerprint(elements.tensors))
+        weighed = [] if self._weight is None else [np.float64(weight)]
+        return Batch(index, elements, weight, _fingerprint([*elements.tensors, *weighed]))
 
     def _check_same(self, batch: Batch) -> None:
         if batch.index < len(self._fingerprints):
@@ -307,7 +308,7 @@ def _refuse_change(problem: str) -> None:
     )
 
 
-def _fingerprint(tensors: Sequence[tf.Tensor]) -> int:
+def _fingerprint(tensors: Sequence[Any]) -> int:
     """Return a checksum of the shapes, the dtypes and a sample of the bytes."""
     checksum = 0
     for tensor in tensors:

@@ -131,7 +131,11 @@ class TracedBatches:
 
     def fingerprint(self) -> dict[str, str]:
         """Return digests of the weights, of all batches and of the loss."""
-        digests = self.plans[0].plan.fingerprint()
+        # Any shape of the batches tells what each loss does.
+        of_kinds = {kind: plan for (kind, _), plan in reversed(self._plans.items())}
+        each = [plan.plan.fingerprint() for _, plan in sorted(of_kinds.items())]
+        names = dict.fromkeys(name for one in each for name in one)
+        digests = {name: " ".join(one.get(name, "") for one in each) for name in names}
         digests["data"] = f"{digests.get('data', '')} {self.data.fingerprint()}"
         return digests
 

@@ -81,9 +81,12 @@ class FisherRule(PredictionRule):
         drawn = []
         for index, (family, part) in enumerate(zip(families, predictions)):
             shape = tf.concat([[self.samples], tf.shape(part)], axis=0)
-            seed = tf.stack([self.seed + 101 * index, output.batch.call(_checksum)])
-            drawn.append(family.scores(part, shape, seed))
+            drawn.append(family.scores(part, shape, self.seed_of(output, index)))
         return list(zip(families, drawn, constants))
+
+    def seed_of(self, output: Output, index: int) -> tf.Tensor:
+        """Return the seed for the draws of a tensor of the predictions for a batch."""
+        return tf.stack([self.seed + 101 * index, output.batch.call(_checksum)])
 
     def curve(self, prepared: list[tuple[Likelihood, Any, tf.Tensor]], tangents: Parts) -> Parts:
         products = []
@@ -112,15 +115,15 @@ class FisherRule(PredictionRule):
                 product = tf.zeros_like(fisher)
             c = tf.math.divide_no_nan(tf.reduce_sum(v * product), tf.reduce_sum(v * fisher))
             agree = output.are_close([product], [c * fisher], c * tf.norm(v))
-            refuse_unless(agree, _another_loss(name))
+            refuse_unless(agree & (c >= 0), _another_loss(name))
             constants.append(c)
         return constants
 
 
 def _another_loss(likelihood: str) -> HvpError:
     return InvalidLossError(
-        "the Hessian of the output loss with respect to the predictions is not a multiple of the "
-        f"Fisher matrix of a {likelihood} distribution",
+        "the Hessian of the output loss with respect to the predictions is not a positive multiple "
+        f"of the Fisher matrix of a {likelihood} distribution",
         "the mean of its negative log-likelihood, with the same weight for all examples",
         "pass another likelihood, or use hvp.GaussNewtonOperator, which takes any output loss",
     )

@@ -15,6 +15,10 @@ from hvp._graphs.dataflow import functions_of
 # From the name of an operation to the bytes of each of its results.
 Sizes = dict[str, list[int]]
 
+# Attributes that differ between processes although the operation is the same. Those that begin with
+# an underscore do so as well, and do not belong to the operation.
+_OF_THE_PROCESS = {"config", "config_proto", "container", "debug_name", "shared_name"}
+
 
 class TensorName(NamedTuple):
     """A tensor as an output of an operation: its operation and its place."""
@@ -219,12 +223,71 @@ def in_topological_order(nodes: dict[str, Any]) -> list[Any]:
 
 
 def digest_of_graph(graph_def: Any) -> str:
-    """Return a hash of the operations and constants of a graph.
+    """Return a hash of the operations of a graph, with their attributes, constants and inputs.
 
     Names are left out, because they depend on what the process has traced before.
     """
-    digests = []
-    for node in Graph(graph_def).all_nodes:
-        value = node.attr["value"].tensor.SerializeToString() if node.op == "Const" else b""
-        digests.append(node.op.encode() + hashlib.blake2b(value, digest_size=16).digest())
-    return hashlib.blake2b(b"".join(sorted(digests)), digest_size=16).hexdigest()
+    functions = Graph(graph_def).functions
+    known: dict[str, bytes] = {}
+
+    def of_function(name: str) -> bytes:
+        if name not in known:
+            known[name] = b""  # for a function that calls itself
+            function = functions.get(name)
+            if function is None:
+                return b"unknown"
+            arguments = [argument.name for argument in function.signature.input_arg]
+            results = [function.ret[one.name] for one in function.signature.output_arg]
+            known[name] = _digest_of_nodes(function.node_def, of_function, arguments, results)
+        return known[name]
+
+    return _digest_of_nodes(graph_def.node, of_function).hex()
+
+
+def _digest_of_nodes(
+    node_defs: Iterable[Any],
+    of_function: Callable[[str], bytes],
+    arguments: Sequence[str] = (),
+    results: Sequence[str] = (),
+) -> bytes:
+    """Return a hash of nodes, and of the order of a function's results.
+
+    The hash of a node includes those of its inputs. Placeholders and the arguments of a function
+    are hashed by their order.
+    """
+    nodes = {node.name: node for node in node_defs}
+    known = {name: b"%d" % place for place, name in enumerate(arguments)}
+
+    def of_tensor(tensor: str) -> bytes:
+        name, _, output = tensor.partition(":")
+        # Only loops of the first kind of control flow have inputs that come later.
+        return known.get(name, b"later") + (output or "0").encode()
+
+    placeholders = [name for name, node in nodes.items() if node.op == "Placeholder"]
+    places = {name: place for place, name in enumerate(placeholders)}
+    for node in in_topological_order(nodes):
+        attributes = [
+            key.encode() + _digest_of_attribute(value, of_function)
+            for key, value in sorted(node.attr.items())
+            if not key.startswith("_") and key not in _OF_THE_PROCESS
+        ]
+        place = b"%d" % places.get(node.name, 0)
+        inputs = map(of_tensor, data_inputs(node))
+        known[node.name] = _hash([node.op.encode(), place, *attributes, b"from", *inputs])
+    return _hash([*sorted(known[name] for name in nodes), b"to", *map(of_tensor, results)])
+
+
+def _digest_of_attribute(value: Any, of_function: Callable[[str], bytes]) -> bytes:
+    called = [value.func] if value.HasField("func") else value.list.func
+    if called:
+        return _hash([of_function(function.name) for function in called])
+    return _hash([value.SerializeToString(deterministic=True)])
+
+
+def _hash(parts: Iterable[bytes]) -> bytes:
+    # The length of each part is hashed as well, so that no two lists have the same bytes.
+    whole = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        whole.update(b"%d " % len(part))
+        whole.update(part)
+    return whole.digest()

@@ -23,7 +23,6 @@ _MOST_PREDICTIONS = 256
 # Negative eigenvalues are zeros up to this part of the largest.
 _ZEROS = {tf.float64: 1e-9}
 _ZEROS_OTHERWISE = 1e-4
-_SIGNS = (53, 59)
 
 
 def roots(rule: PredictionRule, output: Output, signs: int) -> list[tf.Tensor]:
@@ -56,13 +55,15 @@ def _of_likelihood(rule: FisherRule, output: Output, signs: int) -> list[tf.Tens
     prepared, count = rule.prepare(output), _examples(output)
     parts = []
     for index, (family, known, constant) in enumerate(prepared):
-        vectors = known if rule.samples else _signed(family.root(known), index, signs)
+        vectors = known
+        if not rule.samples:
+            vectors = _signed(family.root(known), signs, rule.seed_of(output, index))
         scale = tf.cast(count, constant.dtype) * constant / max(1, rule.samples)
         parts.append(tf.sqrt(tf.cast(scale, vectors.dtype)) * vectors)
     return parts if rule.samples else _alone(parts)
 
 
-def _signed(vectors: tf.Tensor, index: int, draws: int) -> tf.Tensor:
+def _signed(vectors: tf.Tensor, draws: int, seed: tf.Tensor) -> tf.Tensor:
     """Multiply each prediction of an example by random signs of its own.
 
     The predictions of a sequence have no curvature between them. One backward pass serves all of
@@ -71,7 +72,7 @@ def _signed(vectors: tf.Tensor, index: int, draws: int) -> tf.Tensor:
     if len(vectors.shape) <= 3:
         return vectors
     repeated = tf.repeat(vectors, draws, axis=0) / tf.sqrt(tf.cast(draws, vectors.dtype))
-    signs = tf.random.stateless_uniform(tf.shape(repeated)[:-1], [_SIGNS[0], _SIGNS[1] + index])
+    signs = tf.random.stateless_uniform(tf.shape(repeated)[:-1], seed)
     return repeated * tf.cast(tf.sign(signs - 0.5), vectors.dtype)[..., tf.newaxis]
 
 

@@ -17,7 +17,7 @@ import tensorflow as tf
 from hvp._engines.linear_map import LinearMap, damped
 from hvp._engines.options import ROUNDING, Engine, Options
 from hvp._engines.plan import DerivativeReport
-from hvp._engines.restricted import Restricted, Selection
+from hvp._engines.restricted import Entries, Restricted, Selection
 from hvp._engines.rule import Rule
 from hvp._errors import HvpError, StaleOperatorError, quoted
 from hvp._runtime.digest import digest
@@ -174,11 +174,11 @@ class Evaluation(Matrix):
         self._blocks: weakref.WeakValueDictionary[Any, BlockEvaluation]
         self._blocks = weakref.WeakValueDictionary()
 
-    def block(self, places: Sequence[int]) -> BlockEvaluation:
+    def block(self, selection: Selection | Entries) -> BlockEvaluation:
         """Return a diagonal block, which is the same object while it is in use."""
         with self._lock:
-            key = tuple(places)
-            block = self._blocks.get(key) or BlockEvaluation(self, places)
+            key = type(selection), selection.entries.tobytes()
+            block = self._blocks.get(key) or BlockEvaluation(self, selection)
             self._blocks[key] = block
             return block.damped(self.damping)
 
@@ -410,18 +410,18 @@ class Evaluation(Matrix):
 
 
 class BlockEvaluation(Evaluation):
-    """A diagonal block of a matrix of a loss, for some of its variables in increasing order."""
+    """A diagonal block of a matrix of a loss, for some of its variables or entries."""
 
-    def __init__(self, whole: Evaluation, places: Sequence[int]) -> None:
+    def __init__(self, whole: Evaluation, selection: Selection | Entries) -> None:
         super().__init__(whole.snapshot, problem=whole.problem)
-        self.whole, self.selection = whole, Selection(whole.space, places)
-        self.space = self.selection.space
-        self.linear_map = Restricted(whole.linear_map, self.selection, self.selection)
+        self.whole, self.selection, self.space = whole, selection, selection.space
+        self.has_variables = isinstance(selection, Selection)
+        self.linear_map = Restricted(whole.linear_map, selection, selection)
 
     @property
     def variables(self) -> list[tf.Variable]:
         """The variables, in the order of the vectors."""
-        return [self.whole.variables[place] for place in self.selection.places]
+        return [self.whole.variables[place] for place in self._places()]
 
     @contextlib.contextmanager
     def in_full_precision(self) -> Iterator[Evaluation]:
@@ -441,19 +441,28 @@ class BlockEvaluation(Evaluation):
             yield None if whole is None else self._of(whole)
 
     def _of(self, whole: Evaluation) -> BlockEvaluation:
-        return BlockEvaluation(whole, self.selection.places).damped(self.damping)
+        return BlockEvaluation(whole, self.selection).damped(self.damping)
+
+    def _places(self) -> list[int]:
+        if isinstance(self.selection, Entries):
+            raise HvpError(
+                f"the block consists of {self.size} entries, chosen by their numbers",
+                "a block of whole variables",
+                "choose variables or layers",
+            )
+        return self.selection.places
 
     def gradients(self, places: Sequence[int] | None = None) -> Gradients | None:
         """Return the gradient as a function of the point, in the variables of the block alone."""
-        own = self.selection.places
+        own = self._places()
         return self.whole.gradients(own if places is None else [own[place] for place in places])
 
     def _of_part(self, snapshot: Snapshot) -> Evaluation:
         return self._of(Evaluation(snapshot))
 
     def fingerprint(self) -> dict[str, str]:
-        """Return digests of the weights, the data and the loss, and the name of the block."""
-        return {**self.whole.fingerprint(), "block": ", ".join(self.space.names)}
+        """Return digests of the weights, the data and the loss, and of the entries of the block."""
+        return {**self.whole.fingerprint(), "block": digest(self.selection.entries)}
 
     def unconnected(self) -> list[str]:
         """Return the names of the variables that the loss does not depend on."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -139,9 +138,9 @@ class SymmetricOperator(EvaluatedOperator):
         Returns
         -------
         BlockOperator or Operator
-            A symmetric operator like this one, with its damping; a rectangular one if `columns` is
-            given; or one whose vectors are entries, not variables. They share the residuals,
-            `stats`, `refresh` and `close` with this operator: nothing is traced or evaluated again.
+            A symmetric operator like this one, with its damping; or a rectangular one if `columns`
+            is given. They share the residuals, `stats`, `refresh` and `close` with this operator:
+            nothing is traced or evaluated again.
 
         Raises
         ------
@@ -170,19 +169,17 @@ class SymmetricOperator(EvaluatedOperator):
         array([[6., 2.],
                [2., 0.]], dtype=float32)
         """
-        if columns is None and not isinstance(rows, np.ndarray):
-            return self._block(self._places(rows))
         chosen = self._selection(rows)
-        others = chosen if columns is None else self._selection(columns)
-        block = EvaluatedOperator(Restricted(self.linear_map, chosen, others), self._snapshot)
-        block.is_symmetric = others is chosen
-        return block
+        if columns is None:
+            return BlockOperator(self._matrix.block(chosen))
+        parts = Restricted(self.linear_map, chosen, self._selection(columns))
+        return EvaluatedOperator(parts, self._snapshot)
 
     def _selection(self, chosen: Any) -> Selection | Entries:
         space = self._matrix.space
-        if not isinstance(chosen, np.ndarray):
-            return Selection(space, self._places(chosen))
-        return Entries(space, entries_of(chosen, space.size, least=1))
+        if isinstance(chosen, np.ndarray):
+            return Entries(space, entries_of(chosen, space.size, least=1))
+        return Selection(space, select(chosen, self._matrix.variable_names, self._matrix.variables))
 
     @Uninterrupted()
     def blocks(self) -> dict[str, BlockOperator]:
@@ -204,13 +201,11 @@ class SymmetricOperator(EvaluatedOperator):
         {'a': (2, 2), 'b': (1, 1)}
         """
         by_layer = groups(self._matrix.variable_names)
-        return {layer: self._block(places) for layer, places in by_layer.items()}
-
-    def _places(self, chosen: Any) -> list[int]:
-        return select(chosen, self._matrix.variable_names, self._matrix.variables)
-
-    def _block(self, places: Sequence[int]) -> BlockOperator:
-        return BlockOperator(self._matrix.block(places))
+        matrix = self._matrix
+        return {
+            layer: BlockOperator(matrix.block(Selection(matrix.space, places)))
+            for layer, places in by_layer.items()
+        }
 
     def as_tf_operator(
         self, *, is_positive_definite: bool | None = None, name: str = "HessianOperator"
@@ -256,7 +251,8 @@ class BlockOperator(SymmetricOperator):
     """A diagonal block of a symmetric operator, which `block` and `blocks` return.
 
     It has everything that the operator has: products, `damped`, `to_dense`, and its part of the
-    `gradient`. You can pass it to `hvp.solve`.
+    `gradient`. You can pass it to `hvp.solve`. What needs variables raises an `HvpError` if the
+    block was chosen by numbers of entries.
     """
 
     def _properties(self) -> list[str]:

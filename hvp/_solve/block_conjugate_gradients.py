@@ -37,6 +37,8 @@ Numerical Analysis 12, 216-233, 2001.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import tensorflow as tf
 
@@ -50,7 +52,7 @@ _MAX_PASSES = 4
 
 def _initial_state(residual: tf.Tensor, system: System) -> list[tf.Tensor]:
     """Return `X`, `Q`, `C` and `P` at `X = 0`, and zeros for the product of the last `P`."""
-    factor, block, image = orthonormal(residual, system.precondition(residual))
+    factor, block, image = orthonormal(residual, system.precondition)
     return [tf.zeros_like(residual), block, factor, image, tf.zeros_like(residual)]
 
 
@@ -63,7 +65,7 @@ def _iterate(state: State, running: tf.Tensor, system: System) -> Step:
     x += steps @ directions
     gain = dots(steps, factor) / 2
     block -= inverse @ image
-    lower, block, image = orthonormal(block, system.precondition(block))
+    lower, block, image = orthonormal(block, system.precondition)
     factor @= lower
     conjugate = image + tf.transpose(lower) @ directions
     # If curvature is negative, every row of the directions becomes that direction.
@@ -107,18 +109,19 @@ def _invert(matrix: tf.Tensor, directions: tf.Tensor) -> tuple[tf.Tensor, tf.Ten
 
 
 def orthonormal(
-    rows: tf.Tensor, images: tf.Tensor | None = None
+    rows: tf.Tensor, precondition: Callable[[tf.Tensor], tf.Tensor]
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """Factor a block of rows as `rows = factor @ block`, where the block has orthonormal rows.
 
-    Return `factor`, `block`, and the block times the preconditioner. If `images` holds the rows
-    times a preconditioner `M`, the block is orthonormal in its inner product `x M y^T`. If it is
-    None or `rows` itself, there is no preconditioner, and the third result is the block itself.
+    Return `factor`, `block`, and the block times the preconditioner `M`, in whose inner product
+    `x M y^T` the block is orthonormal. Where `precondition` returns its argument itself, there is
+    no preconditioner, and the third result is the block itself.
 
     Each pass scales the rows to unit length, decomposes their matrix of inner products as
     `V E V^T`, and multiplies the block by `E^{-1/2} V^T`. Eigenvalues at rounding level are raised
     rather than dropped; the next pass removes the error, as in shifted Cholesky QR. Rows of zeros
-    stay zero.
+    stay zero. The products with `M` are transformed like the rows, unless this would enlarge their
+    rounding errors, as for rows that depend on each other; then they are computed again.
 
     References
     ----------
@@ -129,6 +132,7 @@ def orthonormal(
     dtype = rows.dtype
     eps = float(np.finfo(dtype.as_numpy_dtype).eps)
     count = tf.cast(tf.shape(rows)[0], tf.float64)
+    images = precondition(rows)
 
     def deviation(products: tf.Tensor) -> tf.Tensor:
         """Return the largest deviation from the identity, ignoring rows of zeros."""
@@ -139,7 +143,7 @@ def orthonormal(
         del rest
         return (passes == 0) | ((passes < _MAX_PASSES) & (deviation(products) > np.sqrt(eps)))
 
-    blocks = [rows] if images is None or images is rows else [rows, images]
+    blocks = [rows] if images is rows else [rows, images]
 
     def orthonormalize(
         passes: tf.Tensor, products: tf.Tensor, factor: tf.Tensor, *blocks: tf.Tensor
@@ -153,9 +157,12 @@ def orthonormal(
         roots = tf.sqrt(tf.maximum(values, 4 * count * eps * largest))
         transform = tf.cast(tf.transpose(vectors / roots) / lengths, dtype)
         inverse_transform = lengths[:, tf.newaxis] * vectors * roots
-        blocks = tuple(transform @ block for block in blocks)
-        products = _inner_products(blocks[0], blocks[-1])
-        return passes + 1, products, factor @ inverse_transform, *blocks
+        block, *images = (transform @ block for block in blocks)
+        if images:
+            enlarges = values[0] < np.sqrt(eps) * largest
+            images = [tf.cond(enlarges, lambda: precondition(block), lambda: images[0])]
+        products = _inner_products(block, images[0] if images else block)
+        return passes + 1, products, factor @ inverse_transform, block, *images
 
     identity = tf.eye(tf.shape(rows)[0], dtype=tf.float64)
     start = (tf.constant(0), _inner_products(blocks[0], blocks[-1]), identity, *blocks)

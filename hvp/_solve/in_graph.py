@@ -52,12 +52,13 @@ def solve_in_graph(
     x, residual = tf.zeros_like(right), right
     iterations = tf.zeros_like(right[:, 0], tf.int32)
     outcome = iterations + int(SolveOutcome.RUNNING)
+    done = tf.constant(0)
     for _ in range(_PASSES):
         small = tf.norm(residual, axis=1) <= tolerance
         is_over = outcome > int(SolveOutcome.CONVERGED)
         outcome = tf.where(is_over, outcome, tf.where(small, int(SolveOutcome.CONVERGED), 0))
-        begun = [tf.constant(0), outcome, iterations, *method.initial_state(residual, system)]
-        _, outcome, iterations, change, *_ = tf.while_loop(
+        begun = [done, outcome, iterations, *method.initial_state(residual, system)]
+        done, outcome, iterations, change, *_ = tf.while_loop(
             is_unfinished, iterate, begun, parallel_iterations=1
         )
         x += change

@@ -325,9 +325,8 @@ class BlockDiagonalPreconditioner(Preconditioner):
     H : HessianOperator or operator like it
         The symmetric operator of the system.
     blocks : list, optional
-        The blocks, each of whole variables as `H.block` takes them, without indices of single
-        weights. Together they must contain each variable exactly once. By default they are
-        those of `H.blocks()`.
+        The blocks, each as `H.block` takes it. Together they must contain each entry exactly once.
+        By default they are those of `H.blocks()`.
     damping : float, optional
         Multiple of the identity that is added to the operator's own damping, as in `solve`.
     max_size : int, optional
@@ -344,7 +343,7 @@ class BlockDiagonalPreconditioner(Preconditioner):
     TooLargeError
         If a block is larger than `max_size`.
     HvpError
-        If a variable is in no block, or in several, or the damping is invalid.
+        If an entry is in no block, or in several, or the damping is invalid.
 
     Examples
     --------
@@ -371,19 +370,12 @@ class BlockDiagonalPreconditioner(Preconditioner):
         damping = check_damping(damping)
         check_count(max_size, "max_size")
         chosen = list(H.blocks().values()) if blocks is None else [H.block(b) for b in blocks]
-        for part in chosen:
-            if not isinstance(part, SymmetricOperator):
-                raise HvpError(
-                    f"a block of {part.shape[0]} single weights is chosen",
-                    "blocks of whole variables",
-                    "name the variables or layers of each block",
-                )
-        parts = [np.concatenate([np.arange(*run) for run in _runs_of(part)]) for part in chosen]
+        parts = [_entries_of(part) for part in chosen]
         order = np.concatenate(parts) if parts else np.zeros(0, int)
         if not np.array_equal(np.sort(order), np.arange(H.shape[0])):
             counts = np.bincount(order, minlength=H.shape[0])
             problem = "in no block" if (counts == 0).any() else "in several blocks"
-            raise HvpError(f"a variable is {problem}", "blocks that have each variable once")
+            raise HvpError(f"an entry is {problem}", "blocks that have each entry once")
         for part in chosen:
             if part.shape[0] > max_size:
                 raise TooLargeError(
@@ -401,10 +393,10 @@ class BlockDiagonalPreconditioner(Preconditioner):
         super().__init__("blocks", _solve_blocks, [*inverses, *places], evaluation_of(H).space)
 
 
-def _runs_of(block: SymmetricOperator) -> list[tuple[int, int]]:
+def _entries_of(block: SymmetricOperator) -> np.ndarray:
     evaluation = evaluation_of(block)
     assert isinstance(evaluation, BlockEvaluation)
-    return evaluation.selection.runs
+    return evaluation.selection.entries
 
 
 def _positive_inverse(matrix: np.ndarray, damping: float) -> np.ndarray:

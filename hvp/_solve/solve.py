@@ -305,11 +305,13 @@ def solve_with(
         raise InvalidVectorError(
             f"x0 has {len(start)} columns, but b has {len(columns)}", "the same number of columns"
         )
+    scales = _scales(columns)
+    columns = columns / scales[:, np.newaxis]
     with matrix.in_full_precision() as exact:
         equations = Equations(
             exact,
             float(matrix.damping + damping),
-            np.maximum(rtol * norms(columns), atol),
+            np.maximum(rtol * norms(columns), atol / scales.astype(float)),
             _ITERATIONS * matrix.size if maxiter is None else int(maxiter),
             None if exact is matrix else matrix,
             recycled,
@@ -334,12 +336,14 @@ def solve_with(
             fingerprint = {
                 "call": "hvp.solve",
                 **matrix.fingerprint(),
-                "right-hand sides": digest(columns),
+                "right-hand sides": digest(right_hand_sides.rows),
                 "start": "" if start is None else digest(start),
                 "preconditioner": _fingerprint(precondition, matrix),
                 "settings": repr(settings),
             }
             file = Checkpoint(checkpoint, fingerprint)
+        if start is not None:
+            start = start / scales[:, np.newaxis]
         if method in ("sparse", "exact"):
             saved_state = {} if file is None else file.load()
             if saved_state:
@@ -352,11 +356,12 @@ def solve_with(
                 )
                 if file is not None:
                     file.save(solution.arrays())
-            return _result(right_hand_sides, solution, [method])
-        solution, used = solve_iteratively(
-            equations, columns, start, methods, precondition, progress, file
-        )
-        solution.products += setup_products
+            used = [method]
+        else:
+            solution, used = solve_iteratively(
+                equations, columns, start, methods, precondition, progress, file
+            )
+            solution.products += setup_products
         negative = np.flatnonzero(solution.outcome == SolveOutcome.NEGATIVE_CURVATURE)
         if method == "auto" and len(methods) == 1 and len(negative):
             remaining = replace(equations, tolerance=equations.tolerance[negative])
@@ -364,7 +369,21 @@ def solve_with(
             used.append("exact")
         if matrix.is_positive_semidefinite and damping >= 0:
             solution.forget_curvature()
+        solution.x *= scales[:, np.newaxis]
+        solution.residual_norms *= scales
         return _result(right_hand_sides, solution, used)
+
+
+def _scales(rows: np.ndarray) -> np.ndarray:
+    """Return powers of two by which to divide rows whose squares would not be numbers.
+
+    They are 1 for others. Scaling by a power of two leaves every digit as it is.
+    """
+    limit = float(np.finfo(rows.dtype).tiny) ** 0.25
+    largest = np.abs(rows).max(axis=1, initial=0)
+    is_extreme = (largest > 0) & ((largest < limit) | (largest > 1 / limit))
+    exponents = np.where(is_extreme, np.frexp(largest)[1] - 1, 0)
+    return np.ldexp(np.ones_like(largest), exponents)
 
 
 def _recorded(H: Any, b: Any, x: Any, solve_again: Callable[[tf.Tensor], tf.Tensor]) -> Any:
@@ -424,13 +443,20 @@ def _solve_in_graph(
 
     def solved(right: tf.Tensor) -> RowSolution:
         rows = right[tf.newaxis] if is_single else tf.transpose(right)
-        tolerance = tf.maximum(rtol * tf.norm(rows, axis=1), tf.cast(atol, rows.dtype))
-        return solve_in_graph(
+        # Squares of the entries might not be numbers.
+        scale = tf.reduce_max(tf.abs(rows), axis=1)
+        scale = tf.where((scale > 0) & tf.math.is_finite(scale), scale, tf.ones_like(scale))
+        rows /= scale[:, tf.newaxis]
+        tolerance = tf.maximum(rtol * tf.norm(rows, axis=1), tf.cast(atol, rows.dtype) / scale)
+        found = solve_in_graph(
             iterative[method],
             lambda rows: matrix.multiply(rows) + total * rows,
             rows,
             tolerance,
             _ITERATIONS * matrix.size if maxiter is None else int(maxiter),
+        )
+        return found._replace(
+            rows=found.rows * scale[:, tf.newaxis], residual_norms=found.residual_norms * scale
         )
 
     def like_right(rows: tf.Tensor) -> tf.Tensor:

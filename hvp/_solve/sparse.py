@@ -24,6 +24,8 @@ _SHIFT, _NEXT_SHIFT = 1e-4, 10.0
 _BLOCK = 64
 # Incomplete factors have at most so many times the entries of the matrix.
 _FILL = 30
+# Factors are accurate if solutions with them have no larger componentwise backward error.
+_BACKWARD_ERROR = 1e-8
 # Matrices with no more columns are not sparse. Others are, if they take so few products, or no more
 # than one for so many columns.
 _SMALL, _FEW, _SHARE = 256, 32, 100
@@ -94,7 +96,10 @@ class SparseInverse(Operator):
     ) -> None:
         damping, positive = check_damping(damping), check_flag(positive, "positive")
         drop = check_number(drop, "drop", below=1)
-        space = matrix_of(H).space
+        evaluated = matrix_of(H)
+        space = evaluated.space
+        # It is the inverse of this evaluation of the operator.
+        make_sure = functools.partial(evaluated.make_sure_evaluated, evaluated.evaluations)
         matrix = scipy.sparse.csc_array(H.to_sparse() if isinstance(H, Operator) else H)
         wrong = int(np.sum(~np.isfinite(matrix.data)))
         if wrong:
@@ -121,6 +126,7 @@ class SparseInverse(Operator):
             self.negative, self.log_determinant = None, np.nan
 
         def solve(rows: np.ndarray) -> np.ndarray:
+            make_sure()
             columns = _columns(rows)
             solved = factors.solve(columns)
             # Incomplete factors are not those of a symmetric matrix.
@@ -186,23 +192,37 @@ def _columns(rows: np.ndarray) -> np.ndarray:
 def _factorized(matrix: Any, drop: float) -> tuple[Any, np.ndarray, int | None]:
     """Return the factors of a matrix, or None if it is singular, and its pivots.
 
-    If all pivots are on the diagonal, as many of them are negative as eigenvalues; this number is
-    returned, too.
+    If all pivots are on the diagonal, and large enough, as many of them are negative as
+    eigenvalues; this number is returned, too.
     """
     factorize = functools.partial(spilu, drop_tol=drop, fill_factor=_FILL) if drop else splu
-    try:
-        factors = factorize(
-            scipy.sparse.csc_array(matrix),
-            permc_spec="MMD_AT_PLUS_A",
-            diag_pivot_thresh=0.0,
-            options={"SymmetricMode": True},
-        )
-    except RuntimeError as error:
-        if "singular" not in str(error):
-            raise
-        return None, np.zeros(0), None
-    pivots = factors.U.diagonal()
-    if not (np.isfinite(pivots).all() and pivots.all()):
-        return None, pivots, None
+    matrix = scipy.sparse.csc_array(matrix)
+    for threshold in (0.0, 1.0):
+        try:
+            factors = factorize(
+                matrix,
+                permc_spec="MMD_AT_PLUS_A",
+                diag_pivot_thresh=threshold,
+                options={"SymmetricMode": not threshold},
+            )
+        except RuntimeError as error:
+            if "singular" not in str(error):
+                raise
+            return None, np.zeros(0), None
+        pivots = factors.U.diagonal()
+        if not (np.isfinite(pivots).all() and pivots.all()):
+            return None, pivots, None
+        # Tiny pivots on the diagonal, as an indefinite matrix may have, spoil the factors; then
+        # pivots are chosen among all entries of a column.
+        if drop or _are_accurate(factors, matrix):
+            break
     symmetric = np.array_equal(factors.perm_r, factors.perm_c)
     return factors, pivots, int((pivots < 0).sum()) if symmetric else None
+
+
+def _are_accurate(factors: Any, matrix: Any) -> bool:
+    """Return whether a solution with the factors has a small backward error."""
+    b = np.random.default_rng(0).standard_normal(matrix.shape[0])
+    x = factors.solve(b)
+    residual, scale = np.abs(matrix @ x - b), abs(matrix) @ np.abs(x) + np.abs(b)
+    return bool((residual <= _BACKWARD_ERROR * scale).all())

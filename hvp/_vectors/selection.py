@@ -57,10 +57,7 @@ def groups(names: Sequence[str]) -> dict[str, list[int]]:
     """
     result: dict[str, list[int]] = {}
     for place, name in enumerate(names):
-        layer = name.rpartition("/")[0] or name
-        if "/" not in name and layer in result:  # several may be called Variable
-            layer = f"{name}_{place}"
-        result.setdefault(layer, []).append(place)
+        result.setdefault(name.rpartition("/")[0] or name, []).append(place)
     return result
 
 

@@ -18,7 +18,8 @@ class VariableNest:
     """A nest of variables, flattened in `tf.nest` order.
 
     `source` is the caller's nest. In `structure`, each module is replaced by the list of its
-    trainable variables.
+    trainable variables. The names are distinct: where several variables share one, as all without a
+    name of their own do, those after the first have their place in it, as in ``"Variable_2:0"``.
     """
 
     structure: Any
@@ -60,7 +61,7 @@ def collect_variables(variables: Any) -> VariableNest:
             else "if they are those of a Keras model, build it first, by calling it on a batch",
         )
     resolved = tuple(_tensorflow_variable(leaf) for leaf in leaves)
-    names = tuple(_name(leaf, index) for index, leaf in enumerate(leaves))
+    names = _distinct([_name(leaf, index) for index, leaf in enumerate(leaves)])
     _check_each(resolved, names)
     _check_distinct(resolved, names)
     return VariableNest(structure, resolved, names, variables)
@@ -108,6 +109,21 @@ def _tensorflow_variable(leaf: Any) -> tf.Variable:
 
 def _name(leaf: Any, index: int) -> str:
     return getattr(leaf, "path", None) or getattr(leaf, "name", None) or f"variable {index}"
+
+
+def _distinct(names: list[str]) -> tuple[str, ...]:
+    taken = set(names)
+    seen: set[str] = set()
+    for place, name in enumerate(names):
+        if name in seen:
+            path, colon, output = name.partition(":")
+            while name in taken:
+                path = f"{path}_{place}"
+                name = f"{path}{colon}{output}"
+            names[place] = name
+            taken.add(name)
+        seen.add(name)
+    return tuple(names)
 
 
 def _check_each(variables: tuple[tf.Variable, ...], names: tuple[str, ...]) -> None:

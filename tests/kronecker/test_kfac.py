@@ -384,7 +384,7 @@ def test_singular_matrices_have_no_inverse():
         ({"fisher": "empirical", "likelihood": "gaussian"}, "A likelihood is passed"),
         ({"largest": -1}, "The argument largest is -1"),
         ({"damping": 1.0}, "no argument damping.*damped"),
-        ({"likelihood": "categorical"}, "not a multiple of the Fisher matrix"),
+        ({"likelihood": "categorical"}, "not a positive multiple of the Fisher matrix"),
     ],
 )
 def test_bad_arguments(options, message):

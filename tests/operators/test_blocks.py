@@ -302,6 +302,17 @@ def test_blocks_of_entries(way):
             hvp.solve(block, v, method="minres", rtol=1e-12).x,
             np.linalg.solve(block @ np.eye(4), v),
         )
+        close(block.damped(1.0).to_dense(), block.to_dense() + np.eye(4))
+        close(block.gradient, H.gradient[chosen])
+        close(block.block(np.array([2, 0])).to_dense(), want[np.ix_([21, 40], [21, 40])])
+        with pytest.raises(hvp.HvpError, match="4 entries"):
+            block.block("dense_20")
+        inverse, solver = hvp.ExactInverse(block), hvp.Solver(block)
+        close(inverse @ v, np.linalg.solve(block.to_dense(), v))
+        H.refresh()
+        with pytest.raises(hvp.StaleOperatorError):
+            inverse @ v
+        close(solver.solve(v).x, np.linalg.solve(block.to_dense(), v))
         corner = damped.block(chosen, others)
         close(corner.to_dense(), want[np.ix_(chosen, others)])
         close(corner.T @ v, want[np.ix_(others, chosen)] @ v)

@@ -313,7 +313,7 @@ def test_a_loss_that_divides_by_something_else():
         (lambda p, y: tf.reduce_mean((p - y[::-1]) ** 2), "gaussian", "not a mean of a loss"),
         (lambda p, y: tf.reduce_mean(tf.abs(p - y) ** 3), "gaussian", "a gaussian distribution"),
         (bernoulli_loss, "poisson", "a poisson distribution"),
-        (gaussian_loss, "bernoulli", "not a multiple of the Fisher matrix"),
+        (gaussian_loss, "bernoulli", "not a positive multiple of the Fisher matrix"),
         (poisson_loss, "categorical", "hvp.GaussNewtonOperator"),
         (lambda p, y: tf.reduce_mean(y[:, :1] * (p - y) ** 2), "gaussian", "same weight"),
     ],

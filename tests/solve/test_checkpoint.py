@@ -21,6 +21,7 @@ from tests.solve.resumed import ill_conditioned, preconditioned
 from tests.solve.systems import columns, matrix, operator
 
 N = 150
+MATRIX = np.arange(9.0).reshape(3, 3) / 9
 # Solves to the end with a preconditioner. Then solves with a checkpoint at every opportunity, so
 # slowly that it can be killed meanwhile.
 RUN = """
@@ -229,6 +230,64 @@ def test_batches_have_a_fingerprint():
     for H, part in ((hessian(other), "data"), (hessian(x, total="sum"), "reduction")):
         fingerprint = inside.fingerprint(H)
         assert [key for key in original if original[key] != fingerprint[key]] == [part]
+
+
+def _loop(function, w, count=3):
+    return tf.while_loop(lambda i, a: i < count, lambda i, a: (i + 1, function(a)), (0, w))[1]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (lambda w: tf.nn.leaky_relu(w, 0.5), lambda w: tf.nn.leaky_relu(w, 0.25)),
+        (lambda w: tf.matmul(w, w), lambda w: tf.matmul(w, w, transpose_b=True)),
+        (lambda w: tf.exp(w - MATRIX), lambda w: tf.exp(MATRIX - w)),
+        (lambda w: tf.sin(tf.cos(w)), lambda w: tf.cos(tf.sin(w))),
+        (
+            lambda w: _loop(lambda a: tf.nn.leaky_relu(a, 0.5), w),
+            lambda w: _loop(lambda a: tf.nn.leaky_relu(a, 0.25), w),
+        ),
+    ],
+    ids=["attribute", "boolean", "order of inputs", "wiring", "body of a loop"],
+)
+def test_losses_of_the_same_operations_have_different_fingerprints(one, other):
+    def fingerprint(function):
+        w = tf.Variable(MATRIX)
+        return inside.fingerprint(hvp.HessianOperator(lambda: tf.reduce_sum(function(w) ** 2), w))
+
+    expected = fingerprint(one)
+    assert fingerprint(one) == expected
+    differing = fingerprint(other)
+    assert [key for key in expected if expected[key] != differing[key]] == ["loss"]
+
+
+def test_every_loss_and_every_weight_is_in_the_fingerprint():
+    points = {name: (np.arange(6.0).reshape(6, 1),) for name in ("equation", "boundary")}
+
+    def of_losses(power):
+        w = tf.Variable(np.ones(1))
+        losses = {
+            "equation": lambda x: tf.reduce_mean((x * w) ** 2),
+            "boundary": lambda x: tf.reduce_mean((x * w) ** power),
+        }
+        return inside.fingerprint(hvp.HessianOperator(losses, w, points, batch_size=2))
+
+    assert of_losses(2)["loss"] == of_losses(2)["loss"] != of_losses(4)["loss"]
+
+    def of_weights(weight):
+        w = tf.Variable(np.ones(1))
+        H = hvp.HessianOperator(
+            lambda x: tf.reduce_mean((x * w) ** 2),
+            w,
+            [(np.ones(2),), (np.zeros(3),)],
+            weight=weight,
+        )
+        return inside.fingerprint(H)
+
+    one = of_weights(lambda x: 2 * tf.size(x))
+    assert of_weights(lambda x: 2 * tf.size(x)) == one
+    other = of_weights(lambda x: tf.size(x) ** 2)
+    assert [key for key in one if one[key] != other[key]] == ["data"]
 
 
 def test_the_exact_method_has_a_checkpoint_too(tmp_path):

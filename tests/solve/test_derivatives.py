@@ -143,6 +143,9 @@ def test_inside_a_graph(jit_compile, method):
     assert residual < 1e-10
     np.testing.assert_allclose(x, inverse @ B.numpy(), rtol=1e-8)
     np.testing.assert_allclose(slope, inverse @ (3 * x.numpy() ** 2), rtol=1e-8)
+    np.testing.assert_allclose(solved(1e-200 * B)[0], 1e-200 * x, rtol=1e-8)
+    few = tf.function(lambda b: hvp.solve(H, b, method=method, maxiter=2).iterations)
+    assert few(B) == 2
     w.assign_add(tf.ones(6, tf.float64))
     H.refresh()
     np.testing.assert_allclose(solved(B)[0], np.linalg.solve(dense(w, 0.2), B.numpy()), rtol=1e-8)

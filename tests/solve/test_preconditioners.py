@@ -58,8 +58,13 @@ def test_the_inverse_is_positive_definite_for_any_matrix(name, dtype, spectrum):
     assert np.linalg.eigvalsh((P + P.T) / 2).min() > 0
 
 
-def test_blocks_of_single_weights_are_refused():
+def test_blocks_of_entries():
     w = tf.Variable(np.arange(1.0, 6.0))
-    H = hvp.HessianOperator(lambda: tf.reduce_sum(w**4), w)
-    with pytest.raises(hvp.HvpError, match="3 single weights"):
-        hvp.BlockDiagonalPreconditioner(H, [np.arange(3), np.arange(3, 5)])
+    H = hvp.HessianOperator(lambda: tf.reduce_sum(w**4) + w[0] * w[3] + w[1] * w[2], w)
+    blocks = [np.array([3, 0]), np.array([1, 4])]
+    with pytest.raises(hvp.HvpError, match="in no block"):
+        hvp.BlockDiagonalPreconditioner(H, blocks)
+    M = hvp.BlockDiagonalPreconditioner(H, [*blocks, np.array([2])])
+    dense = H.to_dense()
+    dense[1, 2] = dense[2, 1] = 0
+    np.testing.assert_allclose(M @ dense, np.eye(5), atol=1e-12)

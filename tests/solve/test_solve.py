@@ -205,6 +205,38 @@ def test_dependent_columns():
     np.testing.assert_allclose(result.x, np.linalg.solve(A, b), rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize(
+    ("M", "dtype"), crossed(["diagonal", "nystrom", "array"], ["float32", "float64"])
+)
+@pytest.mark.few(3)
+def test_dependent_columns_with_a_preconditioner(M, dtype):
+    A = (matrix(SPECTRA["definite"](N)) + np.diag(np.linspace(1, 20, N))).astype(dtype)
+    M = np.diag(1 / np.diag(A)) if M == "array" else M
+    independent = columns(N, 3)
+    for b in (np.tile(independent[:, :1], 20), independent @ columns(3, 30, seed=2)):
+        b = b.astype(dtype)
+        result = hvp.solve(A, b, method="block_cg", M=M, rtol=1e-5)
+        assert result.converged.all()
+        expected = np.linalg.solve(A.astype(float), b)
+        np.testing.assert_allclose(result.x, expected, atol=1e-4 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("method", [*KRYLOV, "auto", "exact"])
+def test_squares_of_right_hand_sides_may_underflow_or_overflow(method):
+    A = matrix(SPECTRA["definite"](N)).astype("float32")
+    b = columns(N, 4).astype("float32") * np.float32([1e-25, 1, 0, 1e25])
+    expected = np.linalg.solve(A.astype(float), b)
+    result = hvp.solve(A, b, method=method, x0=b / 5 if method != "exact" else None)
+    assert result.converged.all()
+    error = np.linalg.norm(result.x - expected, axis=0)
+    assert (error <= 1e-4 * np.linalg.norm(expected, axis=0)).all()
+    assert (result.residual_norms <= 1e-5 * np.linalg.norm(b.astype(float), axis=0)).all()
+    # The absolute tolerance is in the units of the right-hand sides.
+    loose = hvp.solve(A, b[:, 0], method="cg", atol=1e-22)
+    assert loose.converged
+    assert loose.iterations == 0
+
+
 def test_many_columns_are_solved_block_by_block(monkeypatch):
     inside.set_limit(monkeypatch, "columns of a solve", 4)
     A = matrix(SPECTRA["definite"](N))
@@ -375,11 +407,11 @@ def test_products_that_are_not_finite_raise():
     )
     with pytest.raises((hvp.NonFiniteError, tf.errors.OpError), match="not finite"):
         hvp.solve(not_a_number, columns(N, 1), method="cg")
-    w = tf.Variable(np.ones(N, "float32"))
-    H = hvp.HessianOperator(lambda: tf.reduce_sum(w**2) * 1e10, w)
+    w = tf.Variable(np.zeros(N, "float32"))
+    H = hvp.HessianOperator(lambda: tf.reduce_sum(w**2) * 1e38, w)
     for method in KRYLOV:
         with pytest.raises(hvp.NonFiniteError, match="not finite"):
-            hvp.solve(H, np.full(N, 1e30), method=method)
+            hvp.solve(H, np.full(N, 1e8), method=method)
 
 
 INVALID = {

@@ -123,3 +123,11 @@ def test_negative_curvature_and_arguments():
         with pytest.raises(hvp.HvpError, match=said):
             call()
     assert "300 x 300" in repr(solver)
+
+
+def test_equal_columns_are_solved_again():
+    solver = hvp.Solver(np.diag(np.linspace(1, 3, 8)))
+    b = np.tile(columns(8, 1), 8)
+    for _ in range(2):
+        x = solver.solve(b, method="block_cg").x
+        np.testing.assert_allclose(x, b / np.linspace(1, 3, 8)[:, np.newaxis], rtol=1e-4)

@@ -346,3 +346,26 @@ def test_checkpoints(tmp_path):
         assert (H.stats.products == 0) is begun
     with pytest.raises(hvp.CheckpointError, match="right-hand sides"):
         hvp.solve(H, np.zeros(5), method="sparse", checkpoint=file)
+
+
+@pytest.mark.parametrize("pivot", [0.0, 1e-17, 1e-10, 1e-5])
+def test_small_pivots_of_an_indefinite_matrix(pivot):
+    """On the diagonal alone, the pivots would spoil the factors."""
+    A = np.kron(np.eye(5), [[pivot, 1], [1, pivot]]) + np.diag(np.full(8, 0.3), 2)
+    A = (A + A.T) / 2 + np.diag([0, *[0.1, 0] * 4, 1])
+    inverse = hvp.SparseInverse(scipy.sparse.csr_array(A))
+    np.testing.assert_allclose(inverse @ np.eye(10), np.linalg.inv(A), rtol=1e-6, atol=1e-8)
+    assert inverse.log_determinant == pytest.approx(np.linalg.slogdet(A)[1], rel=1e-6)
+    assert inverse.negative in (None, int((np.linalg.eigvalsh(A) < 0).sum()))
+    positive = hvp.SparseInverse(scipy.sparse.csr_array(A), positive=True)
+    assert (np.linalg.eigvalsh(positive.to_dense()) > 0).all()
+
+
+def test_the_inverse_of_another_point_is_refused():
+    loss, w = banded()
+    H = hvp.HessianOperator(loss, w)
+    inverse = hvp.SparseInverse(H)
+    H.refresh()
+    for use in (lambda: inverse @ np.ones(60), lambda: inverse.standard_errors()):
+        with pytest.raises(hvp.StaleOperatorError, match="evaluated again"):
+            use()

@@ -75,3 +75,11 @@ def test_keras_on_another_backend_is_refused(monkeypatch):
     monkeypatch.setattr(keras.config, "backend", lambda: "jax")
     with pytest.raises(hvp.InvalidVariablesError, match=r"'jax' backend.*KERAS_BACKEND=tensorflow"):
         collect_variables([Foreign(np.ones(2), name="w")])
+
+
+def test_variables_without_names_of_their_own_are_told_apart():
+    taken = tf.Variable(np.ones(1), name="Variable_1")
+    nest = collect_variables([tf.Variable(1.0), tf.Variable(2.0), taken, tf.Variable(3.0)])
+    assert len(set(nest.names)) == 4
+    assert nest.names[0] == "Variable:0"
+    assert nest.names[2] == "Variable_1:0"
