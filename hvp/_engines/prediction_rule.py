@@ -131,7 +131,7 @@ class PredictionRule(Rule):
         within, alone = self._gradients_of_first(output)
         count, one = self._weights(output)
         refuse_unless(
-            output.are_close([count * part for part in within], [one * part for part in alone]),
+            output.are_close([count * part for part in within], _times(one, alone)),
             InvalidLossError(
                 "the output loss is not a mean of a loss for each example",
                 "a mean over the first axis of the predictions, to which every example "
@@ -151,7 +151,7 @@ class PredictionRule(Rule):
         if not within:
             return
         count, one = self._weights(output)
-        whole, own = [count * part for part in within], [one * part for part in alone]
+        whole, own = [count * part for part in within], _times(one, alone)
         is_mean = output.are_close(whole, own)
         self._refuse_broadcast(output, is_mean)
         refuse_unless(
@@ -231,6 +231,11 @@ class Chosen:
     def jvp(self, tangents: Parts) -> Parts:
         products = self.model.jvp(tangents)
         return [products[place] for place in self.places]
+
+
+def _times(weight: tf.Tensor, gradients: Parts) -> Parts:
+    """Multiply gradients by a weight; those of a mean with no weight at all are not numbers."""
+    return [tf.where(weight == 0, tf.zeros_like(part), weight * part) for part in gradients]
 
 
 def _rows_of(predictions: Sequence[tf.Tensor]) -> tf.Tensor:

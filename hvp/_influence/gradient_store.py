@@ -7,7 +7,6 @@ leaves complete shards only, and the next one continues from there.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ import tensorflow as tf
 
 from hvp._errors import CheckpointError, HvpError
 from hvp._influence.gradient_forms import GradientForm
+from hvp._runtime.files import replacing
 
 _DESCRIPTION = "store.json"
 _VERSION = 2
@@ -86,7 +86,7 @@ class GradientStore:
                 raise self._not_a_store()
             for file in left:
                 file.unlink(missing_ok=True)
-            with _replacing(path) as temporary:
+            with replacing(path) as temporary:
                 temporary.write_text(json.dumps(description, indent=1))
         except HvpError:
             raise
@@ -129,7 +129,7 @@ class GradientStore:
 
     def _save(self, path: Path, array: np.ndarray) -> None:
         try:
-            with _replacing(path) as temporary, temporary.open("wb") as file:
+            with replacing(path) as temporary, temporary.open("wb") as file:
                 np.save(file, array)
                 file.flush()
                 os.fsync(file.fileno())
@@ -177,15 +177,3 @@ class GradientStore:
             "an empty or new folder, or one that InfluenceFunctions wrote",
             "pass another folder, or remove this one",
         )
-
-
-@contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """Write to a temporary file, and rename it when it is complete."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        yield temporary
-        os.replace(temporary, path)
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)

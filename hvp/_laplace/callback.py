@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvp._errors import HvpError
+from hvp._keras.compiled_loss import CompiledModel
 from hvp._laplace.laplace import Laplace
 from hvp._runtime.arguments import check_count
 
@@ -96,9 +97,8 @@ class LaplaceCallback(keras.callbacks.Callback):
                 "build the layers without kernel_regularizer",
             )
         self.laplace = Laplace.from_keras(self.model, self._data, **self._options)
-        decay = self.laplace.weight_decay()
         self._strengths = {
-            name: tf.Variable(value, dtype=tf.float32) for name, value in decay.items()
+            name: tf.Variable(value, dtype=tf.float32) for name, value in self._penalties().items()
         }
         for variable in weights:
             if variable.path in self._strengths:
@@ -112,7 +112,7 @@ class LaplaceCallback(keras.callbacks.Callback):
             self._last = self.laplace.tune_prior_precision(
                 by=self._by, noise=self._tunes_noise, check=False
             )
-            for name, value in self.laplace.weight_decay().items():
+            for name, value in self._penalties().items():
                 self._strengths[name].assign(value)
         if logs is not None:
             logs["log_marginal_likelihood"] = self._last
@@ -126,6 +126,11 @@ class LaplaceCallback(keras.callbacks.Callback):
     @property
     def _tunes_noise(self) -> bool:
         return self.laplace.likelihood == "gaussian" and self._options.get("noise") is None
+
+    def _penalties(self) -> dict[str, float]:
+        """Return the prior in units of the compiled loss, which may have a weight."""
+        weight = CompiledModel(self.model, self._data, None, {}).loss_weight
+        return {name: weight * own for name, own in self.laplace.weight_decay().items()}
 
     def _remove_penalties(self) -> None:
         for variable in self.model.trainable_variables:

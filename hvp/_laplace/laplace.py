@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -13,25 +15,31 @@ import tensorflow as tf
 from hvp._data.batches import Batches
 from hvp._data.elements import convert_batch
 from hvp._engines.options import Options, declared
-from hvp._errors import CheckpointError, HvpError, InvalidDataError
+from hvp._errors import CheckpointError, HvpError, InvalidDataError, InvalidLossError
 from hvp._keras.compiled_loss import CompiledModel
 from hvp._keras.from_keras import FromKeras
+from hvp._keras.private import mask_of
 from hvp._kronecker.factored import FactoredOperator
 from hvp._kronecker.kfac import WithLayers
 from hvp._laplace.calibration import Calibration, calibration, of_intervals
 from hvp._laplace.curvatures import Curvature, curvature_of
+from hvp._laplace.models import outputs_of
 from hvp._laplace.outputs import Outputs
-from hvp._laplace.posterior import Posterior
+from hvp._laplace.posterior import Posterior, checked_precisions
 from hvp._laplace.targets import TARGETS, Targets, bridged
 from hvp._laplace.tuning import maximize_evidence, refuse_distance, validate, warn_of_caution
 from hvp._laplace.weights import Weights
 from hvp._runtime.arguments import check_count, check_number
+from hvp._runtime.files import replacing
 from hvp._runtime.guard import OneProcess
 from hvp._runtime.interrupts import Uninterrupted, deliver_interrupt
 
 _OPTIONS = ("batch_size", "memory_limit", "progress")
 # What of the posterior is saved besides the matrix and the prior.
 _SAVED = ("count", "normal", "loss", "noise", "is_diagonal")
+# Examples at which the compiled loss is compared with that of the likelihood, and how much they may
+# differ: Keras bounds probabilities.
+_SEEN, _OTHER = 8, 0.05
 # Examples of one call, where the data are not divided.
 _EXAMPLES = 1024
 # Columns of the identity that joint covariances are multiplied by at once.
@@ -149,6 +157,8 @@ class Laplace(FromKeras, OneProcess):
         self._prepare(model, likelihood, subset, progress)
         if noise is not None:
             self._check_noise(noise)
+        if prior_precision is not None:
+            checked_precisions(prior_precision)
         if isinstance(data, tuple):
             _pair(data)
         self._data = data
@@ -162,9 +172,9 @@ class Laplace(FromKeras, OneProcess):
         loss, normal = count * loss, 0
         if targets.is_gaussian:
             normal = count * math.prod(self._outputs.shape)
-            if noise is None and not loss:
-                raise HvpError("all residuals are zero", "a standard deviation of errors, noise=")
-            noise = math.sqrt(2 * loss / normal) if noise is None else noise
+        self._estimates_noise = targets.is_gaussian and noise is None
+        if self._estimates_noise:
+            noise = _noise_of(loss, normal)
         is_diagonal, noise = curvature == "diagonal", float(noise or 1.0)
         self._posterior = Posterior(weights, matrix, loss, count, normal, is_diagonal, noise)
         if prior_precision is not None:
@@ -198,12 +208,8 @@ class Laplace(FromKeras, OneProcess):
                 "a cross-entropy or the mean square error",
                 "pass hvp.Laplace(model, likelihood, data)",
             )
-        penalty = compiled.regularization
+        penalty, multiple = compiled.regularization, _multiple_of(compiled, likelihoods[0])
         if compiled.options.get("prior_precision") is None and penalty is not None:
-            size = 1 if isinstance(compiled.data, tuple) else None
-            first = next(iter(Batches(compiled.data, size, None))).elements.first()
-            shape = first.call(lambda x, y: compiled.model(x)).shape[1:]
-            multiple = TARGETS[likelihoods[0]].multiple(shape) / compiled.loss_weight
             compiled.options["regularization"] = lambda: multiple * penalty()
         if variables is not compiled.keras_model:
             compiled.options["subset"] = variables
@@ -248,7 +254,7 @@ class Laplace(FromKeras, OneProcess):
     @noise.setter
     def noise(self, value: float) -> None:
         self._check_noise(value)
-        self._posterior.noise = float(value)
+        self._posterior.noise, self._estimates_noise = float(value), False
 
     @property
     def mean(self) -> np.ndarray:
@@ -278,11 +284,10 @@ class Laplace(FromKeras, OneProcess):
         -------
         dict of str to float
             The factor of the sum of the squares of each variable, to train again with this prior:
-            ``keras.regularizers.L2(factor)`` beside a compiled cross-entropy or mean square error.
+            ``keras.regularizers.L2(factor)`` beside a compiled cross-entropy or mean square error,
+            without a weight in `loss_weights`, by which to multiply the factors.
         """
         posterior, names = self._posterior, self._weights.nest.names
-        if len(set(names)) < len(names):
-            raise HvpError("several variables have the same name", "the weights of a Keras model")
         unit = 2 * posterior.scale * self._targets.multiple(self._outputs.shape)
         prior = posterior.in_order_of_weights(posterior.prior)
         parts = np.split(prior, np.cumsum(self._weights.space.sizes)[:-1])
@@ -485,6 +490,7 @@ class Laplace(FromKeras, OneProcess):
         """
         check_count(bins, "bins")
         x, y = _pair(data)
+        convert_batch((x, y), "the data")  # as many targets as inputs
         mean, variance = self.function(x)
         if self._targets.is_gaussian:
             point = of_intervals(mean, np.full(mean.shape, self.noise**2), y, bins)
@@ -609,6 +615,7 @@ class Laplace(FromKeras, OneProcess):
                 )
             refuse_distance(self._posterior, self._outputs, self._targets, self._pairs())
         value = maximize_evidence(self._posterior, by, noise)
+        self._estimates_noise = self._estimates_noise and not noise
         if check and (self._targets.flattened is not None or self._targets.is_gaussian):
             x, y = next(self._pairs())
             warn_of_caution(self._posterior, self._targets, *self.function(x), y)
@@ -616,12 +623,18 @@ class Laplace(FromKeras, OneProcess):
 
     @Uninterrupted()
     def refresh(self) -> None:
-        """Compute the curvature again, at the values the weights have now."""
+        """Compute the curvature again, at the values the weights have now.
+
+        The noise is estimated again, unless it was passed, set or tuned.
+        """
         if self._data is None:
             raise HvpError("the posterior was loaded without its data", "hvp.Laplace(...) anew")
         _, loss = self._make()
         self._weights.remember()
-        self._posterior.refresh(self._posterior.count * loss)
+        posterior, loss = self._posterior, self._posterior.count * loss
+        posterior.refresh(loss)
+        if self._estimates_noise:
+            posterior.noise = _noise_of(loss, posterior.normal)
 
     def save(self, path: Any) -> None:
         """Write the posterior to a file, for `load`; the weights are saved with the model.
@@ -636,7 +649,7 @@ class Laplace(FromKeras, OneProcess):
         settings |= {"shape": self._outputs.shape, "is_last": self._outputs.features is not None}
         arrays: dict[str, Any] = dict(self._posterior.matrix.arrays())
         arrays |= {"settings": np.array(json.dumps(settings)), "prior": self._posterior.prior}
-        with open(path, "wb") as file:
+        with replacing(Path(path)) as temporary, temporary.open("wb") as file:
             np.savez(file, **arrays)
 
     @classmethod
@@ -651,8 +664,8 @@ class Laplace(FromKeras, OneProcess):
             The file.
         model : callable
             The model, with the weights that it had.
-        likelihood : callable, optional
-            The loss, if `likelihood` was a function.
+        likelihood : callable or str, optional
+            The loss, if `likelihood` was a function; otherwise it may be left out.
         subset : optional
             The weights that are uncertain, as they were then.
 
@@ -670,14 +683,16 @@ class Laplace(FromKeras, OneProcess):
             with open(path, "rb") as file, np.load(file) as archive:
                 arrays = dict(archive)
             settings = json.loads(str(arrays.pop("settings")))
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise CheckpointError(
                 f"the posterior cannot be read from {path} ({type(error).__name__})",
                 "a file that Laplace.save wrote",
             ) from error
         name = settings["likelihood"]
-        if (name is None) != callable(likelihood):
-            raise HvpError(f"the likelihood was {name}", "a function if, and only if, it was one")
+        if name is None and not callable(likelihood):
+            raise HvpError("the likelihood was a function", "the same function, as likelihood")
+        if name is not None and likelihood not in (None, name):
+            raise HvpError(f"the likelihood was {name!r}", "no other one", "leave it out")
         other = cls.__new__(cls)
         other._prepare(model, likelihood or name, subset, False)
         if settings["weights"] != other._weights.digests():
@@ -686,7 +701,7 @@ class Laplace(FromKeras, OneProcess):
                 "the model with the weights that it had, and the subset that was uncertain",
                 "save the model with its posterior, and load both",
             )
-        other._data = None
+        other._data, other._estimates_noise = None, False
         other._weights.remember()
         other._outputs.shape = tuple(settings["shape"])
         if not settings["is_last"]:
@@ -702,6 +717,45 @@ class Laplace(FromKeras, OneProcess):
         if not self._targets.is_gaussian:
             raise HvpError("noise is given, and the targets have none", "the likelihood 'gaussian'")
         check_number(noise, "noise", positive=True)
+
+
+def _multiple_of(compiled: CompiledModel, likelihood: str) -> float:
+    """Return how much larger the loss of a likelihood is than the compiled one.
+
+    Refuse what the likelihood would leave out, and outputs that it would take for others.
+    """
+    [loss] = tf.nest.flatten(compiled.keras_model.loss)
+    ignored, remedy = getattr(loss, "ignore_class", None), "pass hvp.Laplace(model, loss, data)"
+    if ignored is not None:
+        raise HvpError(f"the compiled loss ignores the class {ignored}", "all targets", remedy)
+    size = _SEEN if isinstance(compiled.data, tuple) else None
+    elements = next(iter(Batches(compiled.data, size, None))).elements
+    x, y = _pair(elements.part(0, min(_SEEN, elements.examples)).as_data())
+    outputs, targets = compiled.model(x), TARGETS[likelihood]
+    if mask_of(outputs) is not None:
+        raise HvpError("the outputs of the model have a mask", "outputs that all count", remedy)
+    multiple = targets.multiple(outputs.shape[1:]) / compiled.loss_weight
+    if not getattr(loss, "label_smoothing", 0):
+        expected = multiple * float(compiled.output_loss(outputs, y))
+        logits = outputs_of(compiled.model, not targets.is_gaussian)
+        own = float(targets.loss(tf.function(logits, autograph=False)(x), tf.convert_to_tensor(y)))
+        if abs(own - expected) > _OTHER * abs(expected):
+            raise InvalidLossError(
+                f"the loss of the first examples is {own:.6g} with the outputs of the model for "
+                f"the {'means' if targets.is_gaussian else 'logits'} of the likelihood "
+                f"{likelihood!r}, and {expected:.6g} as compiled",
+                "a compiled loss that is this likelihood, and a softmax or sigmoid at the end of "
+                "the model if the loss takes probabilities",
+                remedy,
+            )
+    return multiple
+
+
+def _noise_of(loss: float, normal: int) -> float:
+    """Return the root mean square of residuals."""
+    if not loss:
+        raise HvpError("all residuals are zero", "a standard deviation of errors, noise=")
+    return math.sqrt(2 * loss / normal)
 
 
 def _pair(data: Any) -> tuple[Any, Any]:

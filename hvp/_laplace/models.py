@@ -71,14 +71,18 @@ def _last_layer(model: Any) -> Any:
 def features_of(model: Any) -> Callable[..., Any] | None:
     """Return the inputs of the last layer of a Keras model, if it is a dense one.
 
-    Whoever takes them has to make sure that the outputs are those of this layer.
+    Only a softmax or sigmoid may follow, of which the logits are taken. Whoever takes the inputs
+    has to make sure that the outputs are those of this layer.
     """
     model = getattr(model, "keras_model", model)
     layer = _last_layer(model)
-    is_dense = type(layer).__name__ == "Dense"
     # Models that are classes have none, and layers that other models call have theirs.
     ends: tuple[Any, Any] = getattr(model, "inputs", None), getattr(layer, "input", None)
-    if not is_dense or any(end is None for end in ends) or len(ends[1].shape) != 2:
+    if any(end is None for end in ends) or len(ends[1].shape) != 2:
+        return None
+    operations = list(getattr(model, "operations", None) or model.layers)
+    after = operations[operations.index(layer) + 1 :]
+    if type(layer).__name__ != "Dense" or not all(map(_may_have_logits, [layer, *after])):
         return None
     keras = importlib.import_module(type(layer).__module__.partition(".")[0])  # or tf_keras
     try:
@@ -86,3 +90,10 @@ def features_of(model: Any) -> Callable[..., Any] | None:
     except ValueError:
         return None
     return lambda x: inner(x, training=False)
+
+
+def _may_have_logits(layer: Any) -> bool:
+    """Return whether a layer ends with a softmax, a sigmoid or no activation."""
+    activation = getattr(layer, "activation", None)
+    name = getattr(activation, "__name__", type(layer).__name__).lower()
+    return name in ("linear", "softmax", "sigmoid")

@@ -24,6 +24,8 @@ from hvp._runtime.recent import Recent
 _ROW_BYTES = 2**26
 # Two outputs for one input are the same up to this, relative to the largest.
 _SAME = 1e-3
+# Examples at which a model is looked at.
+_SEEN = 8
 
 
 class Outputs:
@@ -65,12 +67,12 @@ class Outputs:
         return function(*inputs.tensors)
 
     def measure(self, inputs: Iterable[Any]) -> int:
-        """Return how many examples there are, and see what the model returns for the first."""
+        """Return how many examples there are, and see what the model returns for some."""
         count = 0
         for x in inputs:
             elements = convert_batch((x,), "x")
             if not count:
-                self._see(elements.first())
+                self._see(elements.part(0, min(_SEEN, elements.examples)))
             count += elements.examples
         return count
 
@@ -115,11 +117,17 @@ class Outputs:
     def _called(self, x: Any) -> Any:
         return self.function(*x) if isinstance(x, tuple) else self.function(x)
 
-    def _see(self, first: Elements) -> None:
+    def _see(self, some: Elements) -> None:
         """Refuse probabilities; see whether the last layer's outputs are those of the model."""
-        outputs = self.of(first).numpy()
+        outputs = self.of(some).numpy()
         self.shape = outputs.shape[1:]
         if self._likelihood == "categorical":
+            if not self.shape or self.shape[-1] < 2:
+                raise InvalidLossError(
+                    f"the outputs of the model for an example have the shape {self.shape}",
+                    "a logit for each class on the last axis, for the likelihood 'categorical'",
+                    "pass likelihood='bernoulli' if the output is the logit of ones",
+                )
             sums = outputs.astype(np.float64).sum(axis=-1)
             if (outputs >= 0).all() and np.abs(sums - 1).max() < _SAME:
                 raise InvalidLossError(
@@ -128,9 +136,10 @@ class Outputs:
                     "leave out the softmax",
                 )
         if self.features is not None:
-            own, (kernel, *bias) = first.call(self.features), self._weights.values()
-            own = tf.matmul(own, kernel) + (bias[0] if bias else 0)
-            if np.abs(own - outputs).max() > _SAME * np.abs(outputs).max():
+            own, (kernel, *bias) = some.call(self.features), self._weights.values()
+            own = (tf.matmul(own, kernel) + (bias[0] if bias else 0)).numpy()
+            is_last = own.shape == outputs.shape
+            if not is_last or np.abs(own - outputs).max() > _SAME * np.abs(outputs).max():
                 self.features = None  # something follows the layer
 
     def _refuse_mixing(self, part: Elements, mean: np.ndarray) -> None:

@@ -137,13 +137,13 @@ class Posterior:
 
     def checked_prior(self, value: Any) -> np.ndarray:
         """Return precisions of the prior that a caller gave, one for each eigenvector."""
-        prior, count = np.asarray(value, np.float64), len(self.sizes)
+        prior, count = checked_precisions(value), len(self.sizes)
         shapes = [(), (count,), *([self.prior.shape] if self.is_diagonal else [])]
-        if prior.shape not in shapes or not (np.isfinite(prior) & (prior >= 0)).all():
+        if prior.shape not in shapes:
             raise HvpError(
-                f"the prior precision is {value!r}",
-                f"a finite number from zero on, or one for each of {count} blocks; of each weight "
-                "only if the curvature is 'diagonal'",
+                f"the prior precision has the shape {prior.shape}",
+                f"one number, or one for each of {count} blocks; of each weight only if the "
+                "curvature is 'diagonal'",
             )
         if prior.shape in shapes[:2]:
             return np.repeat(np.broadcast_to(prior, count), self.sizes)
@@ -191,3 +191,14 @@ class Posterior:
                     "a prior precision above zero",
                     "set prior_precision",
                 )
+
+
+def checked_precisions(value: Any) -> np.ndarray:
+    """Return precisions as an array; raise `HvpError` if one is negative or not a number."""
+    try:
+        prior = np.asarray(value, np.float64)
+    except (TypeError, ValueError):
+        prior = np.full((), np.nan)
+    if not (np.isfinite(prior) & (prior >= 0)).all():
+        raise HvpError(f"the prior precision is {value!r}", "finite numbers from zero on")
+    return prior

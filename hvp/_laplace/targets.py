@@ -15,6 +15,8 @@ from hvp._errors import HvpError
 
 # The factor in MacKay's approximation of the mean of a sigmoid.
 _PROBIT = np.pi / 8
+# Variances of logits are not taken for smaller than this part of the largest.
+_ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
@@ -88,10 +90,13 @@ def bridged(mean: np.ndarray, covariance: np.ndarray) -> np.ndarray:
     total[total == 0] = 1  # logits whose sum is zero anyway
     mean = mean - sums * mean.sum(axis=1, keepdims=True) / total
     variance = np.diagonal(covariance, axis1=1, axis2=2) - sums**2 / total
+    largest = variance.max(axis=1, keepdims=True)
+    variance = np.maximum(variance, _ROUNDING * largest + (largest == 0))
     classes = mean.shape[1]
     others = scipy.special.logsumexp(-mean, axis=1, keepdims=True)
     counts = (1 - 2 / classes + np.exp(mean + others) / classes**2) / variance
-    return counts / counts.sum(axis=1, keepdims=True)
+    # Of certain logits, the probabilities are known.
+    return np.where(largest == 0, _softmax(mean), counts / counts.sum(axis=1, keepdims=True))
 
 
 def _categorical(outputs: tf.Tensor, y: tf.Tensor) -> tf.Tensor:

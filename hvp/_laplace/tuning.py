@@ -52,6 +52,7 @@ def maximize_evidence(posterior: Posterior, by: str, noise: bool) -> float:
 
 def validate(posterior: Posterior, outputs: Outputs, targets: Targets, x: Any, y: Any) -> float:
     """Choose a precision for all weights by the likelihood of validation data."""
+    convert_batch((x, y), "the data")  # as many targets as inputs
     grid, scaled = np.logspace(*_GRID), posterior.scale * posterior.matrix.scales()
     start, losses = 0, np.zeros(len(grid))
     is_last = outputs.features is not None and posterior.output_variances() is not None

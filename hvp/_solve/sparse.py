@@ -67,6 +67,9 @@ class SparseInverse(Operator):
     ------
     HvpError
         If the matrix is singular, or its pattern is not known.
+    StaleOperatorError
+        At a product, if the operator was evaluated again meanwhile. A preconditioner, with
+        `positive` or `drop`, may be that of another point.
 
     Notes
     -----
@@ -98,7 +101,8 @@ class SparseInverse(Operator):
         drop = check_number(drop, "drop", below=1)
         evaluated = matrix_of(H)
         space = evaluated.space
-        # It is the inverse of this evaluation of the operator.
+        # It is the inverse of this evaluation of the operator, unless it is a preconditioner.
+        is_exact = not (positive or drop)
         make_sure = functools.partial(evaluated.make_sure_evaluated, evaluated.evaluations)
         matrix = scipy.sparse.csc_array(H.to_sparse() if isinstance(H, Operator) else H)
         wrong = int(np.sum(~np.isfinite(matrix.data)))
@@ -126,7 +130,8 @@ class SparseInverse(Operator):
             self.negative, self.log_determinant = None, np.nan
 
         def solve(rows: np.ndarray) -> np.ndarray:
-            make_sure()
+            if is_exact:
+                make_sure()
             columns = _columns(rows)
             solved = factors.solve(columns)
             # Incomplete factors are not those of a symmetric matrix.

@@ -527,6 +527,16 @@ def test_blocks_of_variables():
         K.block(model.layers[0].kernel)
 
 
+def test_blocks_of_variables_without_names_of_their_own():
+    first, second = (tf.Variable(random(i, 3, 3, dtype="float64")) for i in range(2))
+    K = hvp.KFAC(lambda x: tf.tanh(x @ first) @ second, half_squares, [first, second], data_of(5))
+    assert len(K.factors) == 2
+    for place, variable in enumerate((first, second)):
+        own = slice(9 * place, 9 * place + 9)
+        block = K.block(variable)
+        np.testing.assert_allclose(block.to_dense(), K.to_dense()[own, own], atol=1e-7)
+
+
 @pytest.mark.parametrize("likelihood", [None, "categorical"])
 def test_data_that_cannot_be_used_are_refused(likelihood):
     """Also where the classes are counted first, to choose the matrix."""

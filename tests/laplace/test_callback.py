@@ -8,12 +8,13 @@ import hvp
 import hvp.keras
 
 
-def trained(callbacks, regularizer=None, epochs=40):
+def trained(callbacks, regularizer=None, epochs=40, weight=None):
     keras.utils.set_random_seed(0)
     layers = keras.layers
     output = layers.Dense(3, "softmax", kernel_regularizer=regularizer, use_bias=False)
     model = keras.Sequential([keras.Input((6,)), output])
-    model.compile(keras.optimizers.SGD(1.0), "sparse_categorical_crossentropy")
+    loss = "sparse_categorical_crossentropy"
+    model.compile(keras.optimizers.SGD(1.0), loss, loss_weights=weight)
     rng = np.random.default_rng(0)
     x = rng.standard_normal((60, 6)).astype("float32")
     y = np.argmax(x[:, :3] + rng.gumbel(size=(60, 3)), axis=1)
@@ -44,6 +45,23 @@ def test_the_prior_comes_to_rest_where_the_evidence_is_largest():
     assert np.isnan(history["log_marginal_likelihood"][3])
     assert history["log_marginal_likelihood"][-1] > history["log_marginal_likelihood"][4]
     assert model.losses == []
+
+
+def test_a_weight_of_the_loss_multiplies_the_penalties():
+    made, losses = [], []
+
+    class Losses(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            losses.append(float(self.model.losses[0]))
+
+    for weight in (None, 4.0):
+
+        def callbacks(x, y):
+            made.append(hvp.keras.LaplaceCallback((x, y), curvature="full"))
+            return [made[-1], Losses()]
+
+        trained(callbacks, epochs=1, weight=weight)
+    assert losses[1] == pytest.approx(4 * losses[0], rel=1e-5)
 
 
 def test_what_is_refused():

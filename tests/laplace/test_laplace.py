@@ -11,6 +11,7 @@ import tensorflow as tf
 
 import hvp
 from tests.cases import crossed
+from tests.runtime.disk import files_of_at_most
 
 CURVATURES = ["full", "kfac", "ekfac", "diagonal", "low-rank"]
 PRIOR, NOISE = 0.7, 0.4
@@ -345,6 +346,10 @@ def test_what_is_refused():
         (lambda: made(data=(x,)), r"\(x, y\)"),
         (lambda: made(**undetermined).function(x), "zero"),
         (lambda: made(prior_precision=-1.0), r"prior precision is -1\.0"),
+        (lambda: made(prior_precision="much"), "'much'"),
+        (lambda: made(likelihood="categorical", data=(x, 0 * y)), r"\(1,\).*'bernoulli'"),
+        (lambda: la.tune_prior_precision((x, y[:30])), "30"),
+        (lambda: la.calibration((x, y[:30])), "30"),
         (lambda: setattr(la, "prior_precision", [1.0, 2.0]), "1 blocks"),
         (lambda: la.log_marginal_likelihood([1.0, 2.0]), "1 blocks"),
         (lambda: la.log_marginal_likelihood(noise=0.0), "noise"),
@@ -517,6 +522,55 @@ def test_refresh_traces_nothing_again(curvature):
     assert not np.allclose(la.function(x)[1], variances)
 
 
+def test_refresh_estimates_the_noise_again_unless_it_is_known():
+    x, truth, rng = design()
+    y = x @ truth + NOISE * rng.standard_normal((40, 1))
+    w = tf.Variable(truth)
+    estimated, known = (
+        hvp.Laplace(lambda x: x @ w, "gaussian", (x, y), subset=w, curvature="full", noise=noise)
+        for noise in (None, NOISE)
+    )
+    w.assign(0 * truth)
+    for la in (estimated, known):
+        la.refresh()
+    assert estimated.noise == pytest.approx(np.sqrt(np.mean(y**2)))
+    assert known.noise == NOISE
+    estimated.noise = 0.5
+    estimated.refresh()
+    assert estimated.noise == 0.5
+
+
+def test_compiled_losses_that_are_no_likelihood_of_the_outputs_are_refused():
+    """Masks, ignored classes, and probabilities whose logits are not found."""
+    rng = np.random.default_rng(0)
+    layers, losses = keras.layers, keras.losses
+    x, y = rng.standard_normal((20, 4)).astype("float32"), rng.integers(0, 2, 20)
+
+    def made(model, loss, y=y, x=x):
+        model.compile(loss=loss)
+        return hvp.Laplace.from_keras(model, (x, y), curvature="diagonal")
+
+    def reshaped(activation):
+        return keras.Sequential(
+            [keras.Input((4,)), layers.Dense(1, activation), layers.Reshape((1, 1))]
+        )
+
+    with pytest.raises(hvp.InvalidLossError, match="'bernoulli'"):
+        made(reshaped("sigmoid"), "binary_crossentropy", y[:, None, None])
+    made(reshaped(None), losses.BinaryCrossentropy(from_logits=True), y[:, None, None])
+    smooth = losses.BinaryCrossentropy(from_logits=True, label_smoothing=0.1)
+    made(reshaped(None), smooth, y[:, None, None])
+    classes = keras.Sequential([keras.Input((4,)), layers.Dense(3, "softmax")])
+    with pytest.raises(hvp.HvpError, match="ignores the class 0"):
+        made(classes, losses.SparseCategoricalCrossentropy(ignore_class=0))
+    tokens = rng.integers(0, 5, (20, 6))
+    sequences = keras.Sequential(
+        [keras.Input((6,)), layers.Embedding(5, 4, mask_zero=True), layers.Dense(3, "softmax")]
+    )
+    with pytest.raises(hvp.HvpError, match="mask"):
+        made(sequences, "sparse_categorical_crossentropy", tokens % 3, tokens)
+
+
 @pytest.mark.parametrize("curvature", CURVATURES)
 @pytest.mark.few(1)
 def test_saved_and_loaded(curvature, tmp_path):
@@ -534,6 +588,16 @@ def test_saved_and_loaded(curvature, tmp_path):
             call()
     with pytest.raises(hvp.CheckpointError, match="subset"):
         hvp.Laplace.load(tmp_path / "posterior.npz", model, subset="last-layer")
+    with pytest.raises(hvp.HvpError, match="'categorical'"):
+        hvp.Laplace.load(tmp_path / "posterior.npz", model, likelihood="bernoulli")
+    hvp.Laplace.load(tmp_path / "posterior.npz", model, likelihood="categorical")
+    whole = (tmp_path / "posterior.npz").read_bytes()
+    (tmp_path / "half.npz").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(hvp.CheckpointError, match="BadZipFile"):
+        hvp.Laplace.load(tmp_path / "half.npz", model)
+    with files_of_at_most(len(whole) // 2), pytest.raises(OSError, match="large"):
+        la.save(tmp_path / "posterior.npz")
+    assert (tmp_path / "posterior.npz").read_bytes() == whole
     model.layers[0].bias.assign_add(np.ones(8))
     with pytest.raises(hvp.CheckpointError, match="weights"):
         hvp.Laplace.load(tmp_path / "posterior.npz", model)
@@ -604,6 +668,16 @@ def test_weight_decay_is_the_prior_in_units_of_keras(loss):
     unit = 100 / (2 * la.noise**2) if loss == "mse" else 100
     precision = np.linalg.inv(la.covariance().to_dense())
     np.testing.assert_allclose(precision, unit * of_keras, rtol=1e-3, atol=1e-3 * precision.max())
+
+
+def test_the_bridge_of_certain_logits():
+    """Without features and without a bias, the logits are zero whatever the weights are."""
+    x, truth, _ = design(3)
+    w = tf.Variable(truth)
+    la = hvp.Laplace(lambda x: x @ w, "categorical", (x, np.arange(40) % 3), subset=w)
+    found = la.predict(np.concatenate([0 * x[:1], x[:1]]), method="bridge")
+    np.testing.assert_allclose(found[0], 1 / 3)
+    np.testing.assert_allclose(found[1], la.predict(x[:1], method="bridge")[0])
 
 
 def test_the_bridge_is_the_mean_of_a_dirichlet():
@@ -694,22 +768,29 @@ def test_the_last_layer_may_have_other_units(curvature):
         np.testing.assert_allclose(one, other, rtol=1e-8)
 
 
-@pytest.mark.parametrize("after", ["softplus", "rescaling", "nothing"])
-@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    "after", ["softplus", "rescaling", "nothing", "rescaled zeros", "relu", "squeezed"]
+)
+@pytest.mark.few(3)
 def test_what_follows_the_last_layer_counts(after):
     """The variances are those of the model's outputs, not of the last layer's product."""
     keras.utils.set_random_seed(0)
     layers = keras.layers
-    last = layers.Dense(1, "softplus" if after == "softplus" else None, name="last")
-    more = [layers.Rescaling(3.0)] if after == "rescaling" else []
+    last = layers.Dense(1, after if after in ("softplus", "relu") else None, name="last")
+    more = {"resca": [layers.Rescaling(3.0)], "squee": [layers.Reshape(())]}.get(after[:5], [])
     model = keras.Sequential([keras.Input((6,)), layers.Dense(8, "tanh"), last, *more])
     _, x, _ = classifier()
     y = x[:, :1]
+    if after == "rescaled zeros":  # which are what the layer returns, too
+        last.kernel.assign(tf.zeros((8, 1)))
+    if after == "relu":  # linear at the first examples alone
+        x = x[np.argsort(-model(x)[:, 0])]
     for curvature in ("kfac", "low-rank"):
         options = {"curvature": curvature, "noise": 0.3}
         named = hvp.Laplace(model, "gaussian", (x, y), subset="last-layer", **options)
         plain = hvp.Laplace(model, "gaussian", (x, y), subset=last, **options)
         for found, expected in zip(named.function(x), plain.function(x)):
+            assert found.shape == expected.shape
             np.testing.assert_allclose(found, expected, rtol=1e-3)
         assert named.tune_prior_precision((x, y)) == pytest.approx(
             plain.tune_prior_precision((x, y)), rel=1e-4

@@ -303,6 +303,12 @@ def test_a_loss_that_divides_by_something_else():
         assert relative_error(F.to_dense(), want) < 1e-12
     with pytest.raises(hvp.InvalidLossError, match=r"not a mean.*pass weight"):
         hvp.FisherOperator(model, loss, w, data, kind="empirical")
+    # The mean of the first example alone is 0 / 0 if it has no weight.
+    masked = x, y, lengths * (np.arange(len(x)) > 0)
+    residuals = 2 * masked[2] * (x @ w.numpy() - y)
+    want = (x.T * residuals**2) @ x / masked[2].sum()
+    F = hvp.FisherOperator(model, loss, w, masked, kind="empirical", weight=weight)
+    assert relative_error(F.to_dense(), want) < 1e-12
 
 
 @pytest.mark.parametrize("engine", ["graph", "tape"])
