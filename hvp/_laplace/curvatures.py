@@ -12,7 +12,9 @@ from hvp._kronecker.block import Block, eigen, exact, reflected
 from hvp._kronecker.factored import FactoredOperator
 from hvp._kronecker.kfac import EKFAC, KFAC
 from hvp._operators.gauss_newton import GaussNewtonOperator
+from hvp._operators.symmetric import evaluation_of
 from hvp._spectra.eigsh import eigsh
+from hvp._vectors.resources import Resource
 from hvp._vectors.selection import groups
 from hvp._vectors.space import Space
 from hvp._vectors.variables import VariableNest, collect_variables
@@ -28,7 +30,7 @@ def curvature_of(
     kind: Curvature,
     arguments: Sequence[Any],
     options: dict[str, Any],
-    made: Callable[[list[Block]], FactoredOperator],
+    made: Callable[[list[Block], Sequence[Resource]], FactoredOperator],
     *,
     likelihood: str | None,
     rank: int,
@@ -36,7 +38,7 @@ def curvature_of(
     """Return a function that returns the curvature and the loss at the weights of its call.
 
     The `arguments` are model, loss, variables and data, which are traced once. `made` returns the
-    matrix with these blocks.
+    matrix with these blocks, which were computed from some variables.
     """
     nest = collect_variables(arguments[2])
     size = Space.of_variables(nest).size
@@ -61,8 +63,9 @@ def curvature_of(
         if isinstance(matrix, KFAC):
             return matrix, matrix.value
         blocks, loss = _blocks(kind, matrix, nest, rank), matrix.value
+        reads = evaluation_of(matrix).snapshot.facts.reads
         matrix.close()  # which frees memory; what was traced remains
-        return made(blocks), loss
+        return made(blocks, reads), loss
 
     return evaluated
 

@@ -55,12 +55,16 @@ class Weights:
         """Return digests of all weights, and of those that are uncertain."""
         return [digest(v.numpy()) for v in (*self._held, *self.nest.variables)]
 
-    def matrix_of(self, blocks: list[Block]) -> FactoredOperator:
+    def matrix_of(self, blocks: list[Block], reads: Sequence[Resource] = ()) -> FactoredOperator:
         """Return a matrix with these blocks, which refuses other values of the weights.
 
-        It is the same at every call, and has the blocks of the last.
+        It is the same at every call, and has the blocks of the last. `reads` are the variables that
+        it was computed from, some of which the model may not be known to have.
         """
         if self._factors is None or self._matrix is None:
+            held = {id(resource.handle) for resource in self._watch.read}
+            more = [r for r in reads if r.dtype.is_floating and id(r.handle) not in held]
+            self._watch = Watch([*self._watch.read, *more])
             self._factors = Factors(lambda: blocks, watch=self._watch, check=self._make_sure)
             self._matrix = FactoredOperator(self.space, self.nest, self._factors, origin=self)
         else:

@@ -522,6 +522,20 @@ def test_refresh_traces_nothing_again(curvature):
     assert not np.allclose(la.function(x)[1], variances)
 
 
+@pytest.mark.parametrize("curvature", CURVATURES)
+@pytest.mark.few(1)
+def test_other_variables_of_a_function_are_watched(curvature):
+    x, truth, _ = design()
+    w, b = tf.Variable(truth), tf.Variable(np.ones(1))
+    options = {"subset": w, "curvature": curvature}
+    la = hvp.Laplace(lambda x: tf.exp(x @ w) + b, "gaussian", (x, x[:, :1]), **options)
+    b.assign([2.0])
+    with pytest.raises(hvp.StaleOperatorError):
+        la.function(x)
+    la.refresh()
+    assert la.function(x)[1].all()
+
+
 def test_refresh_estimates_the_noise_again_unless_it_is_known():
     x, truth, rng = design()
     y = x @ truth + NOISE * rng.standard_normal((40, 1))
