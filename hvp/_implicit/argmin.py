@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvp._errors import ConvergenceWarning, HvpError
-from hvp._implicit.equation import Equation, Tensors, at_tensors
+from hvp._implicit.equation import Equation, Tensors, at_tensors, refuse_changes
 from hvp._implicit.unknowns import (
     TapedEquation,
     Unknowns,
@@ -28,6 +28,7 @@ from hvp._runtime.strategies import in_another_thread
 from hvp._runtime.user_warning import warn
 from hvp._solve.solve import solve
 from hvp._vectors.variables import collect_variables
+from hvp._vectors.watch import Watch
 
 _ZERO = tf.UnconnectedGradients.ZERO
 # Ends of Newton's method at a minimum: the gradient is small, or as small as rounding allows.
@@ -143,7 +144,7 @@ def argmin(
     if not (is_operator or callable(loss)):
         raise HvpError(f"the loss is {type(loss).__name__}", "a function or a HessianOperator")
     unknowns = Unknowns(inner_variables, "the inner variables")
-    sources = sources_of(outer_variables)
+    sources = sources_of(outer_variables, unknowns)
     options: dict[str, Any] = {"rtol": rtol, "damping": float(damping), "maxiter": maxiter}
     by_operator = unknowns.are_variables and tf.executing_eagerly()
     if by_operator and all(isinstance(source, tf.Variable) for source in sources):
@@ -169,14 +170,27 @@ def argmin(
     return TapedEquation(unknowns, sources, gradient, value, **options).solution(solver)
 
 
-def sources_of(outer: Any) -> list[Any]:
-    """Return the variables and tensors that derivatives are taken in."""
+def sources_of(outer: Any, unknowns: Unknowns) -> list[Any]:
+    """Return the variables and tensors that derivatives are taken in, each of them once."""
     sources: list[Any] = []
     for leaf in tf.nest.flatten(outer):
         is_tensor = tf.is_tensor(leaf) and not isinstance(leaf, tf.Variable)
         sources += [leaf] if is_tensor else collect_variables(leaf).variables
     if not sources:
         raise HvpError("there are no outer variables", "what the derivatives are taken in")
+    inner = unknowns.parts if unknowns.are_variables else []
+    seen = {id(variable.handle) for variable in inner}
+    for place, source in enumerate(sources):
+        is_variable = isinstance(source, tf.Variable)
+        key = id(source.handle if is_variable else source)
+        if key in seen:
+            name = repr(source.name) if is_variable else f"tensor {place}"
+            raise HvpError(
+                f"{name} is twice among the inner and outer variables",
+                "each variable or tensor once",
+                "drop one of the two",
+            )
+        seen.add(key)
     return sources
 
 
@@ -199,6 +213,7 @@ def _by_operator(
     if is_own:  # beside tapes, which would record its evaluation
         H = in_another_thread(HessianOperator, loss, [*unknowns.parts, *sources])
     matrix = evaluation_of(H)
+    watch = Watch(matrix.snapshot.facts.reads)
     space, places = matrix.space, _places(matrix.variables, [*unknowns.parts, *sources])
 
     def refuse_unused() -> None:
@@ -215,6 +230,11 @@ def _by_operator(
     kept = {} if is_own else _KEPT.setdefault(H, {}).setdefault(tuple(places[:count]), {})
 
     def find() -> Tensors:
+        search()
+        watch.set()
+        return [tf.convert_to_tensor(variable) for variable in unknowns.parts]
+
+    def search() -> None:
         if solver is not None:
             solver()
         else:
@@ -229,7 +249,6 @@ def _by_operator(
             newton.close()
             if found.status not in _SUCCESS:
                 warn(f"hvp.argmin: no minimum was found: {found.message}", ConvergenceWarning)
-        return [tf.convert_to_tensor(variable) for variable in unknowns.parts]
 
     def product(*cotangent: tf.Tensor) -> Tensors:
         make_current()
@@ -243,6 +262,7 @@ def _by_operator(
     def make_current() -> None:
         nonlocal is_current
         if not is_current:  # the operator was evaluated where the search began, or elsewhere
+            refuse_changes(watch.changed())
             H.refresh()
             is_current = True
             refuse_unused()

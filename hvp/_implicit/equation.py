@@ -181,11 +181,15 @@ def _if_current(sources: Sequence[Any], values: Tensors, results: Tensors) -> li
     if not tf.executing_eagerly():
         is_current = tf.reduce_all(same)
         return [tf.where(is_current, x, tf.cast(math.nan, x.dtype)) for x in results]
-    changed = [variable.name for (variable, _), is_same in zip(pairs, same) if not is_same]
+    refuse_changes([variable.name for (variable, _), is_same in zip(pairs, same) if not is_same])
+    return list(results)
+
+
+def refuse_changes(changed: Sequence[str]) -> None:
+    """Raise `StaleOperatorError` if any variables have changed since the solution was found."""
     if changed:
         raise StaleOperatorError(
             f"variables have changed since the solution was found: {quoted(changed)}",
             "a gradient at the values that the solution belongs to",
             "take the gradient before you assign, or solve again",
         )
-    return list(results)

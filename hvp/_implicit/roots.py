@@ -167,6 +167,6 @@ def _root(
         return [part - value for part, value in zip(parts, cast)] if is_fixed_point else cast
 
     equation = TapedEquation(
-        unknowns, sources_of(outer), force, None, rtol=rtol, damping=0.0, maxiter=maxiter
+        unknowns, sources_of(outer, unknowns), force, None, rtol=rtol, damping=0.0, maxiter=maxiter
     )
     return equation.solution(solver)

@@ -10,13 +10,15 @@ import tensorflow as tf
 
 from hvp._derivatives.exact import exact_functions
 from hvp._errors import ConvergenceWarning, HvpError, InvalidVariablesError, quoted
-from hvp._implicit.equation import Equation, Tensors, at_tensors
+from hvp._implicit.equation import Equation, Tensors, at_tensors, refuse_changes
 from hvp._implicit.newton import newton
 from hvp._runtime.user_warning import warn
 from hvp._solve.conjugate_gradients import CONJUGATE_GRADIENTS
 from hvp._solve.in_graph import RowSolution, solve_in_graph
 from hvp._solve.outcome import SolveOutcome
+from hvp._vectors.resources import Resource
 from hvp._vectors.variables import collect_variables
+from hvp._vectors.watch import Watch
 
 _ZERO = tf.UnconnectedGradients.ZERO
 # Steps of Newton's method, and iterations of conjugate gradients: for each unknown, and at most.
@@ -104,19 +106,30 @@ class TapedEquation:
         self._unknowns, self._sources, self._force, self._loss = unknowns, sources, force, loss
         self._damping, self._maxiter = damping, maxiter
         self._rtol = tolerance_of(rtol, unknowns.dtype)
+        # Outside of graphs, the trainable variables that are read.
+        self._watch: Watch | None = None
 
     def solution(self, solver: Callable[..., Any] | None) -> Any:
         """Return the solution as a function of the sources, in the caller's structure."""
         self._refuse_unconnected()
         equation = Equation(self._sources, self._pullback, self._solved)
-        return self._unknowns.nest_of(equation.solution(lambda: self._found(solver)))
+
+        def find() -> Tensors:
+            found = self._found(solver)
+            if self._watch is not None:
+                self._watch.set()
+            return found
+
+        return self._unknowns.nest_of(equation.solution(find))
 
     def _refuse_unconnected(self) -> None:
         """Refuse sources that the function does not read: a gradient of zero would hide that."""
         parts, of_all = self._unknowns.parts, self._loss or self._force
-        with tf.GradientTape(watch_accessed_variables=False) as tape:
+        with tf.GradientTape() as tape:
             tape.watch(self._sources)
             result = of_all(parts)
+        if tf.executing_eagerly():
+            self._watch = Watch([Resource.of(v) for v in tape.watched_variables()])
         slopes = tape.gradient(result, list(self._sources))
         unused = [
             getattr(source, "name", "") if isinstance(source, tf.Variable) else f"tensor {place}"
@@ -161,7 +174,7 @@ class TapedEquation:
     ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """Return a step, the slope of the merit along it, and whether it is Newton's."""
         parts = self._unknowns.at(flat)
-        step, found = self._krylov(parts, force, _FORCING, transposed=False)
+        step, found = self._krylov(parts, force, _FORCING, transposed=False, damping=0.0)
         is_newton = tf.equal(found.outcome[0], int(SolveOutcome.CONVERGED))
         if self._loss is None:
             return -step, -tf.reduce_sum(force**2), is_newton
@@ -169,28 +182,29 @@ class TapedEquation:
         step = tf.where(tf.reduce_any(step != 0), step, force)
         return -step, -tf.reduce_sum(step * force), is_newton
 
-    def _pulled(self, parts: Sequence[Any], cotangent: Sequence[Any]) -> Tensors:
-        """Return `A^T v` and `B^T v` for the cotangent `v`."""
+    def _pulled(self, parts: Sequence[Any], cotangent: Sequence[Any], damping: float) -> Tensors:
+        """Return `A^T v`, with damping, and `B^T v` for the cotangent `v`."""
         with exact_functions(), tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch([*parts, *self._sources])
             force = self._force(parts)
         both = [*parts, *self._sources]
         slopes = tape.gradient(force, both, list(cotangent), unconnected_gradients=_ZERO)
         dense = [tf.convert_to_tensor(slope) for slope in slopes]
-        if not self._damping:
-            return dense
-        damped = [slope + self._damping * v for slope, v in zip(dense, cotangent)]
-        return [*damped, *dense[len(parts) :]]
+        damped = [slope + damping * v for slope, v in zip(dense, cotangent)] if damping else dense
+        return [*damped[: len(parts)], *dense[len(parts) :]]
 
     def _pullback(self, w: Tensors, outer: Tensors, cotangent: Tensors) -> Tensors:
         count, parts = len(w), self._unknowns.parts
         if self._unknowns.are_variables:
             sources = [*parts, *self._sources]
             return at_tensors(
-                lambda *v: self._pulled(parts, v), sources, [*w, *outer], list(cotangent)
+                lambda *v: self._pulled(parts, v, self._damping),
+                sources,
+                [*w, *outer],
+                list(cotangent),
             )
         return at_tensors(
-            lambda *both: self._pulled(both[:count], both[count:]),
+            lambda *both: self._pulled(both[:count], both[count:], self._damping),
             self._sources,
             outer,
             [*w, *cotangent],
@@ -199,7 +213,8 @@ class TapedEquation:
     def _solved(self, w: Tensors, right: Tensors, transposed: bool) -> Tensors:
         parts = self._unknowns.parts if self._unknowns.are_variables else w
         flat = self._unknowns.join(right)
-        x, found = self._krylov(parts, flat, self._rtol, transposed)
+        refuse_changes(self._watch.changed() if self._watch is not None else [])
+        x, found = self._krylov(parts, flat, self._rtol, transposed, self._damping)
         outcome = found.outcome[0]
         is_negative = tf.equal(outcome, int(SolveOutcome.NEGATIVE_CURVATURE))
         if tf.executing_eagerly() and is_negative and self._loss is not None:
@@ -211,13 +226,19 @@ class TapedEquation:
         return self._unknowns.split(_checked(x, is_solved, text))
 
     def _krylov(
-        self, parts: Sequence[Any], right: tf.Tensor, rtol: float, transposed: bool
+        self,
+        parts: Sequence[Any],
+        right: tf.Tensor,
+        rtol: float,
+        transposed: bool,
+        damping: float,
     ) -> tuple[tf.Tensor, RowSolution]:
         """Solve with `A^T` or `A` by conjugate gradients, for the normal equations of a root."""
         unknowns = self._unknowns
 
         def pulled(v: tf.Tensor) -> tf.Tensor:
-            return unknowns.join(self._pulled(parts, unknowns.split(v))[: len(unknowns.parts)])
+            image = self._pulled(parts, unknowns.split(v), damping)
+            return unknowns.join(image[: len(unknowns.parts)])
 
         def pushed(v: tf.Tensor) -> tf.Tensor:
             zero = tf.zeros_like(v)

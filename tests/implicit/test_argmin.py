@@ -332,3 +332,46 @@ def test_no_warning_where_the_start_is_the_minimum():
         warnings.simplefilter("error")
         again = hvp.argmin(ridge.loss, ridge.w, ridge.strengths)
     np.testing.assert_allclose(again, ridge.closed_form(ridge.strengths), rtol=1e-9)
+
+
+@pytest.mark.parametrize("way", ["variables", "tensors", "root"])
+def test_other_variables_that_have_changed_are_noticed(way):
+    w, t, factor = (tf.Variable(value, dtype=tf.float64) for value in (0.0, 3.0, 1.0))
+
+    def loss(x=w):
+        return factor * (x - t) ** 2 + x**2
+
+    with tf.GradientTape() as tape:
+        if way == "root":
+            best = hvp.root(lambda: factor * (w - t) + w, w, t)
+        else:
+            best = hvp.argmin(loss, w if way == "variables" else tf.constant(0.0, tf.float64), t)
+    factor.assign(5.0)
+    with pytest.raises(hvp.StaleOperatorError, match="changed"):
+        tape.gradient(best, t)
+
+
+def test_what_is_named_twice_is_refused():
+    w, t = tf.Variable(1.0, name="w"), tf.Variable(3.0, name="t")
+    start = tf.constant(0.0)
+    H = hvp.HessianOperator(lambda: (w - t) ** 2, [w, t])
+    for call, said in (
+        (lambda: hvp.argmin(lambda: (w - t) ** 2, w, [t, t]), "'t:0'"),
+        (lambda: hvp.argmin(H, w, [t, w]), "'w:0'"),
+        (lambda: hvp.root(lambda: w**2 - t, w, [t, w]), "'w:0'"),
+        (lambda: hvp.argmin(lambda x: (x - start) ** 2, start, [start, start]), "tensor 1"),
+    ):
+        with pytest.raises(hvp.HvpError, match=f"(?i){said} is twice"):
+            call()
+    # A search may begin at an outer tensor.
+    assert float(hvp.argmin(lambda x: (x - start) ** 2, start, start)) == 0
+
+
+def test_damping_is_for_derivatives_alone():
+    t = tf.Variable(3.0, dtype=tf.float64)
+    with tf.GradientTape() as tape:
+        best = hvp.argmin(
+            lambda x: 1e-4 * (x - 3 * t) ** 2, tf.constant(10.0, tf.float64), t, damping=1.0
+        )
+    assert float(best) == pytest.approx(9.0)
+    assert float(tape.gradient(best, t)) == pytest.approx(6e-4 / (2e-4 + 1.0))
