@@ -229,7 +229,8 @@ def loss_of_outputs(
                 "an output of the model has a mask, so that Keras averages over unmasked entries "
                 "instead of examples",
                 "weight=, a function that returns the weight of a batch",
-                "if token 0 is masked, pass weight=lambda x, y: tf.math.count_nonzero(x)",
+                "if token 0 is masked, pass weight=lambda x, y: tf.math.count_nonzero(x); in place "
+                "of an optimizer, which takes no weight, use hvp.keras.optimizers.SOAP",
             )
         try:
             value = model.compute_loss(x=x, y=y, y_pred=outputs, sample_weight=sample_weight)

@@ -49,7 +49,8 @@ class KFACOptimizer(CurvatureOptimizer):
     statistics_interval, interval : int, optional
         Factors are updated every `statistics_interval` steps, and their inverses every `interval`.
     norm_constraint : float, optional
-        Steps are shortened to this length in the metric of the Fisher matrix; None for no limit.
+        Steps are shortened to this squared length in the metric of the Fisher matrix; None for no
+        limit.
     sharing : {"expand", "reduce"}, optional
         As for `hvp.KFAC`.
     largest, largest_exact : int, optional
@@ -72,6 +73,7 @@ class KFACOptimizer(CurvatureOptimizer):
     outputs, the gradient `V` becomes
     ``(A + pi sqrt(damping) I)^-1 V (G + sqrt(damping) / pi I)^-1``, where `pi**2` is the ratio of
     their mean eigenvalues. A step that updates factors takes another pass forward and backward.
+    Weights of examples and classes count for gradients, and are left out of the factors.
 
     References
     ----------
@@ -156,7 +158,7 @@ class KFACOptimizer(CurvatureOptimizer):
                 )
 
     def measure(self, data: tuple[Any, ...]) -> None:
-        """Update the factors from a batch ``(x, y)``."""
+        """Update the factors from a batch, whose weights are left out."""
         if self._traced is None:
             self._traced = self._statistics()
         done = self.steps()
@@ -166,7 +168,7 @@ class KFACOptimizer(CurvatureOptimizer):
             count = tf.cast(done // self.statistics_interval, self._space.dtype)
             keep = tf.minimum(1 - 1 / (count + 1), tf.cast(self.decay, self._space.dtype))
             factors = [factor for several in self._factors for factor in several]
-            for factor, mean in zip(factors, self._traced(*data)):
+            for factor, mean in zip(factors, self._traced(*data[:2])):
                 kept(self, factor, mean, keep)
 
         tf.cond(done % self.statistics_interval == 0, update, lambda: None)
@@ -205,7 +207,8 @@ class KFACOptimizer(CurvatureOptimizer):
         natural = tf.gather(tf.concat(values, axis=0), order)
         if self.norm_constraint is not None:
             rate = tf.cast(tf.convert_to_tensor(self.learning_rate), natural.dtype)
-            squared = rate**2 * tf.reduce_sum(natural * flat)
+            scale = self.loss_scale_factor or 1.0  # which Keras divides gradients by later
+            squared = (rate / scale) ** 2 * tf.reduce_sum(natural * flat)
             tiny = float(np.finfo(natural.dtype.as_numpy_dtype).tiny)
             length = tf.sqrt(self.norm_constraint / tf.maximum(squared, tiny))
             natural *= tf.minimum(tf.ones_like(length), length)

@@ -45,8 +45,8 @@ class Sophia(CurvatureOptimizer):
         The least curvature, times `gamma`, to divide by.
     estimator : {"gauss-newton-bartlett", "hutchinson"}, optional
         The first squares the gradient of a batch whose targets are drawn from the predictions,
-        and needs a cross-entropy or the mean square error. The second multiplies the Hessian of any
-        loss by random signs.
+        and needs a cross-entropy or the mean square error; weights of examples and classes are left
+        out of it. The second multiplies the Hessian of any loss by random signs.
     interval : int, optional
         The curvature is estimated every so many steps.
     name : str, optional
@@ -114,7 +114,7 @@ class Sophia(CurvatureOptimizer):
         self._curvatures = [self.add_variable_from_reference(v, "curvature") for v in variables]
 
     def measure(self, data: tuple[Any, ...]) -> None:
-        """Estimate the curvature from a batch ``(x, y)``."""
+        """Estimate the curvature from a batch, perhaps with weights."""
         if self._traced is None:
             estimate = self._signs if self.estimator == "hutchinson" else self._squares
             self._traced = tf.function(estimate(), autograph=False)
@@ -133,9 +133,11 @@ class Sophia(CurvatureOptimizer):
         place = self._get_variable_index(variable)
         gradient = tf.cast(tf.convert_to_tensor(gradient), variable.dtype)
         mean = kept(self, self._means[place], gradient, self.beta_1)
-        curvature = tf.convert_to_tensor(self._curvatures[place])
-        ratio = mean / tf.maximum(self.gamma * curvature, self.epsilon)
-        step = tf.clip_by_value(ratio, -1.0, 1.0)
+        # In half precision `epsilon` would be zero.
+        wide = variable.dtype if tf.as_dtype(variable.dtype).size >= 4 else tf.float32
+        curvature = tf.cast(tf.convert_to_tensor(self._curvatures[place]), wide)
+        ratio = tf.cast(mean, wide) / tf.maximum(self.gamma * curvature, self.epsilon)
+        step = tf.cast(tf.clip_by_value(ratio, -1.0, 1.0), variable.dtype)
         self.assign_sub(variable, tf.cast(learning_rate, variable.dtype) * step)
 
     def _signs(self) -> Any:
@@ -170,7 +172,7 @@ class Sophia(CurvatureOptimizer):
         model, variables, rule = self._model(), self._nest.variables, self.rule()
 
         def estimate(*data: Any) -> Sequence[tf.Tensor]:
-            batch = convert_batch(data, "data")
+            batch = convert_batch(data[:2], "data")
             with exact_functions(), preserved_losses([model]):
                 outputs, output = rule.taped(variables, batch)
                 drawn = [part[0] for part in roots(rule, output, 1)]

@@ -63,14 +63,14 @@ class CurvatureOptimizer(keras.optimizers.Optimizer):
             )
 
     def observe(self, data: tuple[Any, ...]) -> None:
-        """Look at a batch ``(x, y)``, in the graph of a training step."""
+        """Look at a batch ``(x, y)`` or ``(x, y, sample_weight)``, in a training step's graph."""
         if not self.built:
             with tf.init_scope():
                 self.build(self._model().trainable_variables)
         self.measure(data)
 
     def measure(self, data: tuple[Any, ...]) -> None:
-        """Update what is known of the curvature, from a batch ``(x, y)``."""
+        """Update what is known of the curvature, from a batch, perhaps with weights."""
         raise NotImplementedError
 
     def steps(self) -> tf.Tensor:
@@ -119,8 +119,9 @@ class Trainer:
         """Let the optimizer look at the batch, and take a step."""
         observe = getattr(self._own_optimizer(), "observe", None)
         if observe is not None:
-            x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
-            observe((tuple(x) if isinstance(x, list) else x, y))
+            x, *rest = keras.utils.unpack_x_y_sample_weight(data)
+            weighted = rest if rest[-1] is not None else rest[:1]
+            observe((tuple(x) if isinstance(x, list) else x, *weighted))
         return super().train_step(data)  # type: ignore[misc]
 
     def _own_optimizer(self) -> Any:

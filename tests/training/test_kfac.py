@@ -75,6 +75,16 @@ def test_steps_are_natural_gradients_of_the_factors_it_keeps():
         assert scale < 1 or epoch
 
 
+def test_the_length_of_steps_does_not_depend_on_the_scale_of_the_loss():
+    found = []
+    for scale in (None, 512.0):
+        model = made(KFAC(0.1, norm_constraint=1e-4, loss_scale_factor=scale))
+        model.fit(X, Y, batch_size=40, shuffle=False, verbose=0)
+        found.append(model.get_weights())
+    for one, other in zip(*found):
+        np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-6)
+
+
 def test_factors_are_means_with_targets_that_are_drawn_anew():
     optimizer = KFAC(1e-12, decay=0.95)
     model = made(optimizer, "float64")

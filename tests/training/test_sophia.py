@@ -99,3 +99,29 @@ def test_arguments():
     plain.compile(Sophia(), "mse")
     with pytest.raises(hvp.HvpError, match="sophia"):
         plain.fit(X, np.ones((200, 3)), verbose=0)
+
+
+@pytest.mark.parametrize("estimator", ["hutchinson", "gauss-newton-bartlett"])
+def test_weights_of_examples(estimator):
+    """They are part of the loss whose Hessian is multiplied; targets are drawn without them."""
+    curvatures = []
+    for weight in (None, np.full(200, 3.0)):
+        optimizer = Sophia(1e-9, estimator=estimator, interval=1)
+        options = {"batch_size": 200, "shuffle": False, "verbose": 0, "sample_weight": weight}
+        made(optimizer).fit(X, Y, **options)
+        curvatures.append(state(optimizer, "curvature"))
+    factor = 3 if estimator == "hutchinson" else 1
+    for one, other in zip(*curvatures):
+        np.testing.assert_allclose(other, factor * one, rtol=1e-4, atol=1e-8)
+
+
+def test_weights_without_gradient_in_half_precision():
+    """Neither a mean nor a curvature, and an `epsilon` that half precision does not have."""
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((5,), dtype="float16")
+    hidden = keras.layers.Dense(4, "relu", dtype="float16", bias_initializer="ones")
+    outputs = keras.layers.Dense(1, dtype="float16")(hidden(inputs))
+    model = hvp.keras.Model(inputs, outputs)
+    model.compile(Sophia(0.01), "mse")
+    model.fit(np.concatenate([X[:, :4], 0 * X[:, :1]], 1), X[:, :1], verbose=0)
+    assert all(np.isfinite(v.numpy()).all() for v in model.trainable_variables)
