@@ -21,6 +21,7 @@ from hvp._errors import (
     InvalidDataError,
     InvalidLossError,
     NonFiniteError,
+    SecondDerivativeError,
 )
 from hvp._minimize.newton_cg import NewtonCG
 from hvp._minimize.profile import Profile
@@ -133,8 +134,15 @@ class FitProblem:
     def predict(self, x: Any, vector: Any) -> tf.Tensor:
         """Return what the model says of inputs."""
         with exact_functions():
-            predicted = self.model(x, **self.named(vector))
-        return tf.cast(tf.convert_to_tensor(predicted), tf.float64)
+            predicted = tf.convert_to_tensor(self.model(x, **self.named(vector)))
+        if predicted.dtype.is_complex:
+            raise InvalidDataError(
+                "the model returns complex numbers",
+                "real predictions",
+                "return real and imaginary parts as two columns: "
+                "tf.stack([tf.math.real(z), tf.math.imag(z)], axis=-1)",
+            )
+        return tf.cast(predicted, tf.float64)
 
     def _residuals(self) -> tf.Tensor:
         return self._residuals_of(self.vector)
@@ -257,7 +265,12 @@ class FitProblem:
         """Take Newton steps with the exact Hessian, as long as they make the gradient smaller."""
         best, following, scale = vector, vector, None
         for _ in range(_POLISHING):
-            gradient, matrix = self.curvature_at(following)
+            try:
+                gradient, matrix = self.curvature_at(following)
+            except SecondDerivativeError:
+                if self.loss is not None:
+                    raise
+                return best  # least squares need first derivatives alone
             gradient, matrix = gradient[movable], matrix[np.ix_(movable, movable)]
             units = np.sqrt(np.abs(matrix.diagonal()))
             if not units.all():
@@ -344,13 +357,24 @@ class FitResult:
         ----------
         x : array_like or nest
             Inputs of the model, as in the data of the fit.
+
+        Notes
+        -----
+        The standard error is infinite for predictions that depend on a parameter which the data do
+        not determine.
         """
         problem, x = self._problem, _inputs(x)
+        if not len(self.vector):
+            value = problem.predict(x, tf.constant(self.vector)).numpy()
+            return value, np.zeros_like(value)
         problem.vector.assign(self.vector)
         J = JacobianOperator(lambda: problem.predict(x, problem.vector), problem.vector)
         with J:
             value, rows = J.value.numpy(), J.to_dense(max_size=2**20)
-        variance = np.einsum("ij,jk,ik->i", rows, self.covariance, rows)
+        is_known = ~np.isinf(self.covariance.diagonal())
+        known = self.covariance[np.ix_(is_known, is_known)]
+        variance = np.einsum("ij,jk,ik->i", rows[:, is_known], known, rows[:, is_known])
+        variance[rows[:, ~is_known].any(axis=1)] = np.inf
         return value, np.sqrt(variance).reshape(value.shape)
 
     @Uninterrupted()
@@ -474,6 +498,13 @@ def _inputs(x: Any) -> Any:
 
 
 def _as_float64(x: Any) -> tf.Tensor:
+    masked = np.ma.count_masked(x) if np.ma.isMaskedArray(x) else 0
+    if masked:
+        raise InvalidDataError(
+            f"{masked} of {np.size(x)} entries of the data are masked",
+            "arrays without masked entries",
+            "leave these measurements out: x[~y.mask], y.compressed()",
+        )
     if np.asarray(x).dtype.kind not in "fiub":
         raise InvalidDataError(
             f"the data are of type {np.asarray(x).dtype}",
@@ -640,7 +671,7 @@ def _checked(
         raise HvpError(
             "both sigma and a loss are given", "one of them", "let the loss contain the errors"
         )
-    start = {name: np.asarray(value, np.float64) for name, value in parameters.items()}
+    start = {name: np.array(value, np.float64) for name, value in parameters.items()}
     if not all(np.isfinite(value).all() for value in start.values()):
         raise HvpError("a parameter is not finite at the start", "finite numbers")
     if not isinstance(bounds or {}, Mapping):
@@ -671,6 +702,12 @@ def _checked(
                 f"bounds[{name!r}] is {pair!r}",
                 "a pair (lower, upper) of numbers in this order, which may be infinite",
                 "pass float('inf') if there is no upper bound",
+            )
+        if (low == high).any():
+            raise HvpError(
+                f"bounds[{name!r}] is {pair!r}, with room for a single value",
+                "bounds that are apart",
+                f"pass fixed=[{name!r}], and the value at the start",
             )
     if not all(map(callable, (tied or {}).values())):
         raise HvpError(

@@ -185,8 +185,9 @@ def laplacian(
         if probes is None:
             directions, weights = _units(x), None
         else:
-            draws = tf.random.stateless_uniform([probes, *x.shape], seed, 0, 2, tf.int32)
-            directions = tf.cast(2 * draws - 1, x.dtype)
+            shape = tf.concat([[probes], tf.shape(x)], axis=0)
+            draws = tf.random.stateless_uniform(shape, seed, 0, 2, tf.int32)
+            directions = tf.ensure_shape(tf.cast(2 * draws - 1, x.dtype), [probes, *x.shape])
             weights = tf.fill([probes], tf.constant(1 / probes, x.dtype))
         curves = Curves(directions.shape[0], 2, collapsed=True, weights=weights)
         results = _pushed(traced, x, directions, curves)
@@ -373,6 +374,8 @@ def partial_derivatives(
     _check_coordinates(tensors)
     keys = tuple(tensors)
     wanted = {name: _exponents(name, keys) for name in names}
+    if not wanted:
+        return {}
     highest = max(map(sum, wanted.values()), default=0)
     if highest > _HIGHEST:
         raise InvalidDataError(

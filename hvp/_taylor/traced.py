@@ -164,8 +164,9 @@ class TracedFunction:
     def check_examples(self) -> None:
         """Raise an error unless each example has a row of each result that depends on it alone.
 
-        What the results depend on is evaluated twice, at random inputs of which all but the last
-        are replaced. This is left out if it draws numbers or reads tensors of another graph.
+        What the results depend on is evaluated at random inputs, of which all but the first, and
+        all but the last, are replaced: at positive ones where that is not finite. This is left out
+        if it draws numbers or reads tensors of another graph.
         """
         [spec] = self._specs
         count = spec.shape[0]
@@ -191,20 +192,27 @@ class TracedFunction:
         values = tf.function(functools.partial(imported), autograph=False)
         with tf.init_scope():
             shape = [count or 3, *spec.shape[1:]]
-            first, other = (
-                tf.random.stateless_normal(shape, [0, seed], dtype=spec.dtype) for seed in (1, 2)
-            )
-            other = tf.concat([other[:-1], first[-1:]], axis=0)
-            pairs = zip(values(first), values(other))
-            for before, after in pairs:
-                if before.dtype.is_floating:
-                    self._compare(before.numpy(), after.numpy())
+            for stateless in (tf.random.stateless_normal, tf.random.stateless_uniform):
+                x, other = (stateless(shape, [0, seed], dtype=spec.dtype) for seed in (1, 2))
+                before = [value.numpy() for value in values(x) if value.dtype.is_floating]
+                for row, mixed in (
+                    (0, tf.concat([x[:1], other[1:]], axis=0)),
+                    (-1, tf.concat([other[:-1], x[-1:]], axis=0)),
+                ):
+                    after = [value.numpy() for value in values(mixed) if value.dtype.is_floating]
+                    for one, another in zip(before, after):
+                        self._compare(one, one[row], another[row])
+                if all(np.isfinite(value).all() for value in before):
+                    return
 
-    def _compare(self, before: np.ndarray, after: np.ndarray) -> None:
-        """Raise an error if the last rows differ by more than rounding."""
-        finite = np.isfinite(before).all() and np.isfinite(after).all()
-        error = np.abs(after[-1] - before[-1]).max(initial=0)
-        if finite and error > np.sqrt(np.finfo(before.dtype).eps) * np.abs(before).max(initial=0):
+    def _compare(self, whole: np.ndarray, before: np.ndarray, after: np.ndarray) -> None:
+        """Raise an error if a row differs by more than rounding, where it is finite."""
+        is_finite = np.isfinite(before) & np.isfinite(after)
+        error = np.abs(np.where(is_finite, after, 0) - np.where(is_finite, before, 0)).max(
+            initial=0
+        )
+        scale = np.abs(whole).max(initial=0, where=np.isfinite(whole))
+        if error > np.sqrt(np.finfo(before.dtype).eps) * scale:
             raise InvalidLossError(
                 "the function mixes examples: a row of its result changes with other rows of x "
                 f"(by {error:.2g}, at random inputs)",

@@ -5,6 +5,7 @@ import re
 import numpy as np
 import pytest
 import scipy.optimize
+import scipy.special
 import tensorflow as tf
 
 import hvp
@@ -221,10 +222,38 @@ def test_what_the_data_do_not_determine_is_said():
     assert np.isfinite(result.errors["c"])
     assert len(result.notes) == 2
     assert result.parameters["a"] + result.parameters["b"] == pytest.approx(np.polyfit(x, y, 1)[0])
-    unused = hvp.fit(lambda x, a, b: a * x, {"a": 1.0, "b": 0.5}, (x, y))
+    unused = hvp.fit(lambda x, a, b: a * x, {"a": 1.0, "b": 0.5}, (x, y), sigma=0.1)
     assert np.isinf(unused.errors["b"])
+    # Predictions that do not depend on it have errors all the same.
+    alone = hvp.fit(lambda x, a: a * x, {"a": 1.0}, (x, y), sigma=0.1)
+    np.testing.assert_allclose(unused.predict(x)[1], alone.predict(x)[1])
+    assert np.isinf(result.predict(x[1:])[1]).all()
     exact = hvp.fit(line, {"slope": 0.0, "offset": 0.0}, (x[:2], y[:2]))
     assert any("errors cannot be estimated" in note for note in exact.notes)
+
+
+def test_least_squares_need_first_derivatives_alone():
+    """TensorFlow has no second derivative of the incomplete gamma function by its order."""
+    x = np.linspace(0.5, 4.0, 30)
+    result = hvp.fit(
+        lambda x, order: tf.math.igamma(order, x),
+        {"order": 2.0},
+        (x, scipy.special.gammainc(2.5, x)),
+        sigma=0.1,
+    )
+    assert result.success
+    assert result.parameters["order"] == pytest.approx(2.5, rel=1e-6)
+
+
+def test_the_start_is_copied():
+    x, y = points()
+    start = np.array([1.0, 0.5])
+    result = hvp.fit(
+        lambda x, w, a: w[0] * x + w[1] + a, {"w": start, "a": 1.0}, (x, y), fixed=["w"]
+    )
+    start[:] = 100
+    np.testing.assert_allclose(result.profile("a", points=3).values[1], result.parameters["a"])
+    np.testing.assert_allclose(result.profile("a", points=3).increase[1], 0, atol=1e-9)
 
 
 def test_a_figure():
@@ -250,6 +279,10 @@ def test_a_figure():
         ({"tied": {"floor": "height / 2"}}, ["tied", "function"]),
         ({"data": (np.ones(3), np.array([1.0, np.nan, 2.0]))}, ["1 entries of y"]),
         ({"data": (np.ones(3), np.ones(3) * 1j)}, ["complex"]),
+        ({"data": (np.ones(3), np.ma.array(np.ones(3), mask=[0, 1, 1]))}, ["2 of 3", "masked"]),
+        ({"data": (np.ma.array(np.ones(3), mask=[0, 1, 0]), np.ones(3))}, ["1 of 3", "masked"]),
+        ({"model": lambda x, height, rate: tf.complex(height * x, rate * x)}, ["complex"]),
+        ({"bounds": {"rate": (1.0, 1.0)}}, ["bounds['rate']", "fixed=['rate']"]),
         ({"tied": {"rate": lambda p: 1.0}}, ["'rate'"]),
         ({"sigma": 0.0}, ["sigma"]),
         ({"sigma": np.ones(7)}, ["igma", "7"]),
@@ -279,6 +312,7 @@ def test_nothing_that_may_move():
     result = hvp.fit(line, {"slope": 1.0, "offset": 0.5}, (x, y), fixed=["slope", "offset"])
     np.testing.assert_allclose(result.residuals, x + 0.5 - y)
     assert result.errors == {}
+    np.testing.assert_allclose(result.predict(x), [x + 0.5, 0 * x])
     at_bounds = {"slope": (0.0, 1.0), "offset": (0.0, 0.5)}
     result = hvp.fit(line, {"slope": 0.5, "offset": 0.25}, (x, y), sigma=0.1, bounds=at_bounds)
     assert [note.partition(" ")[0] for note in result.notes[:2]] == ["slope", "offset"]

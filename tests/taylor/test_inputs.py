@@ -211,6 +211,11 @@ def test_the_estimate_has_no_bias_and_follows_its_seed():
     assert (np.abs(values.mean(0) - exact) < 5 * error).all()
     assert (error > 0).all()
     again = hvp.laplacian(f, X, probes=50, seed=tf.constant(3))
+    of_any_number = tf.function(
+        lambda x: hvp.laplacian(f, x, probes=50, seed=3), [tf.TensorSpec([None, 3], X.dtype)]
+    )
+    np.testing.assert_allclose(of_any_number(X).laplacian, again.laplacian, rtol=1e-12)
+    assert hvp.partial_derivatives(identity, {"x": X[:, 0]}, []) == {}
     np.testing.assert_array_equal(again.laplacian, values[3])
     assert again.gradient is None
 
@@ -363,6 +368,13 @@ def identity(x):
 BAD = [
     (lambda: hvp.laplacian(lambda x: x - tf.reduce_mean(x, 0), X), "InvalidLossError", ["mixes"]),
     (lambda: hvp.laplacian(normalized_by_the_batch, X), "InvalidLossError", ["mixes"]),
+    # With numbers of which random inputs have no logarithm; and with the last row alone.
+    (
+        lambda: hvp.laplacian(lambda x: tf.math.log(x) - tf.reduce_mean(x, 0), tf.exp(X)),
+        "InvalidLossError",
+        ["mixes"],
+    ),
+    (lambda: hvp.laplacian(lambda x: x - x[-1:], X), "InvalidLossError", ["mixes"]),
     (lambda: hvp.laplacian(tf.reduce_sum, X), "InvalidLossError", ["()", "5"]),
     (lambda: hvp.laplacian(tf.sin, [[1, 2]]), "InvalidDataError", ["int32", "tf.cast"]),
     (lambda: hvp.laplacian(tf.sin, 1.0), "InvalidDataError", ["()"]),
