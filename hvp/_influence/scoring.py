@@ -302,7 +302,12 @@ class Scoring:
     def _store(
         self, call: str, shape: tuple[int, ...], test: ExampleData | None, out: Any, checkpoint: Any
     ) -> ScoreStore:
-        """Return the scores of a call, resumed from its checkpoint if there is one."""
+        """Return the scores of a call, resumed from its checkpoint if there is one.
+
+        Kept gradients of other weights are refused here, before anything is solved.
+        """
+        if self._kept is not None:
+            self._kept.open()
 
         def fingerprint() -> dict[str, str]:
             of_inverse = self.inverse.fingerprint()

@@ -85,6 +85,8 @@ def quadratic_forms(
     6.0
     """
     matrix = symmetric_matrix(A, "quadratic_forms")
+    if not callable(function):
+        raise HvpError(f"the function is {type(function).__name__}", "a function of eigenvalues")
     dimensions = (2,) if np.ndim(V) == 2 else (1,)
     V = check_array(V, matrix.size, matrix.dtype.as_numpy_dtype, ndims=dimensions, name="V")
     check_count(steps, "steps")
@@ -103,8 +105,6 @@ def quadratic_forms(
 
 def _integrals(quadrature: Quadrature, function: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
     """Integrate a function over each measure."""
-    if not callable(function):
-        raise HvpError(f"the function is {type(function).__name__}", "a function of eigenvalues")
     counts = quadrature.weights > NOTHING
     with np.errstate(all="ignore"):
         values = np.asarray(function(np.where(counts, quadrature.nodes, 1.0)), np.float64)

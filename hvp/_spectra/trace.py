@@ -181,10 +181,12 @@ def _terms(probes: Probes, layers: Layers, vectors: np.ndarray) -> np.ndarray:
 
 
 def _doubled(method: str, probes: Probes, size: int, stopping: Stopping) -> Estimate:
-    """Double the number of vectors until the error is small enough."""
+    """Double the number of vectors until the error is small enough, or they are all there are."""
     sample, cost = _SAMPLERS[method]
     count = _FEWEST_VECTORS
     while True:
+        if count >= size and probes.products + size <= stopping.max_products:
+            return _summed(probes, Layers(probes.matrix), size, stopping)
         samples = sample(probes, min(count, size))
         is_correlated = method == "xtrace"
         estimate = estimate_of(samples, probes.products, method, stopping, correlated=is_correlated)

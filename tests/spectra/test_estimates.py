@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import scipy.linalg
 import tensorflow as tf
-from scipy.sparse.linalg import aslinearoperator
+from scipy.sparse.linalg import LinearOperator, aslinearoperator
 
 import hvp
 from tests.cases import FUZZ, crossed, relative_error
@@ -87,6 +87,15 @@ def test_standard_errors_of_traces_are_calibrated(name, method):
     assert covered >= (276 if FUZZ else 33)
     if method == "hutchinson" and name in ("decaying", "flat", "indefinite"):
         assert covered <= (297 if FUZZ else 40)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("size", [1, 2, 24])
+def test_traces_of_few_rows_are_exact(size, method):
+    A = np.arange(float(size**2)).reshape(size, size)
+    result = hvp.trace(A + A.T, method=method, rtol=1e-8)
+    assert result.converged or (method == "hutchinson" and size > 1)
+    assert abs(result.estimate - 2 * np.trace(A)) <= 1e-8 * np.trace(A) + 6 * result.standard_error
 
 
 @pytest.mark.parametrize("method", ["bekas", "xdiag"])
@@ -196,6 +205,9 @@ def test_arguments_that_are_refused():
     ):
         with pytest.raises(hvp.HvpError, match=f"(?is){said}"):
             call()
+    unused = LinearOperator((SIZE, SIZE), matvec=lambda v: 1 / 0, dtype=float)
+    with pytest.raises(hvp.HvpError, match="function is str"):
+        hvp.quadratic_forms(unused, np.ones(SIZE), "log")
     # The remedy of the message about the logarithm.
     low = np.linalg.eigvalsh(A)[0]
     assert np.isfinite(hvp.logdet(A + (0.5 - low) * np.eye(SIZE), rtol=0.2).estimate)
