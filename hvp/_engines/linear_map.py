@@ -53,6 +53,8 @@ class LinearMap(abc.ABC):
         How many batches the map holds terms of, if it is a sum over batches.
     calls_python
         Whether Python runs for each product, even inside a graph.
+    version
+        A number that changes when products become those of another point, if it is not a snapshot.
     """
 
     domain: Space
@@ -61,6 +63,7 @@ class LinearMap(abc.ABC):
     streams: bool = False
     batches_held: int = 0
     calls_python: bool = False
+    version: int = 0
 
     @abc.abstractmethod
     def apply(self, vector: Any, *, adjoint: bool = False) -> Any:

@@ -28,6 +28,11 @@ class FactoredMap(LinearMap):
         self.domain = self.codomain = space
         self._factors, self.compiled = factors, compiled
 
+    @property
+    def version(self) -> int:  # type: ignore[override]
+        """How often the matrix was evaluated again."""
+        return self._factors.root.version
+
     def apply(self, vector: Any, *, adjoint: bool = False) -> Any:
         """Multiply by a vector in any layout; the map is its own adjoint."""
         if isinstance(vector, (list, tuple)):

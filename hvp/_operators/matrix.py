@@ -127,11 +127,13 @@ class Matrix:
 
     @property
     def evaluations(self) -> int:
-        """The number of times that it was evaluated."""
-        return 0
+        """The number of times that it was evaluated, or evaluated again."""
+        return self.linear_map.version
 
     def make_sure_evaluated(self, evaluations: int) -> None:
         """Raise `StaleOperatorError` if the point has changed since `evaluations` was this."""
+        if self.evaluations != evaluations:
+            raise _evaluated_again([])
 
     def gradient_or_none(self) -> np.ndarray | None:
         """Return the gradient of the loss, if there is a loss and its gradient is available."""
@@ -145,6 +147,16 @@ class Matrix:
     def fingerprint(self) -> dict[str, str]:
         """Return a fingerprint of the matrix that is the same in every process."""
         return {"operator": digest(self.multiply(tf.constant(self.probe())).numpy())}
+
+
+def _evaluated_again(changed: Sequence[str]) -> StaleOperatorError:
+    names = f" ({quoted(changed)})" if changed else ""
+    return StaleOperatorError(
+        f"the operator was evaluated again, or its variables have changed{names}, since this was "
+        "computed from it",
+        "the values of then",
+        "compute it again from the operator, after a refresh() if variables have changed",
+    )
 
 
 class Evaluation(Matrix):
@@ -400,13 +412,7 @@ class Evaluation(Matrix):
             return
         changed = snapshot.changed() if snapshot.on_stale == "raise" else []
         if changed or self.evaluations != evaluations:
-            names = f" ({quoted(changed)})" if changed else ""
-            raise StaleOperatorError(
-                f"the operator was evaluated again, or its variables have changed{names}, since "
-                "this was computed from it",
-                "the values of then",
-                "compute it again from the operator, after a refresh() if variables have changed",
-            )
+            raise _evaluated_again(changed)
 
 
 class BlockEvaluation(Evaluation):

@@ -527,6 +527,20 @@ def test_blocks_of_variables():
         K.block(model.layers[0].kernel)
 
 
+def test_what_was_computed_from_other_factors_is_refused_or_updated():
+    model, weights = linear(1)
+    K = hvp.KFAC(model, half_squares, weights, data_of(9))
+    inverse, solver = hvp.ExactInverse(K, damping=0.5), hvp.Solver(K)
+    b = random(2, K.shape[0], 4, dtype="float64")
+    solver.solve(b, method="block_cg", damping=0.5)
+    np.testing.assert_allclose(inverse @ b, np.linalg.solve(K.damped(0.5).to_dense(), b))
+    K.refresh()
+    with pytest.raises(hvp.StaleOperatorError, match="evaluated again"):
+        inverse @ b
+    x = solver.solve(b, method="block_cg", damping=0.5, rtol=1e-10).x
+    np.testing.assert_allclose(x, np.linalg.solve(K.damped(0.5).to_dense(), b))
+
+
 def test_blocks_of_variables_without_names_of_their_own():
     first, second = (tf.Variable(random(i, 3, 3, dtype="float64")) for i in range(2))
     K = hvp.KFAC(lambda x: tf.tanh(x @ first) @ second, half_squares, [first, second], data_of(5))
