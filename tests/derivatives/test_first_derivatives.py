@@ -208,7 +208,7 @@ ENGINES = [pair + (way,) for pair in NAMES for way in ("graph", "tape")]
     ("kind", "name", "way"),
     [case if index % 8 in (0, 5) else long(*case) for index, case in enumerate(ENGINES)],
 )
-@pytest.mark.few(12)
+@pytest.mark.few(7)
 def test_gradients_and_hessians_are_right(kind, name, way):
     check(kind, name, way)
 

@@ -675,6 +675,7 @@ def test_scores_of_blocks_of_another_width_are_not_continued(tmp_path):
         other.scores((data[0][:5], data[1][:5]), checkpoint=path)
 
 
+@pytest.mark.long
 def test_kept_gradients_do_not_depend_on_the_width_of_blocks(tmp_path):
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(40), keras.layers.Dense(3)])
     model.compile(loss="mse")

@@ -247,6 +247,7 @@ def test_a_weight_of_the_loss_divides_the_penalty():
 @pytest.mark.parametrize(
     "regularizer", [keras.regularizers.L1(), keras.regularizers.L1L2(0.1, 0.1)]
 )
+@pytest.mark.few(1)
 def test_a_penalty_that_is_no_normal_prior_is_refused(regularizer):
     model, x, y = classifier(regularizer)
     with pytest.raises(hvp.HvpError, match=r"mean zero.*prior_precision"):
@@ -485,6 +486,7 @@ def test_weights_that_are_no_maximum_are_refused():
     la.tune_prior_precision((x, y))  # which needs no maximum
 
 
+@pytest.mark.long
 def test_evidence_that_makes_predictions_too_cautious_is_warned_of():
     keras.utils.set_random_seed(0)
     dense = keras.layers.Dense
@@ -785,7 +787,7 @@ def test_the_last_layer_may_have_other_units(curvature):
 @pytest.mark.parametrize(
     "after", ["softplus", "rescaling", "nothing", "rescaled zeros", "relu", "squeezed"]
 )
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_what_follows_the_last_layer_counts(after):
     """The variances are those of the model's outputs, not of the last layer's product."""
     keras.utils.set_random_seed(0)

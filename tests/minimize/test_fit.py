@@ -480,6 +480,7 @@ def test_a_start_on_which_no_measurement_depends():
     assert hvp.fit(bump, {"height": 1.0, "center": 2.0}, (x, y)).success
 
 
+@pytest.mark.long
 def test_a_better_minimum_than_the_fit_is_told():
     x = np.linspace(0, 10, 50)
     y = np.exp(-((x - 3.0) ** 2)) + 2 * np.exp(-((x - 7.0) ** 2))

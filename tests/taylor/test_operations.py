@@ -46,7 +46,7 @@ def derivative(function):
     return found[int(np.argmin(apart))]
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("family", "name"), STEPS, ids=lambda value: str(value))
 def test_a_step_is_right_or_refused(family, name):
     x = tf.constant(random(0, 3, 3, dtype="float64", scale=0.7))

@@ -54,7 +54,9 @@ RIGHT_WHEN_COUPLED = {name for name in DIVIDING if name.startswith(("fisher", "g
 # These take long, and are paired with each other by `make test-all` alone.
 LONG_FAMILIES = ("lstm", "gru", "recurrent", "loop", "scan", "bidirectional")
 LONG_FAMILIES += ("ragged", "map_fn", "branch", "list")
-LONGEST = ("lstm in a loop", "masked bidirectional", "convolutional lstm")  # not at all by default
+# Not at all by default.
+LONGEST = ("lstm in a loop", "masked bidirectional", "bidirectional", "convolutional lstm")
+LONGEST += ("stacked lstm",)
 LONG_USES = ("factors", "fisher", "gradients by", "influence", "inverse", "jacobian", "newton")
 LONG_USES += ("derivative", "laplac", "minimize", "optimizer", "option", "report")
 LONG_USES += ("block", "eigenvalues", "low precision", "precondition", "slice", "solve", "trace")
