@@ -113,6 +113,8 @@ def run(options: argparse.Namespace) -> None:
             raise HvpError(f"there is no folder {path.parent}", "a folder that exists")
         if path is not None and path.is_dir():
             raise HvpError(f"{path} is a folder", "the name of a file to write")
+        if path is not None:
+            _refuse_unwritable(path)
     if options.figure is not None or options.html is not None:
         _use_files_only(options.figure)
     data, count, unused = load_data(options.data, options.examples, options.seed)
@@ -149,6 +151,18 @@ def run(options: argparse.Namespace) -> None:
         curvature.save_figure(options.figure, options.figure.suffix[1:])
     if options.html is not None:
         curvature.save_html(options.html)
+
+
+def _refuse_unwritable(path: Path) -> None:
+    is_new = not path.exists()
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise HvpError(
+            f"{path} cannot be written ({error.strerror})", "a file that can be written"
+        ) from error
+    if is_new:
+        path.unlink()
 
 
 def _use_files_only(path: Path | None) -> None:

@@ -12,6 +12,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Optional
 
+import numpy as np
 import scipy.sparse
 import tensorflow as tf
 
@@ -98,13 +99,21 @@ class BatchedMap(LinearMap):
         if self.streamed or not self._pool.is_local:
             return None
         [terms] = self.held.values()
-        patterns = [terms[index].map.pattern() for index in sorted(terms)]
+        maps = [terms[index].map for index in sorted(terms)]
+        patterns = [one.pattern() for one in maps]
         if self.regularization is not None:
             patterns.append(self.regularization.pattern())
         if any(pattern is None for pattern in patterns):
             return None
         if self._batches.rule.stacks:
-            return scipy.sparse.hstack(patterns, format="csr")
+            # Vectors have the values of all batches for one output after the other.
+            ends = [np.cumsum([0, *one.domain.sizes]) for one in maps]
+            parts = [
+                pattern.tocsc()[:, own[output] : own[output + 1]]
+                for output in range(len(self.domain.sizes))
+                for pattern, own in zip(patterns, ends)
+            ]
+            return scipy.sparse.hstack(parts, format="csr")
         return sum(patterns[1:], patterns[0])
 
     def close(self) -> None:

@@ -226,6 +226,12 @@ def _source(data: Any, batch_size: int | None) -> Callable[[], Iterator[Any]]:
     if isinstance(data, tf.distribute.DistributedDataset):
         return lambda: _of_replicas(data)
     if hasattr(data, "__getitem__") and hasattr(data, "num_batches"):  # a Keras PyDataset
+        if data.num_batches is None:
+            raise InvalidDataError(
+                f"the {type(data).__name__} has no number of batches, as one without end",
+                "a finite number of batches",
+                "return the number of batches from num_batches",
+            )
         return lambda: (data[i] for i in range(data.num_batches))
     if isinstance(data, tf.data.Dataset) and data.cardinality() == tf.data.INFINITE_CARDINALITY:
         raise InvalidDataError(

@@ -103,7 +103,7 @@ class _InTurn:
     def share(self, **part: Any) -> float:
         """Return the part of its data set that a batch is."""
         [(name, elements)] = part.items()
-        return len(tf.nest.flatten(elements)[0]) / self._sets[name].examples
+        return int(tf.nest.flatten(elements)[0].shape[0]) / self._sets[name].examples
 
 
 def parts_of(batch: Arguments) -> list[tuple[str, Elements]]:

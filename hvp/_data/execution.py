@@ -103,6 +103,11 @@ class Execution(Plan):
         )
 
     @property
+    def cuts(self) -> bool:  # type: ignore[override]
+        """Whether batches of the caller's own have been divided further."""
+        return self._batches.cuts
+
+    @property
     def devices(self) -> tuple[DeviceStatistics, ...]:  # type: ignore[override]
         """Counts for each device."""
         found = []
@@ -120,10 +125,6 @@ class Execution(Plan):
                 )
             )
         return tuple(found)
-
-    def averages(self, examples: int | None) -> bool:
-        """Return whether the graph shows that the loss is a mean over the examples of a batch."""
-        return self._batches.averages()
 
     @outside_strategies
     def at_point(self) -> tuple[Results, LinearMap]:

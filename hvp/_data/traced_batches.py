@@ -36,14 +36,15 @@ class TracedBatches:
     """A rule on many batches, in pieces that fit into memory.
 
     `budget` is the memory that one device may take, and `weights` are those of the batches seen so
-    far. `evaluations` counts evaluations of batches, or of pieces of batches.
+    far. `evaluations` counts evaluations of batches, or of pieces of batches; `cuts` tells whether
+    there have been pieces.
     """
 
     def __init__(self, rule: Rule, nest: VariableNest, batches: Batches, options: Options) -> None:
         self.rule, self.nest, self.data, self.options = rule, nest, batches, options
         self.budget = Budget(options.memory_limit)
         self.weights: dict[int, float] = {}
-        self.evaluations = 0
+        self.evaluations, self.cuts = 0, False
         self._plans: dict[Any, ShapePlan] = {}
         # An estimate, and the number of examples in the batch that it comes from.
         self._bytes_per_example, self._examples = 0.0, 0
@@ -66,10 +67,6 @@ class TracedBatches:
         examples = self.data.examples or self._examples
         expected = int(self._bytes_per_example * examples)
         return dataclasses.replace(TraceSummary.union(every), expected_nbytes=expected)
-
-    def averages(self) -> bool:
-        """Return whether the graph shows that the loss is a mean over the examples of a batch."""
-        return all(s.plan.averages(shapes[0][0]) for (_, shapes), s in self._plans.items())
 
     def tasks(
         self, wanted: set[int] | None, kept: Iterable[Task], *, alone: bool
@@ -180,6 +177,7 @@ class TracedBatches:
             return
         if examples < count:
             raise self.budget.too_small(expected, examples)
+        self.cuts = True
         # All pieces but the last have the same size, because each shape needs a trace.
         size = -(-examples // count)
         for start in range(0, examples, size):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvp._data.elements import Elements, convert_batch
+from hvp._data.elements import Elements, convert_batch, rows_of
 
 # How many examples are looked at, evenly spaced; and for an element of at most `_NARROW` numbers,
 # such as a label, one example for each of so many of its values.
@@ -33,7 +33,7 @@ def varied_examples(data: Any, count: int) -> Elements:
 def _varied(leaves: Sequence[Any], total: int, count: int) -> list[int]:
     candidates = {*np.linspace(0, total - 1, min(total, _CANDIDATES)).astype(int).tolist()}
     for leaf in leaves:
-        if np.prod(leaf.shape[1:], dtype=int) <= _NARROW:
+        if 0 < np.prod(leaf.shape[1:], dtype=int) <= _NARROW:
             _, first = np.unique(np.asarray(leaf).reshape(total, -1)[:, :1], return_index=True)
             candidates |= {*first[np.linspace(0, len(first) - 1, _VALUES).astype(int)].tolist()}
     rows = {
@@ -57,4 +57,6 @@ def _varied(leaves: Sequence[Any], total: int, count: int) -> list[int]:
 def _rows(leaf: Any, indices: Sequence[int]) -> Any:
     if isinstance(leaf, (tf.Tensor, tf.RaggedTensor)):
         return tf.gather(leaf, indices)
+    if isinstance(leaf, tf.SparseTensor):
+        return tf.sparse.concat(0, [rows_of(leaf, index, index + 1) for index in indices])
     return np.stack([np.asarray(leaf[index]) for index in indices])

@@ -141,7 +141,8 @@ def _distinct(resources: Iterable[Iterable[Resource]]) -> tuple[Resource, ...]:
 class Plan(abc.ABC):
     """A rule that is ready to be evaluated, over one batch or many.
 
-    `divides` tells whether the data are divided into batches. `batches` is their number, None if
+    `divides` tells whether the data are divided into batches, and `cuts` whether batches of the
+    caller's own have been divided further. `batches` is their number, None if
     the data are not divided or if it is not known yet, and `evaluations` is how often a batch was
     evaluated. `devices` holds counts for each device, if devices were named.
     """
@@ -149,6 +150,7 @@ class Plan(abc.ABC):
     nest: VariableNest
     space: Space
     divides: bool = False
+    cuts: bool = False
     batches: int | None = None
     evaluations: int = 0
     devices: tuple[DeviceStatistics, ...] = ()
@@ -157,13 +159,6 @@ class Plan(abc.ABC):
     @abc.abstractmethod
     def facts(self) -> TraceSummary:
         """What is known about the rule by now."""
-
-    def averages(self, examples: int | None) -> bool:
-        """Return whether the graph shows that the loss is a mean over the examples of a batch.
-
-        `examples` is their number, if there is only one batch.
-        """
-        return False
 
     @abc.abstractmethod
     def at_point(self) -> tuple[Results, LinearMap]:

@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvp._derivatives.gradient import value_and_gradient
+from hvp._derivatives.registry import dense
 from hvp._engines.predictions import Predictions
 from hvp._engines.rule import Arguments, Evaluated, Parts, Rule
 from hvp._engines.taped import TapedFunction, TapedGradient
@@ -106,6 +107,8 @@ class PredictionRule(Rule):
         read = predictions.choose(self.output_loss, batch)
         chosen = [model.outputs[i] for i in read]
         gradient = TapedGradient(lambda: loss(chosen, batch), chosen, once=once)
+        constants = [tf.stop_gradient(part) for part in chosen]
+        refuse_penalties(lambda: loss(constants, batch), variables)
         return Chosen(model, read), Output(gradient, chosen, batch, loss)
 
     def value(self, batch: Arguments) -> Any:
@@ -231,6 +234,28 @@ class Chosen:
     def jvp(self, tangents: Parts) -> Parts:
         products = self.model.jvp(tangents)
         return [products[place] for place in self.places]
+
+
+def refuse_penalties(loss: Callable[[], Any], variables: Sequence[tf.Variable]) -> None:
+    """Refuse a loss of given predictions that depends on the variables as well.
+
+    Its matrix would be that of the predictions alone, and its gradient as well.
+    """
+    with tf.GradientTape(watch_accessed_variables=False) as tape:
+        tape.watch(variables)
+        value = loss()
+    slopes = tape.gradient(value, variables)
+    # Keras adds its regularizers, which are subtracted again.
+    are_zero = [tf.reduce_all(dense(slope) == 0) for slope in slopes if slope is not None]
+    if are_zero:
+        refuse_unless(
+            tf.reduce_all(are_zero),
+            InvalidLossError(
+                "the output loss depends on the variables, and not only on predictions",
+                "a loss of predictions and targets",
+                "pass penalties of weights as regularization=",
+            ),
+        )
 
 
 def _times(weight: tf.Tensor, gradients: Parts) -> Parts:

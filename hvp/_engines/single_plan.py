@@ -119,13 +119,6 @@ class SinglePlan(Plan):
         uses_xla = False if self._program is None else self._program.product.uses_xla
         return dataclasses.replace(self._facts, uses_xla=uses_xla, note=self._note)
 
-    def averages(self, examples: int | None) -> bool:
-        """Return whether the graph of the loss shows that it is a mean over examples."""
-        lengths = () if self._trace is None else self._trace.lengths_averaged
-        if not (lengths and examples):
-            return False
-        return all(length is None or length % examples == 0 for length in lengths)
-
     @outside_strategies
     def at_point(self, place: ExecutionTarget = LOCAL) -> tuple[Results, LinearMap]:
         """Run the rule's evaluation at the current values of the variables.

@@ -32,7 +32,6 @@ from hvp._graphs.concrete import (
 )
 from hvp._graphs.dataflow import RECOMPUTED_GRADIENT, Dataflow, Vertex, layer_of
 from hvp._graphs.graph import Graph
-from hvp._graphs.means import lengths_averaged
 from hvp._graphs.private import is_of_tape
 from hvp._graphs.sizes import BORROWED, VIEWS, graph_def_with_shapes
 from hvp._vectors.resources import Resource
@@ -122,9 +121,6 @@ class Trace:
         TensorFlow.
     differentiates
         Whether the value itself contains derivatives.
-    lengths_averaged
-        The number of rows of each mean that the loss consists of, None where it is unknown; empty
-        if the loss is computed from anything but means.
     """
 
     graph: TracedGraph
@@ -140,7 +136,6 @@ class Trace:
     python: bool
     risky_pools: bool
     differentiates: bool
-    lengths_averaged: tuple[int | None, ...]
 
 
 def trace(
@@ -203,7 +198,6 @@ def trace(
         repeated=sorted(
             suspect_of(flow, v) for v in reaching if _REPEATED.fullmatch(flow.types.get(v, ""))
         ),
-        lengths_averaged=lengths_averaged(flow, concrete.graph, targets[0]) if targets else (),
     )
 
 

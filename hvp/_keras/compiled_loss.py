@@ -232,6 +232,13 @@ def loss_of_outputs(
                 "if token 0 is masked, pass weight=lambda x, y: tf.math.count_nonzero(x); in place "
                 "of an optimizer, which takes no weight, use hvp.keras.optimizers.SOAP",
             )
+        kinds = [getattr(part, "reduction", None) for part in tf.nest.flatten(model.loss)]
+        if by_examples and sample_weight is not None and "mean_with_sample_weight" in kinds:
+            raise InvalidLossError(
+                "the compiled loss averages over the weights of examples, and not over examples",
+                "weight=, a function that returns the weight of a batch",
+                "pass weight=lambda x, y, sample_weight: tf.reduce_sum(sample_weight)",
+            )
         try:
             value = model.compute_loss(x=x, y=y, y_pred=outputs, sample_weight=sample_weight)
         except ValueError as error:

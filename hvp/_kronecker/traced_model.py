@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvp._engines.prediction_rule import Output, PredictionRule
+from hvp._engines.prediction_rule import Output, PredictionRule, refuse_penalties
 from hvp._engines.predictions import Predictions
 from hvp._engines.rule import Parts
 from hvp._engines.taped import TapedGradient
@@ -58,6 +58,7 @@ class TracedModel:
 
         taped = TapedGradient(lambda: loss(predictions, named), predictions)
         output = Output(taped, predictions, named, loss)
+        refuse_penalties(lambda: loss(predictions, named), nest.variables)
         if not predictions or predictions[0].shape.rank == 0:
             raise InvalidLossError(
                 "the model returned a scalar", "predictions whose first axis counts the examples"

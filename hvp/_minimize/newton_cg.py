@@ -91,7 +91,8 @@ class NewtonCG(FromKeras, OneProcess, tf.Module, metaclass=_NotForCompile):
         residuals than variables, such as physics-informed networks, whose loss is a sum of
         squares, or another convex function of each prediction for itself. It needs
         ``curvature="gauss-newton"``, and arrays as `data`, or none. The fewer, of residuals and
-        variables, may be up to 4096.
+        variables, may be up to 4096. With `hessian_batch_size` a step is that of the sample, whose
+        gradient differs from that of `gradient_batch_size` examples.
     momentum : float, optional
         With ``space="residuals"``: the part of the previous step, at least 0 and below 1, from
         which the next one departs as little as it has to [SP]_. It is meant for samples.

@@ -30,8 +30,8 @@ _MESSAGE_AT_INFINITY = (
     "on the weights."
 )
 # So many steps show it, each of which gains so much more than predicted, and is so much of the
-# length of the step before.
-_ESCAPING, _GAIN, _AS_LONG = 3, 1.15, 0.8
+# length of the step before. At a minimum of a power `p` it is the part `(p - 2) / (p - 1)`.
+_ESCAPING, _GAIN, _AS_LONG = 3, 1.15, 0.97
 # The run ends after this many rejected steps in a row below the rounding error of the loss.
 _MAX_REJECTED = 3
 # And after this many steps below that error which have not made the gradient smaller than before.
@@ -78,9 +78,13 @@ class NewtonRun:
                     return self._result(
                         point, _MAXITER, "The maximum number of steps has been reached."
                     )
-                if rejected >= _MAX_REJECTED or self._is_idle() or iteration.is_exhausted():
+                if rejected >= _MAX_REJECTED or self._is_idle():
                     return self._result(
                         point, _ROUNDING, "Rounding errors of the loss allow no further step."
+                    )
+                if iteration.is_exhausted():
+                    return self._result(
+                        point, _ROUNDING, "No step lowers the loss, however short it is."
                     )
                 start = iteration.position.read()
                 try:

@@ -18,7 +18,7 @@ from hvp._data.budget import MemoryFraction
 from hvp._errors import HvpError, NonFiniteError, StaleOperatorError
 from hvp._minimize.position import Position
 from hvp._operators.matrix import Evaluation
-from hvp._operators.symmetric import SymmetricOperator, evaluation_of
+from hvp._operators.symmetric import BlockOperator, SymmetricOperator, evaluation_of
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._snapshots.problem import evaluate_loss
 from hvp._snapshots.snapshot import Snapshot
@@ -202,6 +202,12 @@ class Points:
             raise HvpError(f"the argument on_stale is {on_stale!r}", "'raise' or 'refresh'")
         if isinstance(loss, SymmetricOperator):
             _check_alone(loss, {"variables": variables, "data": data, **options})
+            if isinstance(loss, BlockOperator):
+                raise HvpError(
+                    "the operator is a block of another one, which has more variables",
+                    "an operator of the variables to minimize over",
+                    "pass the loss and these variables",
+                )
             points = cls(
                 evaluation_of(loss).snapshot, capacity=capacity, adopt=False, on_stale=on_stale
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -153,18 +154,22 @@ class HessianOperator(FromKeras, SymmetricOperator):
 
     def _multiplied(self, vector: Any) -> Any:
         third, space, snapshot = self._third, self.linear_map.domain, self._snapshot
-        if third is None or not is_recorded(snapshot.evaluated):
+        # The loss is evaluated again there, with the same random numbers if seeds can be put back.
+        draws = snapshot.facts.draws or (snapshot.facts.seeds and not tf.executing_eagerly())
+        if third is None or draws or not is_recorded(snapshot.evaluated):
             return super()._multiplied(vector)
         variables = snapshot.plan.nest.variables
         values = [variable.read_value() for variable in variables]
 
         def gradient(upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-            if tf.executing_eagerly():
+            is_eager = tf.executing_eagerly()
+            if is_eager:
                 snapshot.make_sure()
             pair = (upstream[0] if tf.is_tensor(vector) else upstream), vector
             parts = [space.split(v) if tf.is_tensor(v) else v for v in pair]
             cast = [[tf.cast(p, x.dtype) for p, x in zip(of_one, values)] for of_one in parts]
-            return third(*cast, values)
+            with snapshot.with_seeds() if is_eager else contextlib.nullcontext():
+                return third(*cast, values)
 
         return recorded_product(self.linear_map.apply, vector, variables, gradient)
 

@@ -514,9 +514,10 @@ class Operator(OneProcess, DtypePreserving):
 
     def _columns(self, block: tf.Tensor, adjoint: bool = False) -> tf.Tensor:
         """Multiply a tensor of shape `(n, k)`."""
-        adjoint = adjoint and not self.is_symmetric
-        rows = self.linear_map.apply(tf.transpose(block), adjoint=adjoint)
-        return self._belonging(tf.transpose(rows))
+        adjoint, linear_map = adjoint and not self.is_symmetric, self.linear_map
+        given = linear_map.codomain if adjoint else linear_map.domain
+        rows = linear_map.apply(tf.transpose(tf.cast(block, given.dtype)), adjoint=adjoint)
+        return self._belonging(tf.cast(tf.transpose(rows), linear_map.codomain.dtype))
 
     def _multiplied(self, vector: Any) -> Any:
         """Multiply by a vector in any layout, as a tape around it should see it."""

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from hvp._engines.linear_map import LinearMap
 from hvp._errors import FailedCheckError
+from hvp._vectors.space import rounding_of
 
 # How far products with a sparse matrix and with its operator may be apart in a row, relative to
 # the products of absolute values: this power of the unit of rounding.
@@ -187,7 +188,7 @@ def recovered(sparsity: Sparsity, matrix: LinearMap, dtype: np.dtype) -> Any:
     found = scipy.sparse.csr_array((values, pattern.indices, pattern.indptr), shape=pattern.shape)
     difference = np.abs(found @ probe - products[-1])
     scale = abs(found) @ np.abs(probe) + np.abs(products[-1])
-    eps = np.finfo(dtype).eps
+    eps = max(rounding_of(part) for part in (*matrix.domain.dtypes, *matrix.codomain.dtypes))
     wrong = ~(difference <= eps**_APART * scale + _ROUNDINGS * eps * scale.max(initial=0))
     if wrong.any():
         row = int(np.argmax(np.where(wrong, difference, -1)))

@@ -96,7 +96,9 @@ def recompute_model(model: Any, segments: int | Sequence[Any] | None = None) -> 
             "a Keras 3 model, or a list of its sublayers",
             "pass segments=[...] with the sublayers to recompute, or their names",
         )
-    if not _has_outputs(model):
+    # A class of the caller may compute anything from the outputs.
+    is_own = not type(model).call.__module__.startswith("keras.")
+    if is_own or not _has_outputs(model):
         is_sequential = type(model).__name__ == "Sequential"
         raise RecomputeError(
             f"the model {model.name!r} is "
@@ -139,7 +141,12 @@ def segments_of(
     segmented: Any = recompute_model(variables, None if segments is True else segments)
 
     def call(inputs: Any, training: Any = None, mask: Any = None) -> Any:
-        del mask
+        if mask is not None:
+            raise RecomputeError(
+                "the model is called with a mask, which its parts would not get",
+                "masks that layers compute, as keras.layers.Masking does",
+                "pass recompute=[...] with the sublayers to recompute, or their names",
+            )
         return segmented(inputs, training=training)
 
     # If layers are listed, the call of each is replaced; otherwise that of the model as a whole.
@@ -272,6 +279,8 @@ def _part(model: Any, links: list[_Link], start: int, end: int) -> tuple[Any, li
                 refuse_losses(part)
         if outputs is None:
             return results
+        if isinstance(outputs, (list, tuple)) and len(outputs) == 1:
+            return tf.nest.flatten(results)[0]  # as from the model itself
         return tf.nest.pack_sequence_as(outputs, tf.nest.flatten(results))
 
     return recompute(run), crossing
@@ -358,9 +367,16 @@ def _input(model: Any) -> Any:
 
 
 def _flat_inputs(model: Any, inputs: Any) -> list[Any]:
-    if isinstance(inputs, dict):
+    structure = model.input
+    if isinstance(inputs, dict) and isinstance(structure, dict):
+        inputs = {key: inputs[key] for key in structure}
+    elif isinstance(inputs, dict):
         return [inputs[tensor.name] for tensor in model.inputs]
-    return list(tf.nest.flatten(inputs))
+    else:
+        structure = model.inputs if len(model.inputs) == 1 else structure
+    leaves = map(id, tf.nest.flatten(structure))
+    by_input = dict(zip(leaves, tf.nest.flatten(inputs)))
+    return [by_input[id(tensor)] for tensor in model.inputs]
 
 
 def _with_attributes(segmented: Any, model: Any, names: list[list[str]]) -> Any:

@@ -255,14 +255,13 @@ class Problem:
                 refuse_coupling(rule.rules[name], snapshot, few)
         if source is NO_DATA or not isinstance(rule, (HessianRule, PredictionRule)):
             return
-        if self.options.weight is not None or not (self.total or divided):
+        if self.options.weight is not None or not (self.total or divided or plan.cuts):
             return
         few = self.few_examples()
-        examples = source.examples if isinstance(source, Elements) else None
-        if isinstance(rule, HessianRule) and not plan.averages(examples):
+        if isinstance(rule, HessianRule):
             refuse_sum(rule, snapshot, few)
-        # The mean over batches of the caller's own is what was asked for.
-        if divided and (isinstance(source, Elements) or source.arrays is not None):
+        # The mean over batches of the caller's own is what was asked for, unless they were cut.
+        if plan.cuts or (divided and (isinstance(source, Elements) or source.arrays is not None)):
             refuse_coupling(rule, snapshot, few)
 
     def _plan(self, options: Options, inputs: Sequence[tf.Variable]) -> Plan:

@@ -124,6 +124,12 @@ def loss_slice(
     matrix = symmetric_matrix(H, "loss_slice")
     if matrix.snapshot is None:
         raise HvpError(f"the operator is {type(H).__name__}", "an operator of this package")
+    if matrix.snapshot.facts.draws:
+        raise HvpError(
+            "the loss draws random numbers, which are others at each point",
+            "a loss that is the same in every evaluation",
+            "draw with a Keras seed generator or tf.random.stateless_*",
+        )
     vectors = np.asarray(directions)
     dimensions = (2,) if vectors.ndim == 2 else (1,)
     vectors = check_array(

@@ -358,10 +358,38 @@ def _maximum(op: tf.Operation, inputs: Sequence[Series], curves: Curves) -> list
     return _rewritten(lambda a, b: tf.where(a >= b if larger else a <= b, a, b), inputs, curves)
 
 
+def _product(op: tf.Operation, inputs: Sequence[Series], curves: Curves) -> list[Series]:
+    """Write a product of entries as products of two halves.
+
+    TensorFlow's third derivatives of products are wrong where an entry is zero.
+    """
+    axes = tf.get_static_value(op.inputs[1])
+    shape = inputs[0].value.shape
+    if axes is None or not inputs[1].is_constant or None in shape.as_list():
+        return _any(op, inputs, curves)
+    reduced = sorted({int(axis) % shape.rank for axis in axes.reshape(-1)})
+    kept = [axis for axis in range(shape.rank) if axis not in reduced]
+    count = math.prod(shape[axis] for axis in reduced)
+    result = op.outputs[0].shape
+
+    def product(x: tf.Tensor) -> tf.Tensor:
+        rows = tf.reshape(tf.transpose(x, [*reduced, *kept]), [count, -1])
+        left = count
+        while left > 1:
+            half = left // 2
+            rest = rows[2 * half :]
+            rows = tf.concat([rows[:half] * rows[half : 2 * half], rest], axis=0)
+            left -= half
+        return tf.reshape(rows, result) if count else tf.ones(result, x.dtype)
+
+    return _rewritten(product, inputs[:1], curves)
+
+
 _REWRITTEN: dict[str, Rule] = {
     "LogSoftmax": _log_softmax,
     "Maximum": _maximum,
     "Minimum": _maximum,
+    "Prod": _product,
     "Softmax": _softmax,
     "SquaredDifference": _squared_difference,
 }

@@ -24,6 +24,12 @@ _RELATIVE_ERROR, _ROUNDING_ERRORS = 1e-2, 1e3
 _ALIGNED = 64
 
 
+def rounding_of(dtype: tf.DType) -> float:
+    """Return the distance from one to the next larger number of a floating-point type."""
+    # NumPy does not know bfloat16.
+    return 2.0**-7 if dtype == tf.bfloat16 else float(np.finfo(dtype.as_numpy_dtype).eps)
+
+
 class Space:
     """The space of the vectors that a linear map takes or returns.
 

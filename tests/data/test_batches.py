@@ -143,3 +143,11 @@ def test_changes_are_noticed(before, after):
         list(batches)
     whole = [OneBatch(convert_batch((x,), "data")) for x in (before, after)]
     assert whole[0].fingerprint() == batches.fingerprint() != whole[1].fingerprint()
+
+
+def test_a_keras_data_set_without_end_is_refused():
+    class Endless(Dataset):
+        num_batches = property(lambda self: None)
+
+    with pytest.raises(hvp.InvalidDataError, match=r"Endless.*num_batches"):
+        of(Endless())

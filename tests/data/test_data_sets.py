@@ -5,6 +5,7 @@ import pytest
 import tensorflow as tf
 
 import hvp
+from tests.cases import random
 
 RNG = np.random.default_rng(0)
 DATA = {
@@ -152,3 +153,24 @@ def test_refuses_a_sum_over_batches():
     sums = {**losses, "edge": lambda x: tf.reduce_sum(tf.linalg.matvec(x, w) ** 2)}
     with pytest.raises(hvp.InvalidLossError, match="sum"):
         hvp.HessianOperator(sums, w, DATA, batch_size=2)
+
+
+@pytest.mark.parametrize("kind", ["sparse", "ragged"])
+def test_tensors_of_other_kinds(kind):
+    x, y = random(0, 12, 3, dtype="float64"), random(1, 12, 1, dtype="float64")
+    w = tf.Variable(random(2, 3, 1, dtype="float64"))
+    if kind == "sparse":
+        first = tf.sparse.from_dense(x)
+        loss = lambda s, y: tf.reduce_mean((tf.sparse.sparse_dense_matmul(s, w) - y) ** 2)  # noqa: E731
+    else:
+        first = tf.RaggedTensor.from_tensor(x)
+        loss = lambda s, y: tf.reduce_mean((s.to_tensor(shape=[None, 3]) @ w - y) ** 2)  # noqa: E731
+    # An element without columns has no values to choose examples by.
+    empty = np.zeros((12, 0))
+    for data, own in (
+        ((first, y), loss),
+        ((first, empty, y), lambda s, e, y: loss(s, y)),
+        ({"a": (first, y)}, {"a": loss}),
+    ):
+        H = hvp.HessianOperator(own, w, data, batch_size=4)
+        np.testing.assert_allclose(H.to_dense(), x.T @ x / 6, rtol=1e-12)

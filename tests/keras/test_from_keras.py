@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import hvp
 from tests.cases import random, relative_error
@@ -49,3 +50,18 @@ def test_labels_of_the_other_kind_are_refused_by_name(loss, kind):
     with pytest.raises(hvp.InvalidDataError, match=f"one-hot.*{remedy}"):
         kind.from_keras(model, (x, wrong))
     assert kind.from_keras(model, (x, right)).shape == (15, 15)
+
+
+def test_a_mean_over_weights_asks_for_the_weight_of_a_batch():
+    x, y, weights = random(0, 12, 3), random(1, 12, 1), np.random.default_rng(2).random(12)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+    model.compile(loss=loss)
+    whole = hvp.HessianOperator.from_keras(model, (x, y, weights)).to_dense()
+    batches = tf.data.Dataset.from_tensor_slices((x, y, weights.astype("f"))).batch(5)
+    for data, options in ((batches, {}), ((x, y, weights), {"batch_size": 5})):
+        with pytest.raises(hvp.InvalidLossError, match="weight=lambda"):
+            hvp.HessianOperator.from_keras(model, data, **options)
+        options["weight"] = lambda x, y, sample_weight: tf.reduce_sum(sample_weight)
+        H = hvp.HessianOperator.from_keras(model, data, **options)
+        np.testing.assert_allclose(H.to_dense(), whole, rtol=1e-5, atol=1e-6)

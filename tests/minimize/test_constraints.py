@@ -262,3 +262,16 @@ def test_a_run_ends_when_rounding_keeps_the_gradient_where_it_is():
     assert result.status == 2
     assert result.nit < 100
     assert np.linalg.norm(result.jac) < 1e-5
+
+
+def test_pairs_for_two_entries_are_ambiguous():
+    w = tf.Variable([0.5, 2.5], dtype=tf.float64)
+
+    def loss():
+        return (w[0] - 5) ** 2 + w[1] ** 2
+
+    with pytest.raises(hvp.HvpError, match=r"scipy.optimize.Bounds"):
+        hvp.NewtonCG(loss, w, bounds=[(0, 1), (2, 3)])
+    for bounds in (scipy.optimize.Bounds([0, 2], [1, 3]), (np.array([0.0, 2]), np.array([1.0, 3]))):
+        w.assign([0.5, 2.5])
+        np.testing.assert_allclose(hvp.NewtonCG(loss, w, bounds=bounds).minimize().x, [1, 2])

@@ -651,3 +651,20 @@ def test_a_gradient_that_is_zero_at_the_start_is_told():
     result = newton.minimize()
     assert result.nit == 0
     assert "exactly zero" in result.message
+
+
+@pytest.mark.parametrize("power", [4, 8, 12])
+def test_a_flat_minimum_is_not_taken_for_one_at_infinity(power):
+    w = tf.Variable([2.0, 2.0], dtype=tf.float64)
+    result = hvp.NewtonCG(lambda: tf.reduce_sum((w - 1) ** power), w).minimize()
+    assert result.success
+    assert np.abs(result.jac).max() <= 1e-5
+
+
+def test_a_block_is_refused():
+    a, b = tf.Variable([1.0, 2.0], name="a"), tf.Variable([3.0, 4.0], name="b")
+    H = hvp.HessianOperator(lambda: tf.reduce_sum(a**2) + tf.reduce_sum((b - a) ** 2), [a, b])
+    for minimize in (hvp.minimize, hvp.NewtonCG, lambda H: hvp.minimize(H, method="L-BFGS-B")):
+        with pytest.raises(hvp.HvpError, match="block of another"):
+            minimize(H.block("b"))
+    np.testing.assert_array_equal(a, [1, 2])

@@ -375,3 +375,32 @@ def test_a_loss_of_several_examples_may_have_targets_of_shape_n():
     G = hvp.GaussNewtonOperator(lambda x: x @ w, cox, w, (x, time, event))
     H = hvp.HessianOperator(lambda *data: cox(x @ w, *data), w, (time, event))
     np.testing.assert_allclose(G.to_dense(), H.to_dense(), rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_size": 10}, {"engine": "tape"}])
+def test_a_penalty_in_the_output_loss_is_refused(options):
+    """The gradient and the matrix would leave it out, and the value would not."""
+    x, w = random(0, 30, 3, dtype="float64"), tf.Variable(np.full((3, 1), 0.5))
+
+    def model(x):
+        return x @ w
+
+    def output_loss(p, y):
+        return tf.reduce_mean((p - y) ** 2) + tf.reduce_sum(w**2) / 2
+
+    for kind in (hvp.GaussNewtonOperator, hvp.FisherOperator, hvp.KFAC):
+        more = {"kind": "empirical"} if kind is hvp.FisherOperator else {}
+        if kind is hvp.KFAC:
+            options = {name: value for name, value in options.items() if name != "engine"}
+        with pytest.raises(hvp.InvalidLossError, match="regularization="):
+            kind(model, output_loss, w, (x, x[:, :1]), **more, **options)
+    # The remedy.
+    G = hvp.GaussNewtonOperator(
+        model,
+        lambda p, y: tf.reduce_mean((p - y) ** 2),
+        w,
+        (x, x[:, :1]),
+        regularization=lambda: tf.reduce_sum(w**2) / 2,
+        **options,
+    )
+    np.testing.assert_allclose(G.to_dense(), x.T @ x / 15 + np.eye(3))

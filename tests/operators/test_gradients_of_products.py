@@ -1,5 +1,6 @@
 """Products under tapes: gradients in the vector are right, in the variables too, or an error."""
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -248,3 +249,45 @@ def test_the_gradient_of_another_matrix_has_no_derivative():
         total = sum(tf.reduce_sum(part) for part in G.gradient_tensors())
     with pytest.raises(hvp.SecondDerivativeError):
         np.asarray(tape.gradient(total, variables)[0])
+
+
+@pytest.mark.parametrize("draws", ["seeded", "unseeded"])
+def test_a_third_derivative_has_the_random_numbers_of_the_product(draws):
+    """The Hessian is diagonal, `6 m w`, with the mask `m` of the evaluation."""
+    w = tf.Variable([1.0, 2.0, 3.0])
+    seed = keras.random.SeedGenerator(3)
+
+    def loss():
+        if draws == "seeded":
+            return tf.reduce_sum(keras.random.dropout(w**3, 0.5, seed=seed))
+        return tf.reduce_sum(tf.nn.dropout(w**3, 0.5))
+
+    H = hvp.HessianOperator(loss, w)
+
+    def gradient():
+        with tf.GradientTape() as tape:
+            product = H.product(tf.ones(3))
+            total = tf.reduce_sum(product)
+        return tape.gradient(total, w), product
+
+    if draws == "unseeded":
+        with pytest.raises(hvp.SecondDerivativeError):
+            np.asarray(gradient()[0])
+        return
+    for _ in range(3):
+        slope, product = gradient()
+        np.testing.assert_allclose(slope, product / w, rtol=1e-5)
+        loss()  # draws other numbers
+    with pytest.raises(hvp.SecondDerivativeError):
+        tf.function(gradient)()
+
+
+@pytest.mark.parametrize("at", [[0.0, 1.0, 2.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
+def test_third_derivatives_of_products_with_zeros(at):
+    w = tf.Variable(np.reshape(at, (1, 3)))
+    u, v = np.array([1.0, 2.0, 3.0]), np.array([4.0, 5.0, 7.0])
+    expected = hvp.third_order_product(lambda: w[0, 0] * w[0, 1] * w[0, 2], w, u, v)
+    np.testing.assert_allclose(expected, [29, 19, 13])
+    for axis in (None, 1, [1, 0]):
+        found = hvp.third_order_product(lambda a=axis: tf.reduce_sum(tf.reduce_prod(w, a)), w, u, v)
+        np.testing.assert_allclose(found, expected)

@@ -335,3 +335,36 @@ def test_sums_of_segments(count, engine):
     v = np.arange(6.0)
     np.testing.assert_array_equal(J @ v, expected @ v)
     np.testing.assert_array_equal(J.T @ np.arange(2.0 * count), expected.T @ np.arange(2.0 * count))
+
+
+def test_small_values_that_depend_on_other_examples():
+    """Beside large ones, in whose rounding errors the dependence is lost."""
+    w, x = tf.Variable([0.1, 0.2, 0.3]), random(0, 100, 3)
+
+    def values(x):
+        p = tf.tanh(tf.linalg.matvec(x, w))
+        return tf.stack([1e5 * p, p - tf.reduce_mean(p)], axis=1)
+
+    J = hvp.JacobianOperator(values, w, (x,))
+    np.testing.assert_allclose(J.to_dense()[1::2], (J @ np.eye(3, dtype="f"))[1::2], rtol=1e-5)
+
+
+@pytest.mark.parametrize("batch_size", [2, 4])
+def test_the_pattern_of_several_outputs_in_batches(batch_size):
+    w, x = tf.Variable(np.arange(1.0, 7)), np.arange(6)
+    J = hvp.JacobianOperator(
+        lambda i: {"a": tf.gather(w, i) ** 2, "b": tf.gather(w, (i + 1) % 6) ** 3},
+        w,
+        (x,),
+        batch_size=batch_size,
+    )
+    np.testing.assert_array_equal(J.sparsity().pattern.toarray(), J.to_dense() != 0)
+    np.testing.assert_allclose(J.to_sparse().toarray(), J.to_dense())
+
+
+def test_values_of_a_wider_type_in_tensorflow():
+    w = tf.Variable([1.0, 2.0])
+    operator = hvp.JacobianOperator(lambda: tf.cast(w, tf.float64) ** 2, w).as_tf_operator()
+    np.testing.assert_allclose(operator.to_dense(), np.diag([2.0, 4.0]))
+    ones = tf.ones(2, tf.float64)
+    np.testing.assert_allclose(operator.matvec(ones, adjoint=True), [2.0, 4.0])

@@ -323,3 +323,13 @@ def test_batches_of_many_lengths():
     np.testing.assert_allclose(J.to_sparse().toarray(), J.to_dense(), rtol=1e-9, atol=1e-12)
     H = hvp.HessianOperator(lambda x: tf.reduce_mean(example(x, w) ** 2), w, batches)
     np.testing.assert_allclose(H.to_sparse().toarray(), H.to_dense(), rtol=1e-9, atol=1e-12)
+
+
+def test_parts_of_different_precision():
+    """Products are as accurate as the variables that are in single precision."""
+    a, b = tf.Variable(random(0, 400)), tf.Variable(random(1, 3, dtype="float64"))
+    H = hvp.HessianOperator(
+        lambda: tf.cast(tf.reduce_sum(tf.sin(a)), tf.float64) + tf.reduce_sum(b**3), [a, b]
+    )
+    expected = np.r_[-np.sin(a.numpy()), 6 * b.numpy()]
+    np.testing.assert_allclose(H.to_sparse().diagonal(), expected, rtol=1e-5, atol=1e-6)

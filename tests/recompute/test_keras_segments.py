@@ -428,3 +428,64 @@ def test_layers_whose_class_begins_with_an_underscore():
     with hvp.HessianOperator(lambda x: tf.reduce_sum(net(x) ** 2), net, (x,)) as H:
         assert H.stats.engine == "graph"
         assert not H.stats.note
+
+
+def deep(first, count=4):
+    tensor = first
+    for _ in range(count):
+        tensor = keras.layers.Dense(4, "tanh")(tensor)
+    return tensor
+
+
+class Residual(keras.Sequential):
+    """A model whose outputs are not those of its last layer."""
+
+    def call(self, x, training=None, mask=None):
+        return x + super().call(x, training=training, mask=mask)
+
+
+def test_a_call_of_the_callers_own_is_not_cut():
+    model = Residual([keras.Input((4,)), *[keras.layers.Dense(4, "tanh") for _ in range(4)]])
+    with pytest.raises(hvp.RecomputeError, match="segments="):
+        hvp.recompute_model(model)
+    x = random(0, 6, 4)
+    listed = hvp.recompute_model(model, segments=model.layers[:2])  # the remedy
+    np.testing.assert_allclose(listed(x), model(x), rtol=1e-6)
+
+
+def test_masks_that_are_passed_are_refused():
+    model = keras.Sequential(
+        [keras.Input((5, 3)), keras.layers.Dense(4), keras.layers.LSTM(4), keras.layers.Dense(1)]
+    )
+    lengths = np.array([[1], [2], [3], [4], [5], [2]])
+    x, mask = random(0, 6, 5, 3), tf.constant(np.arange(5) < lengths)
+
+    def loss():
+        return tf.reduce_mean(model(x, mask=mask) ** 2)
+
+    with pytest.raises(hvp.RecomputeError, match="mask"):
+        hvp.HessianOperator(loss, model, recompute=True)
+    H = hvp.HessianOperator(loss, model, recompute=[model.layers[0]])  # the remedy
+    assert H.value == pytest.approx(float(loss()), rel=1e-6)
+
+
+def test_forms_of_inputs_and_outputs():
+    x, other = random(0, 6, 3), random(1, 6, 3)
+    # Named like each other's keys.
+    p, q = keras.Input((3,), name="q"), keras.Input((3,), name="p")
+    last = deep(keras.layers.Dense(4)(p) + 2 * keras.layers.Dense(4)(q))
+    for inputs, given in (
+        ({"p": p, "q": q}, {"p": x, "q": other}),
+        ({"z": [q], "a": p}, {"z": [other], "a": x}),
+        ([q, p], [x, other]),
+        ([q, p], {"p": x, "q": other}),
+    ):
+        model = keras.Model(inputs, last)
+        np.testing.assert_allclose(hvp.recompute_model(model)(given), model(given), rtol=1e-6)
+    first = keras.Input((3,))
+    for outputs in ([deep(first)], {"a": deep(first)}, [deep(first), deep(first)]):
+        model = keras.Model(first, outputs)
+        found, expected = hvp.recompute_model(model)(x), model(x)
+        tf.nest.assert_same_structure(found, expected)
+        for one, another in zip(tf.nest.flatten(found), tf.nest.flatten(expected)):
+            np.testing.assert_allclose(one, another, rtol=1e-6)

@@ -79,3 +79,10 @@ def test_pictures(count):
     assert ax.has_data()
     ax.figure.canvas.draw()
     plt.close(ax.figure)
+
+
+def test_a_loss_that_draws_is_refused():
+    w = tf.Variable([1.0, 2.0])
+    H = hvp.HessianOperator(lambda: tf.reduce_sum(tf.nn.dropout(w**2, 0.5)), w)
+    with pytest.raises(hvp.HvpError, match="draws random numbers"):
+        hvp.loss_slice(H, np.ones(2))
