@@ -6,12 +6,12 @@ import io
 import json
 import warnings
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-import hvp
 from hvp._check.check import check
 from hvp._check.report import CheckReport
 from hvp._command.page import page
@@ -107,7 +107,7 @@ class Curvature:
     def as_dict(self) -> dict[str, Any]:
         """Return all results as numbers, lists and dicts, for JSON."""
         result: dict[str, Any] = {
-            "subject": {**asdict(self.subject), "version": hvp.__version__},
+            "subject": {**asdict(self.subject), "version": import_module("hvp").__version__},
             "value": self.value,
             "gradient_norm": self.gradient_norm,
             "size": sum(self.sizes.values()),

@@ -47,13 +47,13 @@ def box_of(bounds: Any, fixed: Any, position: Position) -> Box | None:
             "a pair (lower, upper), each a number, a flat vector or a nest like the variables",
             "pass bounds=(0.0, float('inf')) for variables that are not negative",
         )
-    pairs = [len(end) if isinstance(end, (tuple, list)) else 0 for end in bounds or ()]
+    pairs = [len(end) if isinstance(end, tuple) else 0 for end in bounds or ()]
     if position.size == 2 and pairs == [2, 2]:
         raise HvpError(
             f"bounds is {bounds!r} for two entries, which may be the pair (lower, upper), or a "
             "pair for each entry, as scipy's methods take it",
             "bounds that can be told apart",
-            "pass scipy.optimize.Bounds(lower, upper), or two arrays",
+            "pass scipy.optimize.Bounds(lower, upper), or two lists or arrays",
         )
     ends = bounds or (-np.inf, np.inf)
     lower, upper = (position.vector_of(end, "bounds") for end in ends)

@@ -29,6 +29,8 @@ OPTIONS = without("reduction", "regularization", "weight", "devices", "device_ti
 _KEPT_ENTRIES = 2**26
 # Passes over single examples are traced for no fewer.
 _MANY_EXAMPLES = 64
+# Two ways to compute a value agree up to so many rounding errors of the largest such value.
+_ROUNDING_ERRORS = 64
 
 
 @declared(OPTIONS)
@@ -345,13 +347,15 @@ class JacobianOperator(EvaluatedOperator):
         if rows is None:
             return None
         dense = rows.astype(self.dtype, copy=False)
-        # If values depended on other examples too, even weakly, the product would tell; also those
-        # that are small beside others.
-        difference = np.abs(dense @ vector - expected)
-        allowed = np.sqrt(np.finfo(self.dtype).eps) * (
-            np.abs(dense) @ np.abs(vector) + np.abs(expected)
-        )
-        return dense if (difference <= allowed).all() else None
+        # If values depended on other examples too, even weakly, the product would tell. Each of the
+        # values of an example is compared by its own size, which may be small beside others.
+        scale = np.abs(dense) @ np.abs(vector) + np.abs(expected)
+        parts = np.split(scale, np.cumsum(self.linear_map.codomain.sizes)[:-1])
+        by_example = [part.reshape(elements.examples, -1) for part in parts]
+        largest = [np.broadcast_to(part.max(axis=0), part.shape).ravel() for part in by_example]
+        eps = np.finfo(self.dtype).eps
+        allowed = np.sqrt(eps) * scale + _ROUNDING_ERRORS * eps * np.concatenate(largest)
+        return dense if (np.abs(dense @ vector - expected) <= allowed).all() else None
 
 
 def _checked(function: Any) -> Callable[..., Any]:

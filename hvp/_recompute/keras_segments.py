@@ -367,13 +367,12 @@ def _input(model: Any) -> Any:
 
 
 def _flat_inputs(model: Any, inputs: Any) -> list[Any]:
-    structure = model.input
-    if isinstance(inputs, dict) and isinstance(structure, dict):
+    is_dict = isinstance(inputs, dict)
+    structure = model.input if is_dict or len(model.inputs) > 1 else model.inputs
+    if is_dict and isinstance(structure, dict):
         inputs = {key: inputs[key] for key in structure}
-    elif isinstance(inputs, dict):
+    elif is_dict:
         return [inputs[tensor.name] for tensor in model.inputs]
-    else:
-        structure = model.inputs if len(model.inputs) == 1 else structure
     leaves = map(id, tf.nest.flatten(structure))
     by_input = dict(zip(leaves, tf.nest.flatten(inputs)))
     return [by_input[id(tensor)] for tensor in model.inputs]
