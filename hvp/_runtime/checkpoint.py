@@ -106,7 +106,7 @@ class Checkpoint:
             with self._temporary.open("wb") as file:
                 fingerprint = np.array(json.dumps(self._fingerprint))
                 entries: dict[str, Any] = {_FINGERPRINT: fingerprint, **arrays}
-                _write_npz(file, entries)
+                write_npz(file, entries)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(self._temporary, self._path)
@@ -122,7 +122,7 @@ class Checkpoint:
                 self._temporary.unlink()
 
 
-def _write_npz(file: Any, arrays: dict[str, Any]) -> None:
+def write_npz(file: Any, arrays: dict[str, Any]) -> None:
     """Write arrays like `numpy.savez`, older versions of which leave the archive open on errors."""
     with zipfile.ZipFile(file, "w", allowZip64=True) as archive:
         for name, array in arrays.items():

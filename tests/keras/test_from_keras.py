@@ -55,7 +55,10 @@ def test_labels_of_the_other_kind_are_refused_by_name(loss, kind):
 def test_a_mean_over_weights_asks_for_the_weight_of_a_batch():
     x, y, weights = random(0, 12, 3), random(1, 12, 1), np.random.default_rng(2).random(12)
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-    loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+    try:
+        loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+    except ValueError:
+        pytest.skip("this version of Keras has no such reduction")
     model.compile(loss=loss)
     whole = hvp.HessianOperator.from_keras(model, (x, y, weights)).to_dense()
     batches = tf.data.Dataset.from_tensor_slices((x, y, weights.astype("f"))).batch(5)

@@ -240,6 +240,10 @@ def test_a_weight_of_the_loss_divides_the_penalty():
     model, x, y = classifier(*[keras.regularizers.L2(0.01)] * 2)
     once = hvp.Laplace.from_keras(model, (x, y), curvature="full").prior_precision
     model.compile(loss="sparse_categorical_crossentropy", loss_weights=[2.0])
+    try:
+        model.evaluate(x, y, verbose=0)
+    except ValueError as error:
+        pytest.skip(f"Keras {keras.__version__} takes no weight of a single loss: {error}")
     la = hvp.Laplace.from_keras(model, (x, y), curvature="full")
     assert la.prior_precision == pytest.approx(once / 2, rel=1e-6)
 

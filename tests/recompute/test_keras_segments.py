@@ -482,7 +482,12 @@ def test_forms_of_inputs_and_outputs():
         ([q, p], [x, other]),
         ([q, p], {"p": x, "q": other}),
     ):
-        model = keras.Model(inputs, last)
+        try:
+            model = keras.Model(inputs, last)
+        except ValueError:  # the first versions of Keras 3 have no nests of inputs
+            assert isinstance(inputs, dict)
+            assert isinstance(inputs.get("z"), list)
+            continue
         np.testing.assert_allclose(
             hvp.recompute_model(model)(given), model(given), rtol=1e-5, atol=1e-6
         )
