@@ -106,8 +106,8 @@ class TapedEquation:
         self._unknowns, self._sources, self._force, self._loss = unknowns, sources, force, loss
         self._damping, self._maxiter = damping, maxiter
         self._rtol = tolerance_of(rtol, unknowns.dtype)
-        # Outside of graphs, the trainable variables that are read.
-        self._watch: Watch | None = None
+        # Watches the trainable variables that are read; none in graphs.
+        self._watch = Watch([])
 
     def solution(self, solver: Callable[..., Any] | None) -> Any:
         """Return the solution as a function of the sources, in the caller's structure."""
@@ -116,8 +116,7 @@ class TapedEquation:
 
         def find() -> Tensors:
             found = self._found(solver)
-            if self._watch is not None:
-                self._watch.set()
+            self._watch.set()
             return found
 
         return self._unknowns.nest_of(equation.solution(find))
@@ -213,7 +212,7 @@ class TapedEquation:
     def _solved(self, w: Tensors, right: Tensors, transposed: bool) -> Tensors:
         parts = self._unknowns.parts if self._unknowns.are_variables else w
         flat = self._unknowns.join(right)
-        refuse_changes(self._watch.changed() if self._watch is not None else [])
+        refuse_changes(self._watch.changed())
         x, found = self._krylov(parts, flat, self._rtol, transposed, self._damping)
         outcome = found.outcome[0]
         is_negative = tf.equal(outcome, int(SolveOutcome.NEGATIVE_CURVATURE))

@@ -45,8 +45,8 @@ class Scoring:
         self.gradients, self.inverse = gradients, inverse
         self._test_gradients = test_gradients
         self._operator, self._train, self._progress = operator, train, progress
-        # The evaluation whose gradients are kept.
-        self._filled = -1
+        # The evaluations for which the store is open but not filled, and for which it is full.
+        self._opened = self._filled = -1
 
     @Uninterrupted()
     def scores(self, test_data: Any, out: Any, checkpoint: Any) -> np.ndarray:
@@ -195,13 +195,24 @@ class Scoring:
         self._fill()
         return self._kept.pieces(self.gradients.size)
 
+    def _open(self) -> None:
+        """Open the store of gradients, if there is one that is not full or open already.
+
+        This takes a pass over the training data.
+        """
+        evaluations = self._operator.stats.gradient_evaluations
+        if self._kept is not None and evaluations not in (self._opened, self._filled):
+            self._kept.open()
+            self._opened = evaluations
+
     def _fill(self) -> None:
         """Store the gradients of the training examples, unless that is done."""
         assert self._kept is not None
         evaluations = self._operator.stats.gradient_evaluations
         if self._filled == evaluations:
             return
-        self._kept.open()
+        self._open()
+        self._opened = -1
         if not self._kept.is_complete:
             done = 0
             with progress_bar(self._progress, total=self._train.count, unit="gradient") as bar:
@@ -306,8 +317,7 @@ class Scoring:
 
         Kept gradients of other weights are refused here, before anything is solved.
         """
-        if self._kept is not None:
-            self._kept.open()
+        self._open()
 
         def fingerprint() -> dict[str, str]:
             of_inverse = self.inverse.fingerprint()

@@ -6,7 +6,6 @@ same data, weights and settings, can load it.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import time
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from hvp._errors import CheckpointError
+from hvp._runtime.files import replacing, temporary_of
 from hvp._runtime.user_warning import warn
 
 # Seconds between saves.
@@ -42,11 +42,10 @@ class Checkpoint:
         self._fingerprint = dict(fingerprint)
         self._interval = INTERVAL if interval is None else interval
         self._last_save = time.monotonic()
-        # The name contains the process id, so that two processes never write to the same file.
-        self._temporary = self._path.with_name(f"{self._path.name}.{os.getpid()}.part")
+        temporary = temporary_of(self._path)
         try:
-            self._temporary.touch()
-            self._temporary.unlink()
+            temporary.touch()
+            temporary.unlink()
         except OSError as error:
             raise CheckpointError(
                 f"nothing can be written beside the checkpoint {self._path} ({error.strerror})",
@@ -103,13 +102,12 @@ class Checkpoint:
     def save(self, arrays: dict[str, np.ndarray]) -> None:
         """Replace the contents of the file; if that fails, warn and leave the file as it was."""
         try:
-            with self._temporary.open("wb") as file:
+            with replacing(self._path) as temporary, temporary.open("wb") as file:
                 fingerprint = np.array(json.dumps(self._fingerprint))
                 entries: dict[str, Any] = {_FINGERPRINT: fingerprint, **arrays}
                 write_npz(file, entries)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(self._temporary, self._path)
         except OSError as error:
             warn(
                 f"hvp could not save the checkpoint {self._path} ({error.strerror}); the "
@@ -118,8 +116,6 @@ class Checkpoint:
             )
         finally:
             self._last_save = time.monotonic()
-            with contextlib.suppress(OSError):
-                self._temporary.unlink()
 
 
 def write_npz(file: Any, arrays: dict[str, Any]) -> None:
