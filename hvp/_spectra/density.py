@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,8 +20,10 @@ _SEPARATE = 0.05
 # A node of this weight, in units of one eigenvalue, stands for many. The weight of one is the
 # square of a normal number, on average one.
 _HEAVY = 16
-# Points of the grid, and how many bandwidths it goes beyond the outermost nodes.
+# The fewest points of the grid, and how many bandwidths it goes beyond the outermost nodes.
 _POINTS, _MARGIN = 1024, 6.0
+# Nodes that are this many rounding units of the largest apart are one eigenvalue.
+_ROUNDING = 32
 
 
 @dataclass(frozen=True, repr=False)
@@ -67,10 +70,17 @@ class SpectralDensity:
         lowest, highest = zip(*ends)
         return float(np.min(lowest)), float(np.max(highest))
 
-    def grid(self, points: int = _POINTS) -> np.ndarray:
-        """Return points that cover the density, evenly spaced."""
+    def grid(self, points: int | None = None) -> np.ndarray:
+        """Return points that cover the density, evenly spaced.
+
+        By default there are so many that the trapezoidal rule integrates the density to one: at
+        least one for each `bandwidth`.
+        """
         margin = _MARGIN * self.bandwidth
-        return np.linspace(self.nodes.min() - margin, self.nodes.max() + margin, points)
+        low, high = self.nodes.min() - margin, self.nodes.max() + margin
+        if points is None:
+            points = max(_POINTS, math.ceil((high - low) / self.bandwidth) + 1)
+        return np.linspace(low, high, points)
 
     def density(self, x: Any, *, bandwidth: float | None = None) -> np.ndarray:
         """Return the density, whose integral is one.
@@ -234,7 +244,7 @@ def spectral_density(
     return SpectralDensity(
         quadrature.nodes,
         quadrature.weights,
-        _bandwidth(quadrature),
+        _bandwidth(quadrature, np.finfo(matrix.dtype.as_numpy_dtype).eps),
         matrix.size,
         below,
         above,
@@ -245,17 +255,19 @@ def spectral_density(
 _FIELDS = ("nodes", "weights", "residuals")
 
 
-def _bandwidth(quadrature: Quadrature) -> float:
+def _bandwidth(quadrature: Quadrature, eps: float) -> float:
     """Return the distance of successive nodes, as the median over the weight of the measure."""
     gaps, weights = [], []
+    scale = np.abs(quadrature.nodes).max()
     for nodes, weight in zip(quadrature.nodes, quadrature.weights):
         nodes, weight = nodes[weight > NOTHING], weight[weight > NOTHING]
+        begins = np.flatnonzero(np.diff(nodes, prepend=-np.inf) > _ROUNDING * eps * scale)
+        nodes, weight = nodes[begins], np.add.reduceat(weight, begins)
         if len(nodes) > 1:
             gap = np.diff(nodes)
             # Of a node in between, the smaller one of the distances on both sides.
             gaps.append(np.minimum(np.append(gap, np.inf), np.append(np.inf, gap)))
             weights.append(weight)
-    scale = np.abs(quadrature.nodes).max()
     if not gaps:
         return float(1e-3 * scale or 1e-3)
     gap, weight = np.concatenate(gaps), np.concatenate(weights)

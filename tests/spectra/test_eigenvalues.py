@@ -195,6 +195,25 @@ def test_eigenvalues_that_do_not_exist_are_in_no_density():
     assert "from 5 to 7" in repr(density)
 
 
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_zeros_that_rounding_tells_apart_are_one_eigenvalue(dtype):
+    """With 40 steps, float32 has two nodes for the 1,960 zeros, which must not be the bandwidth."""
+    values = np.concatenate([np.zeros(1960), np.geomspace(1, 100, 40)])
+    vectors = np.linalg.qr(np.random.default_rng(0).normal(size=(2000, 40)))[0]
+    A = (vectors * values[1960:]) @ vectors.T
+    density = hvp.spectral_density(((A + A.T) / 2).astype(dtype), probes=4, steps=40)
+    assert density.bandwidth == pytest.approx(1, rel=1e-3)
+
+
+def test_the_grid_resolves_the_bandwidth():
+    """One eigenvalue is 10,000 times the width of the others."""
+    values = np.append(np.linspace(0, 1, 99), 1e4)
+    density = hvp.spectral_density(matrix_of(values), probes=4, steps=30)
+    x = density.grid()
+    assert trapezoid(density.density(x), x) == pytest.approx(1, abs=1e-6)
+    assert density.grid(10).shape == (10,)
+
+
 def test_eigenvectors_of_an_earlier_point_save_products(iterative):
     A = matrix_of(SPECTRA["decaying"])
     change = matrix_of(1e-5 * SPECTRA["indefinite"], seed=5)
