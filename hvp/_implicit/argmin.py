@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvp._errors import ConvergenceWarning, HvpError
-from hvp._implicit.equation import Equation, Tensors, at_tensors, refuse_changes
+from hvp._implicit.equation import Equation, Tensors, at_tensors, pulled_back, refuse_changes
 from hvp._implicit.unknowns import (
     TapedEquation,
     Unknowns,
@@ -30,7 +30,6 @@ from hvp._solve.solve import solve
 from hvp._vectors.variables import collect_variables
 from hvp._vectors.watch import Watch
 
-_ZERO = tf.UnconnectedGradients.ZERO
 # Ends of Newton's method at a minimum: the gradient is small, or as small as rounding allows.
 _SUCCESS = (0, 2)
 
@@ -162,10 +161,7 @@ def argmin(
         return result if result.dtype == unknowns.dtype else tf.cast(result, unknowns.dtype)
 
     def gradient(parts: Sequence[Any]) -> Tensors:
-        with tf.GradientTape(watch_accessed_variables=False) as tape:
-            tape.watch(parts)
-            result = value(parts)
-        return tape.gradient(result, parts, unconnected_gradients=_ZERO)
+        return pulled_back(lambda: value(parts), parts, None)
 
     return TapedEquation(unknowns, sources, gradient, value, **options).solution(solver)
 

@@ -17,6 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvp._derivatives.belonging import may_be_recorded
+from hvp._derivatives.exact import exact_functions
 from hvp._errors import StaleOperatorError, quoted
 from hvp._graphs.private import record
 from hvp._runtime.strategies import in_another_thread
@@ -82,14 +83,10 @@ class Equation:
                 other = self._linear(*own, upstream, transposed=not transposed)
                 # The derivative of the matrix, between the solution and that of the other system.
                 left, inner = (other, x) if transposed else (x, other)
-                with tf.GradientTape(watch_accessed_variables=False) as tape:
-                    tape.watch(own)
-                    product = self.pullback(*own, inner)[: len(w)]
-                slopes = tape.gradient(
-                    product,
+                slopes = pulled_back(
+                    lambda: self.pullback(*own, inner)[: len(w)],
                     [*own[0], *own[1]],
                     [-part for part in left],
-                    unconnected_gradients=tf.UnconnectedGradients.ZERO,
                 )
                 return _slopes([*slopes, *other], variables)
 
@@ -155,17 +152,22 @@ def _pulled_back(
 
     def gradients(*both: tf.Tensor) -> Tensors:
         own, upstream = both[:count], both[count:]
-        with tf.GradientTape(watch_accessed_variables=False) as tape:
-            tape.watch([*sources, *own])
-            results = function(*own)
-        return tape.gradient(
-            results,
-            [*sources, *own],
-            list(upstream),
-            unconnected_gradients=tf.UnconnectedGradients.ZERO,
-        )
+        return pulled_back(lambda: function(*own), [*sources, *own], list(upstream))
 
     return gradients
+
+
+def pulled_back(
+    function: Callable[[], Any], sources: Sequence[Any], cotangents: Any
+) -> list[tf.Tensor]:
+    """Return the gradients of what a function returns in what it reads, with zeros for None."""
+    with exact_functions():
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(sources)
+            results = function()
+        return tape.gradient(
+            results, sources, cotangents, unconnected_gradients=tf.UnconnectedGradients.ZERO
+        )
 
 
 def _slopes(slopes: Sequence[Any], variables: Any) -> Any:

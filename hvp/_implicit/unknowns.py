@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from hvp._derivatives.exact import exact_functions
 from hvp._errors import ConvergenceWarning, HvpError, InvalidVariablesError, quoted
-from hvp._implicit.equation import Equation, Tensors, at_tensors, refuse_changes
+from hvp._implicit.equation import Equation, Tensors, at_tensors, pulled_back, refuse_changes
 from hvp._implicit.newton import newton
 from hvp._runtime.user_warning import warn
 from hvp._solve.conjugate_gradients import CONJUGATE_GRADIENTS
@@ -20,7 +20,6 @@ from hvp._vectors.resources import Resource
 from hvp._vectors.variables import collect_variables
 from hvp._vectors.watch import Watch
 
-_ZERO = tf.UnconnectedGradients.ZERO
 # Steps of Newton's method, and iterations of conjugate gradients: for each unknown, and at most.
 _STEPS, _ITERATIONS, _MOST_ITERATIONS = 100, 10, 1000
 # The residual of the system for a step, relative to what is to become zero.
@@ -124,12 +123,13 @@ class TapedEquation:
     def _refuse_unconnected(self) -> None:
         """Refuse sources that the function does not read: a gradient of zero would hide that."""
         parts, of_all = self._unknowns.parts, self._loss or self._force
-        with tf.GradientTape() as tape:
-            tape.watch(self._sources)
-            result = of_all(parts)
+        with exact_functions():
+            with tf.GradientTape() as tape:
+                tape.watch(self._sources)
+                result = of_all(parts)
+            slopes = tape.gradient(result, list(self._sources))
         if tf.executing_eagerly():
             self._watch = Watch([Resource.of(v) for v in tape.watched_variables()])
-        slopes = tape.gradient(result, list(self._sources))
         unused = [
             getattr(source, "name", "") if isinstance(source, tf.Variable) else f"tensor {place}"
             for place, (source, slope) in enumerate(zip(self._sources, slopes))
@@ -183,11 +183,7 @@ class TapedEquation:
 
     def _pulled(self, parts: Sequence[Any], cotangent: Sequence[Any], damping: float) -> Tensors:
         """Return `A^T v`, with damping, and `B^T v` for the cotangent `v`."""
-        with exact_functions(), tf.GradientTape(watch_accessed_variables=False) as tape:
-            tape.watch([*parts, *self._sources])
-            force = self._force(parts)
-        both = [*parts, *self._sources]
-        slopes = tape.gradient(force, both, list(cotangent), unconnected_gradients=_ZERO)
+        slopes = pulled_back(lambda: self._force(parts), [*parts, *self._sources], list(cotangent))
         dense = [tf.convert_to_tensor(slope) for slope in slopes]
         damped = [slope + damping * v for slope, v in zip(dense, cotangent)] if damping else dense
         return [*damped[: len(parts)], *dense[len(parts) :]]
@@ -241,10 +237,7 @@ class TapedEquation:
 
         def pushed(v: tf.Tensor) -> tf.Tensor:
             zero = tf.zeros_like(v)
-            with tf.GradientTape(watch_accessed_variables=False) as tape:
-                tape.watch(zero)
-                image = pulled(zero)
-            return tape.gradient(image, zero, v, unconnected_gradients=_ZERO)
+            return pulled_back(lambda: pulled(zero), [zero], v)[0]
 
         first, second = (pushed, pulled) if transposed else (pulled, pushed)
 

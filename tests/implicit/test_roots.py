@@ -141,3 +141,30 @@ def test_arguments():
         hvp.root(3, tf.constant(1.0), t)
     with pytest.raises(hvp.HvpError, match="maxiter"):
         hvp.fixed_point(lambda w: w * t, tf.constant(1.0), t, maxiter=0)
+
+
+def _found(kind, of, w):
+    """Return the number `of(t)` as a solution that is searched from `w`."""
+    if kind == "root":
+        return lambda v=w: v - of()
+    if kind == "fixed_point":
+        return lambda v=w: of() + 0 * v
+    return lambda v=w: (v - of()) ** 2
+
+
+@pytest.mark.parametrize("inner", ["variable", "tensor"])
+@pytest.mark.parametrize("kind", ["root", "fixed_point", "argmin"])
+def test_derivatives_that_tensorflow_has_wrong_are_right(kind, inner):
+    """TensorFlow's gradient of a cumulative product is zero at and behind a zero."""
+    t, start = tf.Variable([0.0, 2.0, 3.0], dtype=tf.float64), tf.zeros([], tf.float64)
+    w = tf.Variable(start)
+    function = _found(kind, lambda: tf.reduce_sum(tf.math.cumprod(t)), w)
+    with tf.GradientTape(persistent=True) as outer:
+        with tf.GradientTape() as tape:
+            value = getattr(hvp, kind)(function, w if inner == "variable" else start, t)
+        slopes = tape.gradient(value, t)
+        entries = tf.unstack(slopes)
+    # The function is a + a b + a b c.
+    np.testing.assert_allclose(slopes, [9, 0, 0], atol=1e-8)
+    second = [outer.gradient(entry, t) for entry in entries]
+    np.testing.assert_allclose(second, [[0, 4, 2], [4, 0, 0], [2, 0, 0]], atol=1e-7)
