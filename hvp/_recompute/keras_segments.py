@@ -141,7 +141,8 @@ def segments_of(
     segmented: Any = recompute_model(variables, None if segments is True else segments)
 
     def call(inputs: Any, training: Any = None, mask: Any = None) -> Any:
-        if mask is not None:
+        # Keras passes a nest of None to models of several inputs.
+        if any(leaf is not None for leaf in tf.nest.flatten(mask)):
             raise RecomputeError(
                 "the model is called with a mask, which its parts would not get",
                 "masks that layers compute, as keras.layers.Masking does",

@@ -453,6 +453,28 @@ def test_a_call_of_the_callers_own_is_not_cut():
     np.testing.assert_allclose(listed(x), model(x), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("structure", [list, dict])
+def test_models_of_several_inputs_are_recomputed(structure):
+    """Keras calls them with a mask for each input, which is None."""
+    keras.utils.set_random_seed(0)
+    first, second = keras.Input((3,), name="first"), keras.Input((2,), name="second")
+    joined = layers.Concatenate()([layers.Dense(4, "tanh")(first), layers.Dense(4, "tanh")(second)])
+    inputs = [first, second] if structure is list else {"first": first, "second": second}
+    model = keras.Model(inputs, layers.Dense(1)(layers.Dense(5, "tanh")(joined)))
+    data = random(0, 6, 3).astype("float32"), random(1, 6, 2).astype("float32")
+
+    def loss(a, b):
+        return tf.reduce_mean(
+            model([a, b] if structure is list else {"second": b, "first": a}) ** 2
+        )
+
+    plain = hvp.HessianOperator(loss, model, data)
+    H = hvp.HessianOperator(loss, model, data, recompute=True)
+    assert H.stats.residual_bytes < plain.stats.residual_bytes
+    v = random(2, H.shape[0]).astype("float32")
+    assert relative_error(H @ v, plain @ v) < 1e-5
+
+
 @pytest.mark.filterwarnings("ignore:.*with a mask attached")
 def test_masks_that_are_passed_are_refused():
     model = keras.Sequential(
