@@ -49,10 +49,12 @@ sphinx_gallery_conf = {
 
 def _tables_of_derivatives(app, docname, source):
     """Put the tables that the package looks in where a page asks for them."""
-    from hvp._derivatives.missing import MISSING_DERIVATIVES, WHY, WRONG_AT_VALUES
+    from why_missing import WHY
+
+    from hvp._derivatives.missing import MISSING_DERIVATIVES, WRONG_AT_VALUES
 
     missing = [(kind, WHY[kind], row.remedy) for kind, row in sorted(MISSING_DERIVATIVES.items())]
-    wrong = [(kind, row.values, row.remedy) for kind, row in sorted(WRONG_AT_VALUES.items())]
+    wrong = [(kind, *row) for kind, row in sorted(WRONG_AT_VALUES.items())]
     for name, title, head, rows in (
         (
             "missing-derivatives",

@@ -29,7 +29,7 @@ from hvp._runtime import checkpoint, guard
 from hvp._snapshots.nearby import Gradients
 from hvp._snapshots.snapshot import Snapshot
 from hvp._solve import equations, krylov, solve
-from hvp._solve.rank import RankPlan
+from hvp._solve.rank import sketch_that_pays
 from hvp._solve.steihaug import Steihaug
 from hvp._spectra import eigsh
 from hvp._vectors import packing
@@ -135,7 +135,10 @@ def fail_in_float64(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
 
 def rank_that_pays(operator: Any, b: Any, damping: float) -> int:
     """The rank of the preconditioner `M="auto"` of conjugate gradients."""
-    return RankPlan(b.shape[1], False, 1e-5).sketch(matrix_of(operator), damping).rank
+    sketch = sketch_that_pays(
+        matrix_of(operator), damping, b.shape[1], are_together=False, rtol=1e-5
+    )
+    return sketch.rank
 
 
 def fingerprint(operator: Any) -> dict[str, str]:

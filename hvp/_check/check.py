@@ -18,7 +18,7 @@ from hvp._check.derivatives import GradientInspection
 from hvp._check.examples import examples
 from hvp._check.inspected_operator import InspectedOperator
 from hvp._check.loss_graph import connected, operations
-from hvp._check.predictions import PredictionInspection
+from hvp._check.predictions import prediction_differences
 from hvp._check.products import ProductInspection
 from hvp._check.report import CheckReport, Finding
 from hvp._data.budget import amount, peak_nbytes
@@ -195,7 +195,7 @@ def _differences(
     """Compare products with differences: of gradients for a Hessian, of predictions otherwise."""
     if inspected.evaluation.snapshot.is_hessian:
         return gradients.differences(products_are_finite=bool(products.eigenvalues.size))
-    return PredictionInspection(inspected).differences()
+    return prediction_differences(inspected)
 
 
 def _cost(seconds: float, residual_bytes: int | None, increase: int | None) -> Finding:

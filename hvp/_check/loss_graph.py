@@ -40,7 +40,7 @@ def operations(evaluation: Evaluation) -> Iterator[Finding]:
         places = dict.fromkeys(suspect.place for suspect in remarks.repeated)
         notes.append(f"random draws, the same each time, at {shortened(places)}")
     if remarks.wrong_at_values:
-        values = sorted({WRONG_AT_VALUES[d.kind].values for d in remarks.wrong_at_values})
+        values = sorted({WRONG_AT_VALUES[d.kind][0] for d in remarks.wrong_at_values})
         notes.append(f"refused at {' and '.join(values)}: {shortened(remarks.wrong_at_values)}")
     if notes:
         yield Finding(name, "note", "; ".join(notes))

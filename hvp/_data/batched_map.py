@@ -19,7 +19,7 @@ import tensorflow as tf
 from hvp._data.elements import Elements
 from hvp._data.joint import can_join
 from hvp._data.pool import Pool, Task, warn_of_loss
-from hvp._data.reduction import Reduction
+from hvp._data.reduction import Mean, Stack
 from hvp._data.traced_batches import TracedBatches
 from hvp._devices.membership import leave_lost
 from hvp._devices.processes import digest_of
@@ -28,7 +28,7 @@ from hvp._devices.work import Work
 from hvp._engines.finite import check_finite
 from hvp._engines.graph_program import Results
 from hvp._engines.linear_map import LinearMap, Terms, added, scaled
-from hvp._engines.plan import TraceSummary
+from hvp._engines.summary import TraceSummary
 from hvp._errors import DeviceError, HvpError
 from hvp._graphs.target import ExecutionTarget
 from hvp._runtime.strategies import outside_strategies
@@ -69,7 +69,7 @@ class BatchedMap(LinearMap):
     """
 
     def __init__(
-        self, batches: TracedBatches, pool: Pool, reduction: Reduction, moment: VariableValues
+        self, batches: TracedBatches, pool: Pool, reduction: Mean | Stack, moment: VariableValues
     ) -> None:
         self._batches, self._pool, self._reduction, self._moment = batches, pool, reduction, moment
         self.codomain = self.domain = reduction.codomain

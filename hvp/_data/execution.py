@@ -29,9 +29,10 @@ from hvp._engines.finite import check_finite
 from hvp._engines.graph_program import Results
 from hvp._engines.linear_map import LinearMap
 from hvp._engines.options import Options
-from hvp._engines.plan import Plan, TraceSummary, WideGradient
+from hvp._engines.plan import Plan, WideGradient
 from hvp._engines.rule import Rule
 from hvp._engines.single_plan import SinglePlan
+from hvp._engines.summary import TraceSummary
 from hvp._errors import HvpError, InvalidLossError
 from hvp._graphs.target import LOCAL
 from hvp._runtime.strategies import outside_strategies

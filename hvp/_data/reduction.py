@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,51 +20,6 @@ from hvp._vectors.space import Space
 WeightedMaps = Iterable[tuple[float, LinearMap]]
 
 
-class Reduction(abc.ABC):
-    """How the results of batches become one result, and the products with batches one product.
-
-    `codomain` is the space of the variables. `of_losses` tells whether results are losses, which
-    must be finite.
-    """
-
-    codomain: Space
-    of_losses: bool = True
-
-    @abc.abstractmethod
-    def add(
-        self, state: Any, index: int, weight: float, results: Results, site: ExecutionTarget
-    ) -> Any:
-        """Return a state, None at first, with further results, which are at a place."""
-
-    @abc.abstractmethod
-    def merge(self, states: Sequence[Any]) -> Any:
-        """Return the state of all places, from states that have been brought here."""
-
-    @abc.abstractmethod
-    def results(self, state: Any, scale: float, regularization: Results | None = None) -> Results:
-        """Return the result of all batches, times `scale`, plus the regularization."""
-
-    @property
-    @abc.abstractmethod
-    def domain(self) -> Space:
-        """The space of the vectors that are multiplied, known once there are results."""
-
-    @abc.abstractmethod
-    def multiply(
-        self, state: Any, index: int, maps: WeightedMaps, vector: tf.Tensor, *, adjoint: bool
-    ) -> Any:
-        """Return a state, None at first, with the product with one more batch."""
-
-    @abc.abstractmethod
-    def product(self, states: Sequence[Any], *, adjoint: bool) -> tf.Tensor:
-        """Return the whole product from the states of all places."""
-
-    def bring(self, state: Any, site: ExecutionTarget, home: str) -> Any:
-        """Move what `add` returned from a place to the device named `home`."""
-        del site, home
-        return state
-
-
 @dataclass(frozen=True)
 class PartialSum:
     """The sum `sum_b w_b L_b` over some batches, a scalar in float64, and its gradient.
@@ -80,11 +34,14 @@ class PartialSum:
     connected: frozenset[int]
 
 
-class Mean(Reduction):
+class Mean:
     """The weighted sum over batches, which is divided by the weights for a mean.
 
-    It is computed in `dtype`; by default in that of flat vectors.
+    It is computed in `dtype`; by default in that of flat vectors. States are None at first.
     """
+
+    # Results are losses, which must be finite.
+    of_losses = True
 
     def __init__(self, space: Space, dtype: tf.DType | None = None) -> None:
         self.codomain, self._dtype, self._casts = space, dtype or space.dtype, dtype is None
@@ -195,8 +152,10 @@ class Mean(Reduction):
         return sums
 
 
-class Stack(Reduction):
+class Stack:
     """The values of batches, one after the other, for a Jacobian of all examples.
+
+    It has the methods of `Mean`.
 
     All of it is computed here, not on devices, where work that failed would be done again.
     """
@@ -217,6 +176,11 @@ class Stack(Reduction):
         values: dict[int, list[Any]] = {} if state is None else state
         values.setdefault(index, []).append(results.value)
         return values
+
+    def bring(self, state: Any, site: ExecutionTarget, home: str) -> Any:
+        """Return the state, which is here."""
+        del site, home
+        return state
 
     def merge(self, states: Sequence[Mapping[int, list[Any]]]) -> dict[int, list[Any]]:
         """Combine the values of all places."""

@@ -16,9 +16,9 @@ from hvp._data.pool import Task
 from hvp._engines.graph_program import Results
 from hvp._engines.linear_map import LinearMap
 from hvp._engines.options import Options
-from hvp._engines.plan import TraceSummary
 from hvp._engines.rule import Rule
 from hvp._engines.single_plan import SinglePlan
+from hvp._engines.summary import TraceSummary
 from hvp._errors import HvpError
 from hvp._graphs.target import LOCAL, ExecutionTarget
 from hvp._runtime.progress import progress_bar

@@ -18,7 +18,7 @@ import contextvars
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -28,6 +28,7 @@ from hvp._derivatives.ctc import ctc_loss, ctc_loss_of_version_1
 from hvp._derivatives.forward import OnlyForwardAccumulator
 from hvp._derivatives.moments import moments, moments_of_version_1
 from hvp._derivatives.zeros import weighted_cross_entropy_with_logits
+from hvp._runtime.context import assigned
 
 _is_exact = contextvars.ContextVar("hvp_exact_functions", default=False)
 
@@ -36,12 +37,24 @@ _is_exact = contextvars.ContextVar("hvp_exact_functions", default=False)
 def exact_functions() -> Iterator[None]:
     """Replace the functions in this context, and correct the derivatives of operations."""
     _install()  # again, because `import tensorflow.nn` may have replaced the module
-    token = _is_exact.set(True)
-    try:
-        with corrected_derivatives():
-            yield
-    finally:
-        _is_exact.reset(token)
+    with assigned(_is_exact, True), corrected_derivatives():
+        yield
+
+
+def pulled_back(
+    function: Callable[[], Any], sources: Sequence[Any], cotangents: Any = None
+) -> list[tf.Tensor]:
+    """Return the gradients of what a function returns in what it reads, zeros where it does not.
+
+    Both the function and its derivatives are exact. Without cotangents, these are ones.
+    """
+    with exact_functions():
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(sources)
+            results = function()
+        return tape.gradient(
+            results, sources, cotangents, unconnected_gradients=tf.UnconnectedGradients.ZERO
+        )
 
 
 _REPLACED: dict[str, dict[str, Callable[..., Any]]] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,13 +25,20 @@ raw = tf.raw_ops
 _DOUBLINGS = 31
 
 
-@gradient_of("SoftsignGrad")
-def _softsign_grad(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
-    # The gradient of x / (1 + |x|) is g / (1 + |x|)**2.
-    def formula(gradients: tf.Tensor, features: tf.Tensor) -> tf.Tensor:
-        return gradients / tf.square(1 + tf.abs(features))
+def _register(kind: str, formula: Callable[..., tf.Tensor]) -> None:
+    """Differentiate an operation like a formula that computes the same."""
 
-    return gradient_of_formula(formula, operation.inputs, upstream)
+    @gradient_of(kind)
+    def gradient(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
+        return gradient_of_formula(formula, operation.inputs, upstream)
+
+
+# The gradient of x / (1 + |x|).
+_register("SoftsignGrad", lambda g, x: g / tf.square(1 + tf.abs(x)))
+# TensorFlow's gradients by `x` of these are zero where `x` is zero, for any `y`.
+_register("Xlogy", xlogy)
+_register("Xlog1py", xlog1py)
+_register("Xdivy", xdivy)
 
 
 @gradient_of("LRNGrad")
@@ -136,24 +143,6 @@ def _quantize(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
     return upstream * inside.input_backprop, None, None
 
 
-# TensorFlow's gradients by `x` of the next three are zero where `x` is zero, for any `y`.
-
-
-@gradient_of("Xlogy")
-def _xlogy(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
-    return gradient_of_formula(xlogy, operation.inputs, upstream)
-
-
-@gradient_of("Xlog1py")
-def _xlog1py(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
-    return gradient_of_formula(xlog1py, operation.inputs, upstream)
-
-
-@gradient_of("Xdivy")
-def _xdivy(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
-    return gradient_of_formula(xdivy, operation.inputs, upstream)
-
-
 @gradient_of("EuclideanNorm")
 def _euclidean_norm(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
     # TensorFlow's gradient is `x / (norm / dy)`, with the upstream gradient `dy` in a denominator.
@@ -255,12 +244,6 @@ def _as(gradient: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
     return tf.reshape(tf.reduce_sum(gradient, axes), tf.shape(like))
 
 
-@gradient_of("RGBToHSV")
-def _rgb_to_hsv(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
-    # TensorFlow leaves out the smallest channel where it is zero.
-    return gradient_of_formula(_hsv, operation.inputs, upstream)
-
-
 def _hsv(rgb: tf.Tensor) -> tf.Tensor:
     r, g, b = tf.unstack(rgb, axis=-1)
     is_r = (r >= g) & (r >= b)
@@ -276,3 +259,6 @@ def _hsv(rgb: tf.Tensor) -> tf.Tensor:
 
     hue = tf.where(is_r, part(g, b), tf.where(is_g, 2 + part(b, r), 4 + part(r, g))) / 6
     return tf.stack([tf.where(hue < 0, hue + 1, hue), saturation, value], -1)
+
+
+_register("RGBToHSV", _hsv)  # TensorFlow leaves out the smallest channel where it is zero

@@ -20,18 +20,6 @@ class MissingDerivative:
     remedy: str
 
 
-@dataclass(frozen=True)
-class WrongAtValues:
-    """An operation that TensorFlow differentiates incorrectly at some values.
-
-    These are ``"zeros"`` in the first input, or (nearly) ``"equal values"`` in the first output,
-    which are eigenvalues or singular values.
-    """
-
-    values: str
-    remedy: str
-
-
 _RESIZE = (
     "resize with products by fixed interpolation matrices (tf.einsum), which has derivatives "
     "of every order"
@@ -111,57 +99,6 @@ MISSING_DERIVATIVES = {
     "RandomGammaGrad": MissingDerivative((0, 1), _DRAWS),
 }
 
-# Why the operations are refused instead of corrected. The documentation shows this.
-_FIRST = "TensorFlow has no first derivative either"
-_BY_ITSELF = "right through {}; refused if the operation is called directly"
-WHY = {
-    **dict.fromkeys(
-        """
-        AsString Betainc CTCBeamSearchDecoder CTCGreedyDecoder DrawBoundingBoxes ExtractGlimpse
-        FusedBatchNorm FusedBatchNormV2 FusedBatchNormV3 GenerateBoundingBoxProposals HSVToRGB
-        LinSpace LookupTableFindV2 OneHot PadV2 ParameterizedTruncatedNormal QuantizeAndDequantizeV2
-        QuantizeAndDequantizeV3 QuantizeAndDequantizeV4 RaggedRange RandomShuffle Range
-        ReduceDataset ScaleAndTranslate SerializeTensor SparseConcat StringFormat Zeta
-        """.split(),
-        _FIRST,
-    ),
-    **dict.fromkeys(
-        ("EagerPyFunc", "PyFunc", "PyFuncStateless"), "derivatives of Python code are not known"
-    ),
-    **dict.fromkeys(
-        ("CudnnRNNBackprop", "CudnnRNNBackpropV2", "CudnnRNNBackpropV3"),
-        "cuDNN has no second derivative of it",
-    ),
-    **dict.fromkeys(
-        ("IgammaGradA", "RandomGammaGrad"),
-        "TensorFlow has no function to write it with",
-    ),
-    **dict.fromkeys(
-        (
-            "ImageProjectiveTransformV2",
-            "ImageProjectiveTransformV3",
-            "StatelessParameterizedTruncatedNormal",
-        ),
-        "TensorFlow's first derivative is only approximate",
-    ),
-    **dict.fromkeys(
-        ("Dilation2DBackpropFilter", "Dilation2DBackpropInput"),
-        _BY_ITSELF.format("``tf.nn.dilation2d``"),
-    ),
-    **dict.fromkeys(
-        (
-            "FakeQuantWithMinMaxArgsGradient",
-            "FakeQuantWithMinMaxVarsGradient",
-            "FakeQuantWithMinMaxVarsPerChannelGradient",
-        ),
-        _BY_ITSELF.format("``tf.quantization``"),
-    ),
-    "SparseAddGrad": _BY_ITSELF.format("``tf.sparse.add``"),
-    "CropAndResizeGradBoxes": "right by the image; TensorFlow has no operation for it by the boxes",
-    "MaxPoolGradV2": "its window is a tensor, and TensorFlow computes it in place",
-    "PreventGradient": "right through ``tf.nn.ctc_loss`` if called by that name",
-}
-
 # What to use instead of some operations for which TensorFlow has no gradient at all. There are more
 # of these operations.
 WITHOUT_GRADIENT = {
@@ -172,7 +109,7 @@ WITHOUT_GRADIENT = {
 # Operations whose first or second derivative by input 0 is wrong in TensorFlow at some values. At
 # zeros in input 0, TensorFlow divides by the entries, or takes a wrong limit (one instead of a
 # half, or zero). For equal values in output 0, it divides by their differences, and returns zero
-# where these are zero.
+# where these are zero. Each row says where, and what to do.
 _APART = (
     "keep them apart (add small numbers, all different, to the diagonal), or write the loss with "
     "tf.linalg.trace, logdet, cholesky or solve, which need no eigenvalues"
@@ -181,12 +118,12 @@ _PRODUCT = "multiply the entries one by one, or add logarithms"
 # What is right to first order, and at all values.
 RIGHT_ONCE = frozenset({"EagerPyFunc", "SegmentProd", "UnsortedSegmentProd"})
 WRONG_AT_VALUES = {
-    "BesselI1": WrongAtValues("zeros", "use its series near zero: x / 2 + x**3 / 16"),
-    "Eig": WrongAtValues("equal values", _APART),
-    "SegmentProd": WrongAtValues("zeros", _PRODUCT),
-    "SelfAdjointEigV2": WrongAtValues("equal values", _APART),
-    "Svd": WrongAtValues("equal values", _APART),
-    "UnsortedSegmentProd": WrongAtValues("zeros", _PRODUCT),
+    "BesselI1": ("zeros", "use its series near zero: x / 2 + x**3 / 16"),
+    "Eig": ("equal values", _APART),
+    "SegmentProd": ("zeros", _PRODUCT),
+    "SelfAdjointEigV2": ("equal values", _APART),
+    "Svd": ("equal values", _APART),
+    "UnsortedSegmentProd": ("zeros", _PRODUCT),
 }
 
 # Operations whose derivative is truly zero: the results do not depend on the values of the inputs,

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from hvp._derivatives.gradient import densify
 from hvp._graphs.private import gradient_of_type, op_def_registry, replace_gradient_of_type
+from hvp._runtime.context import assigned
 
 # Takes an operation and the gradients of its results, returns the gradients of its inputs. A tape
 # keeps only those inputs and results of the operation that TensorFlow's own gradient uses.
@@ -27,14 +28,9 @@ _in_force = contextvars.ContextVar("hvp_derivatives", default=False)
 TENSORFLOWS: dict[str, GradientFunction] = {}
 
 
-@contextlib.contextmanager
-def corrected_derivatives() -> Iterator[None]:
+def corrected_derivatives() -> contextlib.AbstractContextManager[None]:
     """Use the registered gradients in this context."""
-    token = _in_force.set(True)
-    try:
-        yield
-    finally:
-        _in_force.reset(token)
+    return assigned(_in_force, True)
 
 
 def is_linearizing() -> bool:

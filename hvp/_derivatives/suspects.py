@@ -33,10 +33,10 @@ _STOPPED = "tf.stop_gradient in the gradient of a function"
 # Part of the names of those operations of this package that are rightly constant.
 CONSTANT = "hvp_constant"
 _REMEDIES = {kind: missing.remedy for kind, missing in MISSING_DERIVATIVES.items()}
-for _kind, _wrong in WRONG_AT_VALUES.items():
+for _kind, (_values, _remedy) in WRONG_AT_VALUES.items():
     _REMEDIES[_kind] = (
-        f"where there are {_wrong.values} (and inside functions, loops, branches and recomputed "
-        f"parts, where the values cannot be checked), {_wrong.remedy}"
+        f"where there are {_values} (and inside functions, loops, branches and recomputed parts, "
+        f"where the values cannot be checked), {_remedy}"
     )
 _REMEDIES[_STOPPED] = (
     "write the gradient of the tf.custom_gradient with operations that have derivatives, without "

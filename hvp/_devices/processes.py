@@ -10,6 +10,7 @@ import tensorflow as tf
 from hvp._devices.device import LostDeviceError, in_new_thread
 from hvp._devices.names import device_names
 from hvp._errors import DeviceError, HvpError, line_of
+from hvp._vectors.packing import Packing
 from hvp._vectors.resources import bits_of
 from hvp._vectors.strategies import process_count
 
@@ -58,18 +59,14 @@ class Processes:
             tensors = list(compute())
         except Exception as caught:
             error, tensors = caught, [tf.zeros(spec.shape, spec.dtype) for spec in specs]
-        dtypes = list(dict.fromkeys(spec.dtype for spec in specs))
-        flags = [float(error is not None), *_pieces(digest)]
-        buffers = []
-        for dtype in dtypes:
-            parts = [tf.reshape(t, [-1]) for t, spec in zip(tensors, specs) if spec.dtype == dtype]
-            parts += [tf.constant(flags, dtype)] if dtype == dtypes[0] else []
-            buffers.append(tf.concat(parts, 0))
+        flags = tf.constant([float(error is not None), *_pieces(digest)], specs[0].dtype)
+        packing = Packing([*specs, tf.TensorSpec(flags.shape, flags.dtype)])
         try:
-            sums = [self._sum(buffer) for buffer in buffers]
+            sums = [self._sum(buffer) for buffer in packing.pack([*tensors, flags])]
         except (LostDeviceError, tf.errors.OpError) as failure:
             raise self._failed(failure) from error or failure
-        total = [float(number) for number in sums[0][-len(flags) :].numpy()]
+        *results, flags = packing.unpack(sums)
+        total = flags.numpy().tolist()
         if error is not None:
             raise error
         if total[0]:
@@ -79,7 +76,7 @@ class Processes:
                 "see what these raised",
             )
         self._check_same(total[1:])
-        return _unpack(sums, specs, dtypes)
+        return results
 
     def _sum(self, buffer: tf.Tensor) -> tf.Tensor:
         """Return the sum of one buffer over all processes, after waiting for them."""
@@ -143,17 +140,3 @@ def digest_of(kind: str, *tensors: tf.Tensor) -> int:
 def _pieces(digest: int) -> list[float]:
     pieces = [float((digest >> (_BITS * index)) % 2**_BITS) for index in range(_PIECES)]
     return [*pieces, *(piece * piece for piece in pieces)]
-
-
-def _unpack(
-    sums: Sequence[tf.Tensor], specs: Sequence[tf.TensorSpec], dtypes: Sequence[tf.DType]
-) -> list[tf.Tensor]:
-    """Recover the tensors from the buffers, one for each dtype, that they were packed into."""
-    used = dict.fromkeys(dtypes, 0)
-    tensors = []
-    for spec in specs:
-        start, size = used[spec.dtype], spec.shape.num_elements()
-        buffer = sums[dtypes.index(spec.dtype)]
-        tensors.append(tf.reshape(buffer[start : start + size], spec.shape))
-        used[spec.dtype] = start + size
-    return tensors

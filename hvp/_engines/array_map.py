@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvp._engines.linear_map import LinearMap
-from hvp._graphs.python_calls import call_python
+from hvp._engines.linear_map import LinearMap, apply_in_python
 from hvp._vectors.space import Space
 
 
@@ -27,15 +26,10 @@ class ArrayMap(LinearMap):
 
     def apply(self, vector: Any, *, adjoint: bool = False) -> Any:
         """Multiply by a vector in any layout; inside a graph, Python runs when the graph does."""
+        if not tf.executing_eagerly():
+            return apply_in_python(lambda: self, vector, self.codomain, adjoint)
         if isinstance(vector, (list, tuple)):
             return self.codomain.split(self.apply(self.domain.join(vector)))
-        if not tf.executing_eagerly():
-            multiply, spec = self._apply, tf.TensorSpec(vector.shape, vector.dtype)
-            (product,) = call_python(lambda v: [multiply(v)], [vector], [spec])
-            return product
-        return self._apply(vector)
-
-    def _apply(self, vector: tf.Tensor) -> tf.Tensor:
         array = vector.numpy()
         product = self._multiply(array.reshape(-1, self.domain.size))
         return tf.constant(product.reshape(array.shape), self.codomain.dtype)

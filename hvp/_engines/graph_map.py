@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -77,7 +76,9 @@ class GraphMap(LinearMap):
     def apply(self, vector: Any, *, adjoint: bool = False) -> Any:
         """Multiply by a vector in any layout; parts and flat vectors take one call."""
         product = self.program.transposed if adjoint else self.program.product
-        zeros = self._zeros() if adjoint else []
+        # The transposed product may take vectors of zeros.
+        count = self.program.zero_vector_count if adjoint else 0
+        zeros = self.domain.with_zeros([None] * count)
         if isinstance(vector, (list, tuple)):
             return list(self.run(product.parts, *vector, *zeros))
         if not product.has_flat:
@@ -123,14 +124,6 @@ class GraphMap(LinearMap):
             return self.run(function, part, *zeros, in_rows=True)
 
         return several(rows) if self._whole_blocks else _in_parts(several, rows, width, space)
-
-    def _zeros(self) -> list[tf.Tensor]:
-        """Return the vectors of zeros that the transposed product takes, if any."""
-        count = self.program.zero_vector_count
-        if not count:
-            return []
-        parts = zip(self.domain.shapes, self.domain.dtypes)
-        return [tf.zeros(shape, dtype) for shape, dtype in itertools.islice(parts, count)]
 
     def pattern(self) -> Any:
         """Return what the graph tells, given the integers among the residuals."""

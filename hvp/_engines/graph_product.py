@@ -207,19 +207,11 @@ class GraphProduct:
         domain, codomain = self._spaces
         rows = tf.random.stateless_normal((_COMPARED_ROWS, domain.size), (1, 2), dtype=domain.dtype)
         block = function(rows, *residuals, place=place)
-        singles = [self._apply_single(row, residuals, place) for row in tf.unstack(rows)]
-        single = tf.stack(singles)
+        singles = [self.single(row, *residuals, place=place) for row in tf.unstack(rows)]
+        single = tf.stack([one[0] for one in singles] if self.tells_changes else singles)
         if not tf.reduce_all(tf.math.is_finite(single)):
             return None
         return codomain.agree(block, single, tf.norm(single))
-
-    def _apply_single(
-        self, row: tf.Tensor, residuals: Sequence[tf.Tensor], place: ExecutionTarget
-    ) -> tf.Tensor:
-        """Multiply by one flat vector, with the form that is compiled in any case."""
-        if self.tells_changes:
-            return self.watched(row, *residuals, place=place)[0]
-        return self.flat(row, *residuals, place=place)
 
 
 _SINGLE = ("watched", "flat", "parts")

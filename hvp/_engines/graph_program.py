@@ -20,7 +20,7 @@ from hvp._derivatives.replace import replace_operations
 from hvp._derivatives.suspects import refuse_missing_derivatives
 from hvp._engines.graph_product import Compilation, GraphProduct
 from hvp._engines.trace import TracedGraph
-from hvp._engines.transposition import TransposedProduct
+from hvp._engines.transposition import transposed_product
 from hvp._graphs.compiled import Compiled, JitCompile
 from hvp._graphs.dataflow import (
     BRANCHES,
@@ -121,24 +121,25 @@ class GraphProgram:
             self._products = [narrow(name) for name in self._products]
         self._results_of_once = list(dict.fromkeys(self._renamed.values()))
         graph = simplified(flat, [*self._results_of_once, *self._products])
-        parts = split(graph, self._vectors, self._products, self._results_of_once)
-        self.once_part, self._dependent = parts.once, parts.dependent
+        self.once_part, product, residuals, self._dependent = split(
+            graph, self._vectors, self._products, self._results_of_once
+        )
         # A variable itself, whose shape a product may ask for, is the same at every point.
         self._handles = {
             name: tensor for name, tensor in self._captures.items() if tensor.dtype == tf.resource
         }
-        self.residuals = [name for name in parts.residuals if name not in self._handles]
+        self.residuals = [name for name in residuals if name not in self._handles]
         nodes = graph.nodes
         self._owned = [nodes[node_of(name)].op not in BORROWED for name in self.residuals]
         self._rounded: set[str] = set()
-        product = parts.product
         if precision is not None:
             own = (name for name, owned in zip(self.residuals, self._owned) if owned)
             types = {name: _dtype_of(name, nodes) for name in own if name not in self._products}
-            lowered = in_low_precision(product, precision, types, self._products)
-            product, self._rounded = lowered.graph, lowered.rounded
+            product, self._rounded, count = in_low_precision(
+                product, precision, types, self._products
+            )
             inside = any(precision.name in name for name in product.functions)
-            precision = precision if lowered.products or lowered.rounded or inside else None
+            precision = precision if count or self._rounded or inside else None
         self.precision = precision
         self._product_in_any_order = product
         self.product_part = on_all_cores(in_order_if_large(product, self._products))
@@ -213,14 +214,14 @@ class GraphProgram:
         refuse_missing_derivatives(suspects.missing + suspects.wrong_at_values)
         specs, zeros = self._traced.vector_specs, self.zero_vector_count
         import_product = functools.partial(self._import_connected, part=self._product_in_any_order)
-        graph = TransposedProduct.of(import_product, specs, self.residual_specs, zeros)
+        part, transposed = transposed_product(import_product, specs, self.residual_specs, zeros)
 
         def multiply(
             vector: Sequence[tf.Tensor], residuals: Sequence[tf.Tensor], many: bool = False
         ) -> list[tf.Tensor]:
             pairs = zip(vector, self._traced.products)
             connected = [part for part, name in pairs if name is not None]
-            return graph.multiply(connected, residuals, many)
+            return transposed(connected, residuals, many)
 
         return GraphProduct(
             multiply,
@@ -230,7 +231,7 @@ class GraphProgram:
             dataclasses.replace(
                 self._compilation,
                 residuals=[*specs[:zeros], *self.residual_specs],
-                by_columns=any(_is_not_vectorized(node) for node in graph.part.graph_def.node),
+                by_columns=any(_is_not_vectorized(node) for node in part.graph_def.node),
             ),
             multiply_each=functools.partial(multiply, many=True),
         )

@@ -6,7 +6,6 @@ matrix is the Hessian of the negative log-likelihood, whatever the targets.
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,46 +13,46 @@ from typing import Any
 import tensorflow as tf
 
 
-class Likelihood(abc.ABC):
-    """A distribution of the targets of one prediction."""
+@dataclass(frozen=True)
+class Likelihood:
+    """A distribution of the targets of one prediction, with independent entries.
 
-    @abc.abstractmethod
-    def prepare(self, predictions: tf.Tensor) -> Any:
-        """Compute what `multiply` needs of the predictions."""
+    `prepare` computes what `multiply` needs of the predictions: here the variances of the targets.
+    `scores` draws targets, and returns the gradients of their log-likelihoods; it takes the
+    predictions, their shape preceded by the number of draws, and a seed of two integers.
+    """
 
-    @abc.abstractmethod
+    prepare: Callable[[tf.Tensor], Any]
+    scores: Callable[[tf.Tensor, Any, tf.Tensor], tf.Tensor]
+
     def multiply(self, prepared: Any, tangents: tf.Tensor) -> tf.Tensor:
         """Multiply by the Fisher matrix in the predictions."""
+        return prepared * tangents
 
-    @abc.abstractmethod
-    def scores(self, predictions: tf.Tensor, shape: Any, seed: tf.Tensor) -> tf.Tensor:
-        """Draw targets, and return the gradients of their log-likelihoods.
-
-        `shape` is that of the predictions, preceded by the number of draws; `seed` is two integers.
-        """
-
-    @abc.abstractmethod
     def root(self, prepared: Any) -> tf.Tensor:
         """Return vectors whose outer products add up to the Fisher matrix of each prediction.
 
         A prediction is a position along all axes but the last. The result is shaped like the
         predictions, preceded by the number of vectors.
         """
+        axes = len(prepared.shape) - 1
+        if axes == 0:
+            return tf.sqrt(prepared)[tf.newaxis]
+        size = tf.shape(prepared)[-1]
+        unit = tf.reshape(tf.eye(size, dtype=prepared.dtype), [size, *[1] * axes, size])
+        return unit * tf.sqrt(prepared)
 
     def outer(self, scores: tf.Tensor, tangents: tf.Tensor) -> tf.Tensor:
         """Multiply by the mean, over draws, of the outer products of scores.
 
-        The entries of a prediction are independent unless the distribution says otherwise: products
-        of different entries are zero on average, and are left out.
+        Products of different entries are zero on average where entries are independent, and are
+        left out.
         """
         return tf.reduce_mean(scores**2, axis=0) * tangents
 
 
 class Categorical(Likelihood):
     """Classes, whose logits are the last axis of the predictions."""
-
-    def prepare(self, predictions: tf.Tensor) -> tf.Tensor:
-        return tf.nn.softmax(predictions)
 
     def multiply(self, prepared: tf.Tensor, tangents: tf.Tensor) -> tf.Tensor:
         mean = tf.reduce_sum(prepared * tangents, axis=-1, keepdims=True)
@@ -67,45 +66,18 @@ class Categorical(Likelihood):
         units = tf.reshape(unit, [tf.shape(unit)[0], *[1] * axes, tf.shape(unit)[0]])
         return tf.sqrt(probabilities) * (units - prepared)
 
-    def scores(self, predictions: tf.Tensor, shape: Any, seed: tf.Tensor) -> tf.Tensor:
-        # The largest of logits with Gumbel noise is a draw.
-        tiny = predictions.dtype.as_numpy_dtype(1e-30)
-        uniform = tf.random.stateless_uniform(shape, seed, tiny, 1, predictions.dtype)
-        classes = tf.argmax(predictions - tf.math.log(-tf.math.log(uniform)), axis=-1)
-        drawn = tf.one_hot(classes, tf.shape(predictions)[-1], dtype=predictions.dtype)
-        return drawn - tf.nn.softmax(predictions)
-
     def outer(self, scores: tf.Tensor, tangents: tf.Tensor) -> tf.Tensor:
         along = tf.reduce_sum(scores * tangents, axis=-1, keepdims=True)
         return tf.reduce_mean(scores * along, axis=0)
 
 
-@dataclass(frozen=True)
-class Elementwise(Likelihood):
-    """A distribution of independent entries.
-
-    `variance` takes the predictions and returns the variances of the targets; `draw` is `scores`.
-    """
-
-    variance: Callable[[tf.Tensor], tf.Tensor]
-    draw: Callable[[tf.Tensor, Any, tf.Tensor], tf.Tensor]
-
-    def prepare(self, predictions: tf.Tensor) -> tf.Tensor:
-        return self.variance(predictions)
-
-    def multiply(self, prepared: tf.Tensor, tangents: tf.Tensor) -> tf.Tensor:
-        return prepared * tangents
-
-    def root(self, prepared: tf.Tensor) -> tf.Tensor:
-        axes = len(prepared.shape) - 1
-        if axes == 0:
-            return tf.sqrt(prepared)[tf.newaxis]
-        size = tf.shape(prepared)[-1]
-        unit = tf.reshape(tf.eye(size, dtype=prepared.dtype), [size, *[1] * axes, size])
-        return unit * tf.sqrt(prepared)
-
-    def scores(self, predictions: tf.Tensor, shape: Any, seed: tf.Tensor) -> tf.Tensor:
-        return self.draw(predictions, shape, seed)
+def _categorical(predictions: tf.Tensor, shape: Any, seed: tf.Tensor) -> tf.Tensor:
+    # The largest of logits with Gumbel noise is a draw.
+    tiny = predictions.dtype.as_numpy_dtype(1e-30)
+    uniform = tf.random.stateless_uniform(shape, seed, tiny, 1, predictions.dtype)
+    classes = tf.argmax(predictions - tf.math.log(-tf.math.log(uniform)), axis=-1)
+    drawn = tf.one_hot(classes, tf.shape(predictions)[-1], dtype=predictions.dtype)
+    return drawn - tf.nn.softmax(predictions)
 
 
 def _bernoulli(predictions: tf.Tensor, shape: Any, seed: tf.Tensor) -> tf.Tensor:
@@ -125,10 +97,10 @@ def _poisson(predictions: tf.Tensor, shape: Any, seed: tf.Tensor) -> tf.Tensor:
 
 LIKELIHOODS: dict[str, Likelihood] = {
     # Zeros and ones; the predictions are the logits of ones.
-    "bernoulli": Elementwise(lambda logits: tf.sigmoid(logits) * tf.sigmoid(-logits), _bernoulli),
-    "categorical": Categorical(),
+    "bernoulli": Likelihood(lambda logits: tf.sigmoid(logits) * tf.sigmoid(-logits), _bernoulli),
+    "categorical": Categorical(tf.nn.softmax, _categorical),
     # Normal errors, all of one variance; the predictions are the means.
-    "gaussian": Elementwise(tf.ones_like, _normal),
+    "gaussian": Likelihood(tf.ones_like, _normal),
     # Counts; the predictions are the logarithms of their means.
-    "poisson": Elementwise(tf.exp, _poisson),
+    "poisson": Likelihood(tf.exp, _poisson),
 }

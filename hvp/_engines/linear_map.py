@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import scipy.sparse
 import tensorflow as tf
 
+from hvp._graphs.python_calls import call_python
 from hvp._vectors.space import Space
 
 # Terms of a sum: numbers and maps.
@@ -45,25 +46,35 @@ class LinearMap(abc.ABC):
     ----------
     domain, codomain
         The spaces of its arguments and of its results.
-    nbytes
-        Upper bound on the memory held for products; None if unknown.
-    streams
-        Whether products evaluate something again, at the values that variables then have.
+    made_of
+        The maps that this one multiplies with.
     batches_held
         How many batches the map holds terms of, if it is a sum over batches.
-    calls_python
-        Whether Python runs for each product, even inside a graph.
     version
         A number that changes when products become those of another point, if it is not a snapshot.
     """
 
     domain: Space
     codomain: Space
-    nbytes: int | None = 0
-    streams: bool = False
+    made_of: Sequence[LinearMap] = ()
     batches_held: int = 0
-    calls_python: bool = False
     version: int = 0
+
+    @property
+    def nbytes(self) -> int | None:
+        """Upper bound on the memory held for products; None if unknown."""
+        sizes = [part.nbytes for part in self.made_of]
+        return None if None in sizes else sum(size or 0 for size in sizes)
+
+    @property
+    def streams(self) -> bool:
+        """Whether products evaluate something again, at the values that variables then have."""
+        return any(part.streams for part in self.made_of)
+
+    @property
+    def calls_python(self) -> bool:
+        """Whether Python runs for each product, even inside a graph."""
+        return any(part.calls_python for part in self.made_of)
 
     @abc.abstractmethod
     def apply(self, vector: Any, *, adjoint: bool = False) -> Any:
@@ -93,7 +104,7 @@ class Adjoint(LinearMap):
     """The transpose of a linear map, which multiplies with that map."""
 
     def __init__(self, plain: LinearMap) -> None:
-        self._plain = plain
+        self._plain, self.made_of = plain, [plain]
 
     @property
     def domain(self) -> Space:  # type: ignore[override]
@@ -104,21 +115,6 @@ class Adjoint(LinearMap):
     def codomain(self) -> Space:  # type: ignore[override]
         """The space of the map's vectors."""
         return self._plain.domain
-
-    @property
-    def nbytes(self) -> int | None:  # type: ignore[override]
-        """The memory that the map holds."""
-        return self._plain.nbytes
-
-    @property
-    def streams(self) -> bool:  # type: ignore[override]
-        """Whether products of the map evaluate something again."""
-        return self._plain.streams
-
-    @property
-    def calls_python(self) -> bool:  # type: ignore[override]
-        """Whether Python runs for products of the map."""
-        return self._plain.calls_python
 
     def apply(self, vector: Any, *, adjoint: bool = False) -> Any:
         """Multiply by a vector in any layout."""
@@ -143,22 +139,7 @@ class Sum(LinearMap):
 
     def __init__(self, terms: Terms, domain: Space, codomain: Space) -> None:
         self._terms, self.domain, self.codomain = list(terms), domain, codomain
-
-    @property
-    def streams(self) -> bool:  # type: ignore[override]
-        """Whether a term streams."""
-        return any(term.streams for _, term in self._terms)
-
-    @property
-    def calls_python(self) -> bool:  # type: ignore[override]
-        """Whether Python runs for products of a term."""
-        return any(term.calls_python for _, term in self._terms)
-
-    @property
-    def nbytes(self) -> int | None:  # type: ignore[override]
-        """Upper bound on the memory held by the terms; None if unknown."""
-        sizes = [term.nbytes for _, term in self._terms]
-        return None if None in sizes else sum(size or 0 for size in sizes)
+        self.made_of = [term for _, term in self._terms]
 
     def apply(self, vector: Any, *, adjoint: bool = False) -> Any:
         """Multiply by a vector in any layout, in one pass over the terms."""
@@ -182,7 +163,7 @@ class Sum(LinearMap):
         """Release the terms."""
         for _, term in self._terms:
             term.close()
-        self._terms = []
+        self._terms, self.made_of = [], []
 
     def _apply_to_parts(
         self, parts: Sequence[tf.Tensor], space: Space, adjoint: bool
@@ -235,6 +216,19 @@ def by_parts(
     if len(vector.shape) == 1:
         return codomain.join(multiply(domain.split(vector)))
     return tf.stack([codomain.join(multiply(domain.split(row))) for row in tf.unstack(vector)])
+
+
+def apply_in_python(find: Callable[[], LinearMap], vector: Any, space: Space, adjoint: bool) -> Any:
+    """Add a product to the graph being traced, which calls Python to compute it.
+
+    `find` returns the map to multiply with when the graph runs. The vector may have any layout.
+    `space` is the space of the product.
+    """
+    if isinstance(vector, (list, tuple)):
+        return call_python(lambda *parts: find().apply(parts, adjoint=adjoint), vector, space.specs)
+    spec = tf.TensorSpec([*vector.shape[:-1], space.size], space.dtype)
+    (product,) = call_python(lambda v: [find().apply(v, adjoint=adjoint)], [vector], [spec])
+    return product
 
 
 def scaled(tensor: tf.Tensor, weight: float) -> tf.Tensor:

@@ -87,7 +87,7 @@ class PredictionRule(Rule):
 
     def taped(
         self, variables: Sequence[tf.Variable], batch: Arguments, *, once: bool = False
-    ) -> tuple[Chosen, Output]:
+    ) -> tuple[TapedFunction, Output]:
         """Return the model and the loss of its predictions on tapes.
 
         `once` says that the Hessian of the loss is multiplied a single time.
@@ -104,12 +104,13 @@ class PredictionRule(Rule):
 
         model = TapedFunction(lambda: batch.call(predict), variables)
         predictions: Predictions = made
-        read = predictions.choose(self.output_loss, batch)
-        chosen = [model.outputs[i] for i in read]
+        # Of the results, and their logits, only what the loss reads has cotangents.
+        chosen = [model.outputs[i] for i in predictions.choose(self.output_loss, batch)]
+        model.outputs = chosen
         gradient = TapedGradient(lambda: loss(chosen, batch), chosen, once=once)
         constants = [tf.stop_gradient(part) for part in chosen]
         refuse_penalties(lambda: loss(constants, batch), variables)
-        return Chosen(model, read), Output(gradient, chosen, batch, loss)
+        return model, Output(gradient, chosen, batch, loss)
 
     def value(self, batch: Arguments) -> Any:
         """Return the loss of a batch alone, without derivatives."""
@@ -213,27 +214,9 @@ class PredictionRule(Rule):
         count, one = (tf.cast(batch.call(self.weight), dtype) for batch in batches)
         return count, one
 
-    def multiply(self, state: tuple[Chosen, Any], vector: Parts) -> Parts:
+    def multiply(self, state: tuple[TapedFunction, Any], vector: Parts) -> Parts:
         model, prepared = state
         return model.vjp(self.curve(prepared, model.jvp(vector)))
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """The model as a function whose results are the predictions that the loss reads."""
-
-    model: TapedFunction
-    places: Sequence[int]
-
-    def vjp(self, cotangents: Parts) -> list[tf.Tensor | None]:
-        of_all: list[Any] = [None] * len(self.model.outputs)
-        for place, cotangent in zip(self.places, cotangents):
-            of_all[place] = cotangent
-        return self.model.vjp(of_all)
-
-    def jvp(self, tangents: Parts) -> Parts:
-        products = self.model.jvp(tangents)
-        return [products[place] for place in self.places]
 
 
 def refuse_penalties(loss: Callable[[], Any], variables: Sequence[tf.Variable]) -> None:

@@ -103,22 +103,7 @@ class Restricted(LinearMap):
         self, whole: LinearMap, rows: Selection | Entries, columns: Selection | Entries
     ) -> None:
         self._whole, self._rows, self._columns = whole, rows, columns
-        self.domain, self.codomain = columns.space, rows.space
-
-    @property
-    def nbytes(self) -> int | None:  # type: ignore[override]
-        """Bytes that the whole map holds."""
-        return self._whole.nbytes
-
-    @property
-    def streams(self) -> bool:  # type: ignore[override]
-        """Whether products of the whole map evaluate something again."""
-        return self._whole.streams
-
-    @property
-    def calls_python(self) -> bool:  # type: ignore[override]
-        """Whether Python runs for products of the whole map."""
-        return self._whole.calls_python
+        self.domain, self.codomain, self.made_of = columns.space, rows.space, [whole]
 
     def apply(self, vector: Any, *, adjoint: bool = False) -> Any:
         """Multiply by a vector in any layout."""

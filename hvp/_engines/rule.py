@@ -17,42 +17,21 @@ from hvp._engines.taped import TapedFunction, TapedGradient
 Parts = Sequence[Any]
 
 
-class Arguments(abc.ABC):
-    """What the functions of a rule are called with: usually a batch of data.
-
-    `has_examples` is False if they are called without arguments.
-    """
-
-    has_examples = True
-
-    @abc.abstractmethod
-    def call(self, function: Callable[..., Any]) -> Any:
-        """Call a function with these arguments."""
-
-    @abc.abstractmethod
-    def first(self) -> Arguments:
-        """Return the first example alone."""
-
-    @abc.abstractmethod
-    def in_columns(self) -> Arguments:
-        """Return the same with tensors of shape `(n, 1)` for those of shape `(n,)`, if any."""
-
-
-class NoArguments(Arguments):
-    """Nothing: functions are called without arguments."""
+class Arguments:
+    """What the functions of a rule are called with: nothing; in a subclass, a batch of data."""
 
     has_examples = False
 
     def call(self, function: Callable[..., Any]) -> Any:
-        """Call a function without arguments."""
+        """Call a function with these arguments."""
         return function()
 
-    def first(self) -> NoArguments:
-        """Return the same, as there are no examples."""
+    def first(self) -> Arguments:
+        """Return the first example alone."""
         return self
 
-    def in_columns(self) -> NoArguments:
-        """Return the same, as there are no tensors."""
+    def in_columns(self) -> Arguments:
+        """Return the same with tensors of shape `(n, 1)` for those of shape `(n,)`, if any."""
         return self
 
 

@@ -19,8 +19,9 @@ from hvp._engines.graph_map import GraphMap
 from hvp._engines.graph_program import GraphProgram, Results
 from hvp._engines.linear_map import LinearMap
 from hvp._engines.options import Options
-from hvp._engines.plan import DerivativeReport, Plan, TraceSummary, WideGradient
-from hvp._engines.rule import Arguments, Evaluated, NoArguments, Rule, Within
+from hvp._engines.plan import Plan, WideGradient
+from hvp._engines.rule import Arguments, Evaluated, Rule, Within
+from hvp._engines.summary import TraceSummary
 from hvp._engines.tape_map import TapeMap
 from hvp._engines.taped import doubtful_nones
 from hvp._engines.trace import Trace, trace
@@ -32,7 +33,6 @@ from hvp._errors import (
     line_of,
     quoted,
 )
-from hvp._graphs.dataflow import KEPT_WHOLE
 from hvp._graphs.graph import digest_of_graph
 from hvp._graphs.low_precision import is_fast, recomputed_in
 from hvp._graphs.split import UnsplittableError
@@ -66,7 +66,7 @@ class SinglePlan(Plan):
         rule: Rule,
         nest: VariableNest,
         options: Options,
-        batch: Callable[[], Arguments] = NoArguments,
+        batch: Callable[[], Arguments] = Arguments,
         inputs: Sequence[tf.Variable] = (),
     ) -> None:
         if not tf.executing_eagerly():
@@ -88,7 +88,7 @@ class SinglePlan(Plan):
             )
         self._facts = self._static_facts(inputs)
         if self._trace is not None:
-            refuse_missing_derivatives(self._trace.suspects.missing)
+            refuse_missing_derivatives(self._trace.missing)
             if isinstance(self._trace.graph.error, SecondDerivativeError):
                 raise self._trace.graph.error  # a recomputed function's: a tape would meet it too
         if self._facts.recomputes:
@@ -150,11 +150,8 @@ class SinglePlan(Plan):
             self._unsaid = ""
         domain = self.space if at.domain is None else Space.of_tensors(at.domain)
         assert domain is not None
-        certain = self._trace is not None
-        nbytes = self._trace.nbytes if self._trace else None
-        own = TapeMap(
-            self._rule, at.state, domain, self.space, certain=certain, nbytes=nbytes, place=place
-        )
+        nbytes = self._trace.facts.expected_nbytes if self._trace else None
+        own = TapeMap(self._rule, at.state, domain, self.space, nbytes=nbytes, place=place)
         return Results(at.value, None if at.gradient is None else list(at.gradient)), own
 
     def fingerprint(self) -> dict[str, str]:
@@ -189,28 +186,12 @@ class SinglePlan(Plan):
         if traced is None:
             everything = tuple(Resource.of(v) for v in all_variables(self.nest.source))
             return TraceSummary("graph", everything, everything, everything)
-        handles = {id(variable.handle) for variable in inputs}
-        functions = traced.graph.graph_def.library.function
-        return TraceSummary(
-            "graph",
-            reads=tuple(r for r in traced.reads if id(r.handle) not in handles),
-            writes=traced.writes,
-            captured=tuple(r for r in traced.captured if id(r.handle) not in handles),
-            seeds=tuple(r for r in traced.writes if r.dtype.is_integer),
-            draws=bool(traced.random),
-            remarks=DerivativeReport(
-                traced.suspects.custom,
-                traced.suspects.wrong_at_values,
-                traced.random,
-                traced.repeated,
-                traced.python,
-            ),
-            foreign=_foreign(traced),
-            differentiates=traced.differentiates,
-            recomputes=any(KEPT_WHOLE in function.signature.name for function in functions),
-            traces=1,
-            expected_nbytes=traced.nbytes,
+        facts, handles = traced.facts, {id(variable.handle) for variable in inputs}
+        reads, captured = (
+            tuple(resource for resource in some if id(resource.handle) not in handles)
+            for some in (facts.reads, facts.captured)
         )
+        return dataclasses.replace(facts, reads=reads, captured=captured)
 
     def _try_to_split(self) -> GraphProgram | None:
         """Return the graph engine's functions, or note why there are none."""
@@ -289,10 +270,11 @@ class SinglePlan(Plan):
 
     def _refuse_wrong_values(self, place: ExecutionTarget = LOCAL) -> None:
         """Refuse a point where TensorFlow would give a wrong derivative."""
-        if self._trace is None or self._trace.at_wrong_values is None:
+        remarks = self._facts.remarks
+        if remarks is None or self._trace is None or self._trace.at_wrong_values is None:
             return
         at_wrong_values = self._trace.at_wrong_values(place=place).numpy()
-        doubtful = zip(self._trace.suspects.wrong_at_values, at_wrong_values)
+        doubtful = zip(remarks.wrong_at_values, at_wrong_values)
         refuse_missing_derivatives([suspect for suspect, is_at in doubtful if is_at])
 
     def _traced(self) -> Trace:
@@ -329,9 +311,9 @@ class SinglePlan(Plan):
             self._unsaid = self._note  # until it runs, which it may not do either
             return None
         notes = []
-        if traced.random:
+        if traced.facts.draws:
             notes.append("draws random numbers, so that each refresh is of another function")
-        if traced.python:
+        if traced.facts.remarks is not None and traced.facts.remarks.python:
             notes.append("runs Python code, where no variable is watched")
         frozen = self._frozen(traced)
         if frozen:
@@ -362,10 +344,3 @@ class SinglePlan(Plan):
                 if varies and any(np.array_equal(constant, value) for constant in alike):
                     frozen.append(name)
         return frozen
-
-
-def _foreign(traced: Trace) -> str:
-    """Return what a function needs of this process besides variables and tensors, or nothing."""
-    if traced.python:
-        return "Python code, by tf.py_function or tf.numpy_function"
-    return "a lookup table, or another object that is not a variable" if traced.tables else ""

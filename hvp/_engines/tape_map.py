@@ -24,10 +24,11 @@ from hvp._vectors.space import Space
 class TapeMap(LinearMap):
     """A rule's linear map at one point, held on the tapes of the rule's state.
 
-    `certain` tells whether it was established beforehand that no operation on the way lacks a
-    derivative. `nbytes` is an upper bound on the memory of what the tapes hold, and `place` is
-    where operations run.
+    `nbytes` is an upper bound on the memory of what the tapes hold; it is known if a trace has
+    established that no operation on the way lacks a derivative. `place` is where operations run.
     """
+
+    nbytes: int | None = None
 
     def __init__(
         self,
@@ -36,12 +37,10 @@ class TapeMap(LinearMap):
         domain: Space,
         codomain: Space,
         *,
-        certain: bool,
         nbytes: int | None,
         place: ExecutionTarget,
     ) -> None:
-        self._rule, self._state, self._certain = rule, state, certain
-        self._place = place
+        self._rule, self._state, self._place = rule, state, place
         self.domain, self.codomain, self.nbytes = domain, codomain, nbytes
         self._recorded: TapedFunction | None = None
 
@@ -68,7 +67,7 @@ class TapeMap(LinearMap):
     def _record(self) -> TapedFunction:
         # A linear map is its own derivative at every point, zero for one.
         zeros = self.domain.with_zeros([None] * len(self.domain.shapes))
-        if self._certain:
+        if self.nbytes is not None:
             refuse_missing_in(lambda *parts: self._apply(parts), zeros)
         with corrected_derivatives():
             return TapedFunction(lambda: self._apply(zeros), zeros)

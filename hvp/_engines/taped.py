@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -22,6 +22,7 @@ from hvp._derivatives.suspects import (
 )
 from hvp._errors import SecondDerivativeError
 from hvp._graphs.dataflow import Dataflow
+from hvp._runtime.context import assigned
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.strategies import outside_strategies
 
@@ -33,17 +34,12 @@ DIFFERENTIATED = "hvp_differentiated"
 _none_is_doubtful = contextvars.ContextVar("hvp_none_is_doubtful", default=False)
 
 
-@contextlib.contextmanager
-def doubtful_nones() -> Iterator[None]:
+def doubtful_nones() -> contextlib.AbstractContextManager[None]:
     """Let functions taped in this context refuse a derivative for which TensorFlow returns None.
 
     It may be a zero, or a derivative that does not exist; only a trace of the function tells.
     """
-    token = _none_is_doubtful.set(True)
-    try:
-        yield
-    finally:
-        _none_is_doubtful.reset(token)
+    return assigned(_none_is_doubtful, True)
 
 
 class TapedFunction:

@@ -20,6 +20,7 @@ from hvp._derivatives.suspects import (
     suspect_of,
 )
 from hvp._engines.rule import Evaluated, Rule
+from hvp._engines.summary import DerivativeReport, TraceSummary
 from hvp._engines.taped import DIFFERENTIATED
 from hvp._errors import SecondDerivativeError
 from hvp._graphs.compiled import Compiled
@@ -30,11 +31,10 @@ from hvp._graphs.concrete import (
     is_read,
     is_written,
 )
-from hvp._graphs.dataflow import RECOMPUTED_GRADIENT, Dataflow, Vertex, layer_of
+from hvp._graphs.dataflow import KEPT_WHOLE, RECOMPUTED_GRADIENT, Dataflow, Vertex, layer_of
 from hvp._graphs.graph import Graph
 from hvp._graphs.private import is_of_tape
 from hvp._graphs.sizes import BORROWED, VIEWS, graph_def_with_shapes
-from hvp._vectors.resources import Resource
 from hvp._vectors.variables import VariableNest
 
 _RANDOM = re.compile(r"(Random|Truncated|ParameterizedTruncated|Multinomial)\w*")
@@ -92,50 +92,24 @@ class Trace:
 
     Attributes
     ----------
-    reads
-        Variables, trainable or not, whose values reach the function's results, except integers that
-        the function itself updates (seeds of random draws, counters).
-    writes
-        Variables the function updates when it runs.
-    captured
-        All variables that the graph refers to.
-    tables
-        How many other objects of this process it refers to, such as lookup tables.
-    suspects
+    facts
+        What it reads and writes, and what the graph tells about derivatives.
+    missing
         Operations between the differentiated variables and the results whose derivative TensorFlow
-        lacks, or gets wrong at some values.
+        lacks.
     at_wrong_values
-        Runs the necessary part of the graph, and tells which of `suspects.wrong_at_values` are at
-        such values now; None if there are no such operations.
-    nbytes
-        Bytes of the values on the way from the variables to the results, an upper bound of what a
-        tape must keep; the body of a loop counts once, a partly unknown shape not at all.
-    random
-        Random draws that the results depend on and whose state is not a variable.
-    repeated
-        Random draws that are the same each time, from seeds that are put back.
-    python
-        Whether the results depend on Python code that runs with the graph.
+        Runs the necessary part of the graph, and tells which of `facts.remarks.wrong_at_values` are
+        at such values now; None if there are no such operations.
     risky_pools
         Whether max pools in functions, loops or branches may be differentiated wrongly by
         TensorFlow.
-    differentiates
-        Whether the value itself contains derivatives.
     """
 
     graph: TracedGraph
-    reads: tuple[Resource, ...]
-    writes: tuple[Resource, ...]
-    captured: tuple[Resource, ...]
-    tables: int
-    suspects: Suspects
+    facts: TraceSummary
+    missing: list[SuspectOperation]
     at_wrong_values: Compiled | None
-    nbytes: int
-    random: list[SuspectOperation]
-    repeated: list[SuspectOperation]
-    python: bool
     risky_pools: bool
-    differentiates: bool
 
 
 def trace(
@@ -148,10 +122,8 @@ def trace(
     then run once per point, even if the product's code computes it. `products` tells whether to
     trace the product too. Exceptions of the rule's evaluation are passed on.
     """
-    whole = _TraceRecorder(evaluate, rule, nest.variables, products)
-    concrete = concrete_function(whole)
-    graph_def = graph_def_with_shapes(concrete.graph)
-    flow = Dataflow(graph_def, concrete.graph)
+    concrete, flow, graph = _recorded(evaluate, rule, nest.variables, products)
+    graph_def = graph.graph_def
     targets = [flow.vertex(output.name) for output in concrete.outputs]
     reaching = flow.reachable(targets, backward=True)
     reads, writes, captured = [], [], []
@@ -167,99 +139,104 @@ def trace(
         places[id(resource.handle)] = vertex
     handles = [id(variable.handle) for variable in rule.weights(nest.variables)]
     sources = [places[handle] for handle in handles if handle in places]
+    values = [flow.vertex(name) for name in tf.nest.flatten(graph.value)]
     suspects = Suspects([], [], [])
     if products:
         suspects = _all_suspects(concrete.graph, flow, places)
         if rule.is_hessian:
-            ends = whole.values(), whole.gradients()
-            value, gradient = ([flow.vertex(name) for name in names] for names in ends)
-            suspects.missing.extend(stopped_gradients(flow, sources, value, gradient))
+            gradient = [flow.vertex(name) for name in graph.gradient or () if name is not None]
+            suspects.missing.extend(stopped_gradients(flow, sources, values, gradient))
     elif rule.is_hessian:
-        suspects = find_suspects(flow, sources, [flow.vertex(name) for name in whole.values()])
-        suspects = suspects.without(RIGHT_ONCE)
-    return Trace(
-        graph=whole.graph(concrete, graph_def, flow),
+        suspects = find_suspects(flow, sources, values).without(RIGHT_ONCE)
+    random, repeated = (
+        sorted(suspect_of(flow, v) for v in reaching if kinds.fullmatch(flow.types.get(v, "")))
+        for kinds in (_RANDOM, _REPEATED)
+    )
+    python = any("PyFunc" in flow.types.get(vertex, "") for vertex in reaching)
+    facts = TraceSummary(
+        "graph",
         reads=tuple(reads),
         writes=tuple(writes),
         captured=tuple(captured),
-        tables=_count_handles(concrete) - len(captured),
-        suspects=suspects,
-        at_wrong_values=_at_wrong_values(concrete, graph_def, suspects.wrong_at_values),
-        nbytes=_bytes_between(concrete.graph, flow, sources, reaching),
-        python=any("PyFunc" in flow.types.get(vertex, "") for vertex in reaching),
-        risky_pools=any(has_risky_pools(f.node_def) for f in graph_def.library.function),
+        seeds=tuple(resource for resource in writes if resource.dtype.is_integer),
+        draws=bool(random),
+        remarks=DerivativeReport(
+            suspects.custom, suspects.wrong_at_values, random, repeated, python
+        ),
+        foreign=_foreign(python, _count_handles(concrete) - len(captured)),
         differentiates=any(
-            is_of_tape(flow.names.get(v, ""))
-            for v in flow.reachable([flow.vertex(name) for name in whole.values()], backward=True)
+            is_of_tape(flow.names.get(v, "")) for v in flow.reachable(values, backward=True)
         ),
-        random=sorted(
-            suspect_of(flow, v) for v in reaching if _RANDOM.fullmatch(flow.types.get(v, ""))
-        ),
-        repeated=sorted(
-            suspect_of(flow, v) for v in reaching if _REPEATED.fullmatch(flow.types.get(v, ""))
-        ),
+        recomputes=any(KEPT_WHOLE in f.signature.name for f in graph_def.library.function),
+        traces=1,
+        expected_nbytes=_bytes_between(concrete.graph, flow, sources, reaching),
+    )
+    return Trace(
+        graph,
+        facts,
+        suspects.missing,
+        _at_wrong_values(concrete, graph_def, suspects.wrong_at_values),
+        any(has_risky_pools(f.node_def) for f in graph_def.library.function),
     )
 
 
-class _TraceRecorder:
-    """A rule to be traced, which records the tensors of its evaluation and product."""
+def _recorded(
+    evaluate: Callable[[], Evaluated],
+    rule: Rule,
+    variables: Sequence[tf.Variable],
+    products: bool,
+) -> tuple[Any, Dataflow, TracedGraph]:
+    """Trace a rule, and record the tensors of its evaluation and product."""
+    value: Any = None
+    gradient: Any = None
+    specs: list[tf.TensorSpec] = []
+    vectors: list[tf.Tensor] = []
+    product: list[Any] = []
+    error: Exception | None = None
 
-    def __init__(
-        self,
-        evaluate: Callable[[], Evaluated],
-        rule: Rule,
-        variables: Sequence[tf.Variable],
-        products: bool,
-    ) -> None:
-        self._evaluate, self._rule = evaluate, rule
-        self._variables, self._with_products = list(variables), products
-
-    def __call__(self) -> Any:
-        at = self._evaluate()
+    def whole() -> Any:  # TensorFlow may run it twice; the last run counts
+        nonlocal value, gradient, specs, vectors, product, error
+        at = evaluate()
         # As nodes of their own, so that each has a name of its own.
-        self._value = tf.nest.map_structure(tf.identity, at.value)
-        self._gradient = None if at.gradient is None else [_named(part) for part in at.gradient]
-        domain = self._variables if at.domain is None else at.domain
-        self._specs = [tf.TensorSpec(like.shape, like.dtype) for like in domain]
-        self._vectors = [tf.compat.v1.placeholder(s.dtype, s.shape) for s in self._specs]
-        self._products: list[Any] = [None] * len(self._variables)
-        self._error: Exception | None = None
+        value = tf.nest.map_structure(tf.identity, at.value)
+        gradient = None if at.gradient is None else [_named(part) for part in at.gradient]
+        domain = variables if at.domain is None else at.domain
+        specs = [tf.TensorSpec(like.shape, like.dtype) for like in domain]
+        vectors = [tf.compat.v1.placeholder(s.dtype, s.shape) for s in specs]
+        product, error = [None] * len(variables), None
         try:
-            if self._with_products:
-                self._products = list(self._rule.multiply(at.state, self._vectors))
-        except Exception as error:  # a tape may still manage, or tell better what is wrong
-            self._error = error
-        return self._value, self._gradient
+            if products:
+                product = list(rule.multiply(at.state, vectors))
+        except Exception as caught:  # a tape may still manage, or tell better what is wrong
+            error = caught
+        return value, gradient
 
-    def values(self) -> list[str]:
-        """Return the names of the value's tensors in the last traced graph."""
-        return [tensor.name for tensor in tf.nest.flatten(self._value)]
+    concrete = concrete_function(whole)
+    graph_def = graph_def_with_shapes(concrete.graph)
+    flow = Dataflow(graph_def, concrete.graph)
+    names_of_vectors = [tensor.name for tensor in vectors]
+    names_of_product = [_name(tensor) for tensor in product]
 
-    def gradients(self) -> list[str]:
-        """Return the names of the gradient's tensors in the last traced graph."""
-        return [tensor.name for tensor in self._gradient or () if tensor is not None]
+    def transposed_suspects() -> Suspects:
+        sources = [flow.vertex(name) for name in names_of_vectors]
+        return find_suspects(flow, sources, [flow.vertex(n) for n in names_of_product if n])
 
-    def graph(self, concrete: Any, graph_def: Any, flow: Dataflow) -> TracedGraph:
-        """Return the last traced graph."""
-        vectors = [tensor.name for tensor in self._vectors]
-        products = [_name(tensor) for tensor in self._products]
-
-        def transposed_suspects() -> Suspects:
-            sources = [flow.vertex(name) for name in vectors]
-            return find_suspects(flow, sources, [flow.vertex(name) for name in products if name])
-
-        return TracedGraph(
+    return (
+        concrete,
+        flow,
+        TracedGraph(
             graph_def=graph_def,
             captures={inside.name: outside for inside, outside in captures(concrete)},
-            value=tf.nest.map_structure(_name, self._value),
-            gradient=None if self._gradient is None else [_name(part) for part in self._gradient],
-            vectors=vectors,
-            vector_specs=self._specs,
-            products=products,
-            error=self._error or _missing_gradient(flow),
+            value=tf.nest.map_structure(_name, value),
+            gradient=None if gradient is None else [_name(part) for part in gradient],
+            vectors=names_of_vectors,
+            vector_specs=specs,
+            products=names_of_product,
+            error=error or _missing_gradient(flow),
             transposed_suspects=transposed_suspects,
             recomputed=concrete.graph.get_collection(RECOMPUTED_GRADIENT),
-        )
+        ),
+    )
 
 
 def _named(tensor: tf.Tensor | None) -> tf.Tensor | None:
@@ -268,6 +245,13 @@ def _named(tensor: tf.Tensor | None) -> tf.Tensor | None:
 
 def _name(tensor: tf.Tensor | None) -> Any:
     return None if tensor is None else tensor.name
+
+
+def _foreign(python: bool, tables: int) -> str:
+    """Return what a function needs of this process besides variables and tensors, or nothing."""
+    if python:
+        return "Python code, by tf.py_function or tf.numpy_function"
+    return "a lookup table, or another object that is not a variable" if tables else ""
 
 
 def _count_handles(concrete: Any) -> int:
@@ -317,7 +301,7 @@ def _at_wrong_values(
     if not suspects:
         return None
     operations = [concrete.graph.get_operation_by_name(suspect.name) for suspect in suspects]
-    at_zeros = [WRONG_AT_VALUES[suspect.kind].values == "zeros" for suspect in suspects]
+    at_zeros = [WRONG_AT_VALUES[suspect.kind][0] == "zeros" for suspect in suspects]
     tensors = [
         (operation.inputs if at_zero else operation.outputs)[0].name
         for operation, at_zero in zip(operations, at_zeros)

@@ -8,7 +8,6 @@ graph of a traced rule before it is compiled.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import tensorflow as tf
 
@@ -28,78 +27,51 @@ from hvp._graphs.sizes import graph_def_with_shapes
 Connected = Callable[[Sequence[tf.Tensor], Sequence[tf.Tensor]], Sequence[tf.Tensor]]
 
 
-@dataclass(frozen=True)
-class TransposedProduct:
-    """The graph of a transposed product.
+def transposed_product(
+    multiply: Connected,
+    specs: Sequence[tf.TensorSpec],
+    residuals: Sequence[tf.TensorSpec],
+    zeros: int,
+) -> tuple[Graph, Callable[..., list[tf.Tensor]]]:
+    """Derive the transposed product from the graph of the product.
 
-    Attributes
-    ----------
-    part
-        The graph as one vector is multiplied by it.
-    for_many
-        The same, written for many vectors at once.
-    captures
-        What it uses besides its inputs, such as the variables themselves.
-    inputs
-        Names of its inputs: the parts of the vector, then the residuals.
+    `specs` describe the parts of the vector that the product takes. `zeros` is the number of
+    vectors of zeros that the transposed product takes before the residuals: one for each of
+    `specs`, or none.
+
+    Return its graph, and a function that adds it to the graph being traced. The function takes the
+    parts of the vector that are not multiplied by zeros, the vectors of zeros with the residuals,
+    and whether TensorFlow will apply the product to many vectors at once.
     """
+    weights: list[tf.Tensor] = []
 
-    part: Graph
-    for_many: Graph
-    captures: dict[str, tf.Tensor]
-    inputs: list[str]
-    results: list[str]
+    def transposed(*tensors: tf.Tensor) -> list[tf.Tensor]:
+        # At zero, as good as anywhere: the product is linear.
+        at = list(tensors[:zeros]) or [tf.zeros(spec.shape, spec.dtype) for spec in specs]
+        products = multiply(at, tensors[zeros:])
+        weights[:] = [tf.compat.v1.placeholder(part.dtype, part.shape) for part in products]
+        with corrected_derivatives():
+            parts = tf.gradients(products, at, weights, unconnected_gradients="zero")
+        # The derivative of a gather has rows with their numbers.
+        dense = (densify(part, x.shape) for part, x in zip(parts, at))
+        return [tf.identity(part) for part in dense]
 
-    @classmethod
-    def of(
-        cls,
-        multiply: Connected,
-        specs: Sequence[tf.TensorSpec],
-        residuals: Sequence[tf.TensorSpec],
-        zeros: int,
-    ) -> TransposedProduct:
-        """Derive the graph from that of the product.
+    inputs = [*specs[:zeros], *residuals]
+    concrete = tf.function(transposed, autograph=False).get_concrete_function(*inputs)
+    flat, rename = inline_calls(replace_operations(graph_def_with_shapes(concrete.graph)))
+    results = [rename(tensor.name) for tensor in concrete.outputs]
+    vectors = [rename(tensor.name) for tensor in weights]
+    graph = simplified(flat, results)
+    plain = graph.computing(results, [*vectors, *(rename(t.name) for t in concrete.inputs)])
+    part = on_all_cores(in_order_if_large(plain, results))
+    for_many = for_many_vectors(plain, graph.descendants(map(node_of, vectors)))
+    captured = {rename(inside.name): outside for inside, outside in captures(concrete)}
+    names = [*vectors, *(rename(t.name) for t in concrete.inputs[: len(inputs)])]
 
-        `specs` describe the parts of the vector that the product takes. `zeros` is the number of
-        vectors of zeros that the transposed product takes before the residuals: one for each of
-        `specs`, or none.
-        """
-        weights: list[tf.Tensor] = []
-
-        def transposed(*tensors: tf.Tensor) -> list[tf.Tensor]:
-            # At zero, as good as anywhere: the product is linear.
-            at = list(tensors[:zeros]) or [tf.zeros(spec.shape, spec.dtype) for spec in specs]
-            products = multiply(at, tensors[zeros:])
-            weights[:] = [tf.compat.v1.placeholder(part.dtype, part.shape) for part in products]
-            with corrected_derivatives():
-                parts = tf.gradients(products, at, weights, unconnected_gradients="zero")
-            # The derivative of a gather has rows with their numbers.
-            dense = (densify(part, x.shape) for part, x in zip(parts, at))
-            return [tf.identity(part) for part in dense]
-
-        inputs = [*specs[:zeros], *residuals]
-        concrete = tf.function(transposed, autograph=False).get_concrete_function(*inputs)
-        flat, rename = inline_calls(replace_operations(graph_def_with_shapes(concrete.graph)))
-        results = [rename(tensor.name) for tensor in concrete.outputs]
-        vectors = [rename(tensor.name) for tensor in weights]
-        graph = simplified(flat, results)
-        part = graph.computing(results, [*vectors, *(rename(t.name) for t in concrete.inputs)])
-        return cls(
-            part=on_all_cores(in_order_if_large(part, results)),
-            for_many=for_many_vectors(part, graph.descendants(map(node_of, vectors))),
-            captures={rename(inside.name): outside for inside, outside in captures(concrete)},
-            inputs=[*vectors, *(rename(t.name) for t in concrete.inputs[: len(inputs)])],
-            results=results,
-        )
-
-    def multiply(
-        self, vector: Sequence[tf.Tensor], residuals: Sequence[tf.Tensor], many: bool = False
+    def multiply_transposed(
+        vector: Sequence[tf.Tensor], residuals: Sequence[tf.Tensor], many: bool = False
     ) -> list[tf.Tensor]:
-        """Add the product to the graph being traced.
+        known = {**captured, **dict(zip(names, [*vector, *residuals]))}
+        return (for_many if many else part).imported(known, results)
 
-        `vector` holds the parts that are not multiplied by zeros, and `residuals` begins with the
-        vectors of zeros, if the product takes them. `many` tells whether TensorFlow will apply the
-        product to many vectors at once.
-        """
-        known = {**self.captures, **dict(zip(self.inputs, [*vector, *residuals]))}
-        return (self.for_many if many else self.part).imported(known, self.results)
+    return part, multiply_transposed

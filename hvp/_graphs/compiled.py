@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import re
@@ -82,7 +81,7 @@ class Compiled:
         if not eager and place is LOCAL:
             return self._chosen(*tensors)
         if eager and self.uses_xla is None:
-            self.choose(*tensors, place=place)
+            self._choose(tensors, place)
         return self._run(self._chosen, tensors, place)
 
     def _run(self, concrete: Any, tensors: Sequence[tf.Tensor], place: ExecutionTarget) -> Any:
@@ -128,14 +127,9 @@ class Compiled:
         """The graph, whose operations may have other names in another process."""
         return self._chosen.graph
 
-    def choose(self, *tensors: tf.Tensor, place: ExecutionTarget = LOCAL) -> None:
-        """Choose, with these arguments, whether XLA compiles the function, if not done yet."""
-        if self.uses_xla is not None:
-            return
-        with Uninterrupted():
-            self._choose(tensors, place)
-
+    @Uninterrupted()
     def _choose(self, tensors: Sequence[tf.Tensor], place: ExecutionTarget) -> None:
+        """Choose, with these arguments, whether XLA compiles the function."""
         # If XLA was demanded, its graph has been traced already; otherwise it is traced now.
         first = self._chosen
         demanded = self._jit_compile is True
@@ -151,7 +145,7 @@ class Compiled:
             self._chosen = self._traced(False) if demanded else first
             self.uses_xla = False
             return
-        one, other = (functools.partial(self._run_one, f, place) for f in (xla, first))
+        one, other = (lambda *t, f=f: self._run(f, t, place) for f in (xla, first))
         self.uses_xla = demanded or is_faster(one, other, tensors)
         self._chosen = xla if self.uses_xla else first
 
@@ -167,15 +161,12 @@ class Compiled:
                 self._calling = self._calling.get_concrete_function(*self._specs)
         return self._calling
 
-    def _run_one(self, concrete: Any, place: ExecutionTarget, *tensors: tf.Tensor) -> Any:
-        return self._run(concrete, tensors, place)
-
     def choose_for(self, symbolic: Sequence[tf.Tensor], rest: Sequence[tf.Tensor]) -> None:
-        """Choose like `choose`, with zeros in place of symbolic tensors, followed by `rest`."""
+        """Choose whether XLA compiles it, with zeros for symbolic tensors, followed by `rest`."""
         if self.uses_xla is None:
             shapes = [[8 if size is None else size for size in t.shape] for t in symbolic]
             zeros = [tf.zeros(shape, t.dtype) for shape, t in zip(shapes, symbolic)]
-            self.choose(*zeros, *rest)
+            self._choose([*zeros, *rest], LOCAL)
 
     def _traced(self, jit_compile: bool) -> Any:
         function = tf.function(

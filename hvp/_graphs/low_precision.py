@@ -16,13 +16,14 @@ import contextvars
 import functools
 import math
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Optional
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Optional
 
 import tensorflow as tf
 
 from hvp._graphs.graph import Graph, Sizes, data_inputs, node_of, with_index
 from hvp._graphs.sizes import VIEWS, is_small, size_of
+from hvp._runtime.context import assigned
 
 # The operations, and which of their inputs are factors; None stands for all inputs.
 _PRODUCTS: dict[str, tuple[int, ...] | None] = {
@@ -49,25 +50,15 @@ _LEAST_INTENSITY = 24
 _ORDER, _ROUNDS, _FAST = 1024, 4, 0.85
 
 
-class Lowered(NamedTuple):
-    """A graph with products in low precision.
-
-    `rounded` are the names of the inputs that it takes in low precision, and `products` is the
-    number of products.
-    """
-
-    graph: Graph
-    rounded: set[str]
-    products: int
-
-
 def in_low_precision(
     graph: Graph, dtype: tf.DType, inputs: Mapping[str, tf.DType], results: Sequence[str]
-) -> Lowered:
+) -> tuple[Graph, set[str], int]:
     """Compute the large matrix products and convolutions of a graph in low precision.
 
     Functions that the graph calls stay as they are, and results keep their types. `inputs` that are
     large and of a wider type are rounded.
+
+    Return the graph, the names of the rounded inputs, and the number of products.
     """
     sizes, part = dict(graph.sizes), graph.graph_def
     rounded = {
@@ -78,20 +69,15 @@ def in_low_precision(
     products = {n.name for n in part.node if _is_product(n) and _is_worthwhile(n, sizes)}
     lowered = type(part)(versions=part.versions, library=part.library)
     lowered.node.extend(_Lowering(dtype, sizes, rounded).run(part.node, products))
-    return Lowered(Graph(lowered, sizes).without_unused(results), set(rounded), len(products))
+    return Graph(lowered, sizes).without_unused(results), set(rounded), len(products)
 
 
-@contextlib.contextmanager
-def recomputed_in(dtype: tf.DType | None) -> Iterator[None]:
+def recomputed_in(dtype: tf.DType | None) -> contextlib.AbstractContextManager[None]:
     """Let recomputed functions traced in this context multiply vectors in low precision.
 
     Their results and gradients are computed as before.
     """
-    token = _recomputed_in.set(dtype)
-    try:
-        yield
-    finally:
-        _recomputed_in.reset(token)
+    return assigned(_recomputed_in, dtype)
 
 
 def dtype_of_recomputed() -> tf.DType | None:

@@ -54,10 +54,16 @@ def multiply_batches_as_one(graph_def: Any) -> None:
             continue
         dtype, (left, right) = tf.as_dtype(node.attr["T"].type), data_inputs(node)
         batch, matrix, result = (shape_of(tensor, nodes) for tensor in (left, right, node.name))
-        known = all(shape.is_fully_defined() for shape in (batch, matrix, result))
+        ranks = batch.rank or 0, matrix.rank or 0
         # It transposes complex matrices to their conjugates, and multiplies more types of integers.
-        if known and dtype.is_floating and batch.rank > 2 and matrix.rank == 2:
-            rows = [math.prod(batch[:-1]), batch[-1]]
+        if not dtype.is_floating or ranks[0] < 3 or ranks[1] < 2 or result.rank is None:
+            continue
+        is_one = all(size == 1 for size in matrix[:-2])
+        known = batch[-1] is not None and matrix[-2:].is_fully_defined()
+        if is_one and known and sum(size is None for size in result) <= 1:
+            rows = [math.prod(batch[:-1]) if batch.is_fully_defined() else None, batch[-1]]
+            if matrix.rank > 2:
+                right = _add_reshape(graph_def, f"{node.name}/one", right, matrix[-2:], dtype)
             waits = node.input[2:]
             flat = _add_reshape(graph_def, f"{node.name}/rows", left, rows, dtype)
             product = graph_def.node.add(name=f"{node.name}/matrix", op="MatMul")
@@ -65,7 +71,7 @@ def multiply_batches_as_one(graph_def: Any) -> None:
             product.attr["T"].type = dtype.as_datatype_enum
             product.attr["transpose_b"].b = node.attr["adj_y"].b
             note_shapes(product, [tf.TensorShape([rows[0], result[-1]]).as_proto()])
-            _make_reshape(graph_def, node, product.name, result.as_list(), dtype)
+            _make_reshape(graph_def, node, product.name, result, dtype)
 
 
 def _add_reshape(
@@ -80,7 +86,8 @@ def _make_reshape(
     graph_def: Any, node: Any, tensor: str, shape: Sequence[int], dtype: tf.DType
 ) -> None:
     """Turn a node into a reshape of a tensor."""
-    sizes = add_shape(graph_def, f"{node.name}/shape", shape)
+    known = [-1 if size is None else size for size in shape]
+    sizes = add_shape(graph_def, f"{node.name}/shape", known)
     name, device = node.name, node.device
     node.Clear()
     node.name, node.op, node.device = name, "Reshape", device

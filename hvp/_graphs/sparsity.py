@@ -12,7 +12,7 @@ import contextlib
 import contextvars
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ import tensorflow as tf
 
 from hvp._errors import TooLargeError
 from hvp._graphs.graph import Graph, data_inputs, in_topological_order, with_index
+from hvp._runtime.context import assigned
 
 # Operations whose results are entries of their arguments, or zeros.
 _MOVES = frozenset(
@@ -45,14 +46,9 @@ _WITHOUT_ENTRIES = frozenset(["OnesLike", "Rank", "Shape", "ShapeN", "Size", "Ze
 _most_entries = contextvars.ContextVar("hvp_most_entries", default=2**27)
 
 
-@contextlib.contextmanager
-def patterns_of(entries: int) -> Iterator[None]:
+def patterns_of(entries: int) -> contextlib.AbstractContextManager[None]:
     """Give up patterns in this context that have more than so many entries on the way."""
-    token = _most_entries.set(min(entries, _most_entries.get()))
-    try:
-        yield
-    finally:
-        _most_entries.reset(token)
+    return assigned(_most_entries, min(entries, _most_entries.get()))
 
 
 class Facts(NamedTuple):

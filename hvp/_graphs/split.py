@@ -7,26 +7,11 @@ part uses are the *residuals*. The part that depends on the vector runs for each
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from hvp._graphs.dataflow import is_stateful
 from hvp._graphs.graph import Graph, data_inputs, node_of
 from hvp._graphs.residuals import choose_residuals
-
-
-@dataclass(frozen=True)
-class Split:
-    """The part of a graph that runs once, and the part that runs for each product.
-
-    `residuals` are the tensors that pass from the first to the second, and `dependent` are the
-    nodes that depend on the vector.
-    """
-
-    once: Graph
-    product: Graph
-    residuals: list[str]
-    dependent: set[str]
 
 
 class UnsplittableError(Exception):
@@ -35,12 +20,15 @@ class UnsplittableError(Exception):
 
 def split(
     graph: Graph, vectors: Sequence[str], results: Sequence[str], once_results: Sequence[str]
-) -> Split:
+) -> tuple[Graph, Graph, list[str], set[str]]:
     """Split a graph without calls, with the sizes of all results.
 
     `vectors` are the placeholders for the parts of the vector, and `results` the tensors that make
     up the product. The first part returns `once_results` besides the residuals. A stateful
     operation that depends on the vector raises UnsplittableError.
+
+    Return the part that runs once, the part that runs for each product, the residuals, which pass
+    from the first to the second, and the names of the nodes that depend on the vector.
     """
     nodes, functions, vector_nodes = graph.nodes, graph.functions, {*map(node_of, vectors)}
     dependent = graph.descendants(vector_nodes)
@@ -63,12 +51,8 @@ def split(
     # are dropped.
     targets = [*once_results, *residuals, *effects]
     once = graph.ancestors(targets, lambda name: name not in dependent, controls=True)
-    return Split(
-        once=graph.part(once, keep_controls=True),
-        product=graph.part(product - vector_nodes),
-        residuals=residuals,
-        dependent=dependent,
-    )
+    parts = graph.part(once, keep_controls=True), graph.part(product - vector_nodes)
+    return *parts, residuals, dependent
 
 
 def has_effects(node: Any, functions: Mapping[str, Any]) -> bool:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from hvp._runtime.context import assigned
 from hvp._vectors.resources import Resource
 from hvp._vectors.tensor_cell import TensorCell
 
@@ -72,14 +73,9 @@ def has_cpus_only() -> bool:
 _unbound = contextvars.ContextVar("hvp_unbound", default=False)
 
 
-@contextlib.contextmanager
-def unbound() -> Iterator[None]:
+def unbound() -> contextlib.AbstractContextManager[None]:
     """Let functions that are traced in this context belong to no device."""
-    token = _unbound.set(True)
-    try:
-        yield
-    finally:
-        _unbound.reset(token)
+    return assigned(_unbound, True)
 
 
 def scope_of_tracing() -> contextlib.AbstractContextManager[Any]:

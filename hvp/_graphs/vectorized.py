@@ -15,16 +15,17 @@ which is no slower.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from hvp._graphs.dataflow import CALLS, CONTROL_FLOW, LOOPS
 from hvp._graphs.graph import Graph
 from hvp._graphs.inline import inline_calls
 from hvp._graphs.private import SHAPES
+from hvp._graphs.simplify import simplified
+from hvp._graphs.sizes import graph_def_with_shapes
 
 _PRODUCT = "BatchMatMulV2"
 _DANGEROUS = (tf.float32, tf.float16, tf.bfloat16)
@@ -140,11 +141,10 @@ def _folded(function: Callable[[Any], Any], elements: Any) -> Callable[[Any], An
     # This import infers the shapes of all tensors, which a GraphDef does not contain.
     all_specs = [tf.TensorSpec(t.shape, t.dtype) for t in concrete.inputs]
     shaped = tf.function(imported, autograph=False).get_concrete_function(*all_specs)
-    definition = shaped.graph.as_graph_def()
-    _fold(definition, shaped.graph)
     arguments = [tensor.name for tensor in shaped.inputs]
     results = [tensor.name for tensor in shaped.outputs]
-    rewritten = Graph(definition).computing(results, arguments)
+    simple = simplified(graph_def_with_shapes(shaped.graph), results)
+    rewritten = simple.computing(results, arguments)
 
     def folded(element: Any) -> Any:
         known = dict(zip(arguments, [*tf.nest.flatten(element), *outside]))
@@ -152,50 +152,6 @@ def _folded(function: Callable[[Any], Any], elements: Any) -> Callable[[Any], An
         return tf.nest.pack_sequence_as(concrete.structured_outputs, values)
 
     return folded
-
-
-def _fold(graph_def: Any, graph: tf.Graph) -> None:
-    """Write products of many matrices by one as products of two, if shapes are known."""
-    for node in list(graph_def.node):
-        if node.op != _PRODUCT or node.attr["adj_x"].b:
-            continue
-        operation = graph.get_operation_by_name(node.name)
-        left, right = (tensor.shape for tensor in operation.inputs)
-        result = operation.outputs[0].shape
-        if left.rank is None or left.rank < 3 or right.rank is None or result.rank is None:
-            continue
-        is_one = all(size == 1 for size in right[:-2])
-        known = left[-1] is not None and right[-2:].is_fully_defined()
-        if not (is_one and known and sum(size is None for size in result) <= 1):
-            continue
-        dtype, transposed = node.attr["T"].type, node.attr["adj_y"].b
-        first, second = node.input[:2]
-        name, waits = node.name, list(node.input[2:])
-        sizes = [-1 if size is None else size for size in result]
-        new = graph_def.node
-        new.extend(_reshape(f"{name}/left", first, [-1, left[-1]], dtype))
-        new.extend(_reshape(f"{name}/right", second, list(right[-2:]), dtype))
-        product = new.add(name=f"{name}/product", op="MatMul")
-        product.input.extend([f"{name}/left", f"{name}/right"])
-        product.attr["T"].type = dtype
-        product.attr["transpose_b"].b = transposed
-        reshaped, shape = _reshape(name, product.name, sizes, dtype)
-        new.append(shape)
-        node.Clear()
-        node.CopyFrom(reshaped)
-        node.input.extend(waits)
-
-
-def _reshape(name: str, tensor: str, sizes: Sequence[int], dtype: int) -> Iterator[Any]:
-    """Yield a node that reshapes a tensor, and the node of the constant shape."""
-    reshape = tf.compat.v1.NodeDef(name=name, op="Reshape", input=[tensor, f"{name}/shape"])
-    reshape.attr["T"].type = dtype
-    reshape.attr["Tshape"].type = tf.int32.as_datatype_enum
-    yield reshape
-    shape = tf.compat.v1.NodeDef(name=f"{name}/shape", op="Const")
-    shape.attr["dtype"].type = tf.int32.as_datatype_enum
-    shape.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(np.array(sizes, np.int32)))
-    yield shape
 
 
 def _is_relevant(record: logging.LogRecord) -> bool:

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvp._derivatives.exact import pulled_back
 from hvp._errors import ConvergenceWarning, HvpError
-from hvp._implicit.equation import Equation, Tensors, at_tensors, pulled_back, refuse_changes
+from hvp._implicit.equation import Equation, Tensors, at_tensors, refuse_changes
 from hvp._implicit.unknowns import (
     TapedEquation,
     Unknowns,
@@ -161,7 +162,7 @@ def argmin(
         return result if result.dtype == unknowns.dtype else tf.cast(result, unknowns.dtype)
 
     def gradient(parts: Sequence[Any]) -> Tensors:
-        return pulled_back(lambda: value(parts), parts, None)
+        return pulled_back(lambda: value(parts), parts)
 
     return TapedEquation(unknowns, sources, gradient, value, **options).solution(solver)
 

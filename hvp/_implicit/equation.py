@@ -17,7 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvp._derivatives.belonging import may_be_recorded
-from hvp._derivatives.exact import exact_functions
+from hvp._derivatives.exact import pulled_back
 from hvp._errors import StaleOperatorError, quoted
 from hvp._graphs.private import record
 from hvp._runtime.strategies import in_another_thread
@@ -155,19 +155,6 @@ def _pulled_back(
         return pulled_back(lambda: function(*own), [*sources, *own], list(upstream))
 
     return gradients
-
-
-def pulled_back(
-    function: Callable[[], Any], sources: Sequence[Any], cotangents: Any
-) -> list[tf.Tensor]:
-    """Return the gradients of what a function returns in what it reads, with zeros for None."""
-    with exact_functions():
-        with tf.GradientTape(watch_accessed_variables=False) as tape:
-            tape.watch(sources)
-            results = function()
-        return tape.gradient(
-            results, sources, cotangents, unconnected_gradients=tf.UnconnectedGradients.ZERO
-        )
 
 
 def _slopes(slopes: Sequence[Any], variables: Any) -> Any:

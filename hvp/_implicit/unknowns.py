@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvp._derivatives.exact import exact_functions
+from hvp._derivatives.exact import exact_functions, pulled_back
 from hvp._errors import ConvergenceWarning, HvpError, InvalidVariablesError, quoted
-from hvp._implicit.equation import Equation, Tensors, at_tensors, pulled_back, refuse_changes
+from hvp._implicit.equation import Equation, Tensors, at_tensors, refuse_changes
 from hvp._implicit.newton import newton
 from hvp._runtime.user_warning import warn
 from hvp._solve.conjugate_gradients import CONJUGATE_GRADIENTS

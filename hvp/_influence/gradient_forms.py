@@ -14,7 +14,6 @@ from hvp._errors import HvpError
 from hvp._influence.example_gradients import ExampleGradients
 from hvp._influence.factored_inverse import FactoredInverse
 from hvp._influence.layer_gradients import LayerGradients, LayerParts, in_order
-from hvp._influence.projection import Projection
 
 # The factors of a layer are kept if they take less than this part of its gradient.
 _WORTH_IT = 0.5
@@ -63,16 +62,22 @@ class WholeGradients(GradientForm):
 
 
 class ProjectedGradients(GradientForm):
-    """Random projections of gradients.
+    """Sparse random projections: each entry is added, with a random sign, to one of `width` sums.
 
-    The error of a projection grows with the lengths of the vectors. If the square root of the
-    inverse is known, gradients are multiplied by it first, so that their lengths differ less.
+    The product of two projected vectors is an unbiased estimate of their product `u . v`, whose
+    standard error is at most ``|u| |v| sqrt(2 / width)`` (M. Charikar, K. Chen, M. Farach-Colton,
+    "Finding frequent items in data streams", ICALP 2002, https://doi.org/10.1007/3-540-45465-9_59).
+    If the square root of the inverse is known, gradients are multiplied by it first, so that their
+    lengths differ less.
     """
 
-    def __init__(self, gradients: ExampleGradients, inverse: Any, projection: Projection) -> None:
-        self._gradients, self._inverse, self._projection = gradients, inverse, projection
-        self.width, self.at_once = projection.size, gradients.at_once
-        self.name = f"projections to {projection.size} numbers, seed {projection.seed}"
+    def __init__(self, gradients: ExampleGradients, inverse: Any, width: int) -> None:
+        self._gradients, self._inverse = gradients, inverse
+        self.width, self.at_once = width, gradients.at_once
+        self.name = f"projections to {width} numbers, seed 0"
+        random = np.random.default_rng(0)
+        self._places = tf.constant(random.integers(0, width, gradients.size, dtype=np.int32))
+        self._signs = random.integers(0, 2, gradients.size, dtype=np.int8) * 2 - 1
 
     @property
     def whitens(self) -> bool:
@@ -80,12 +85,17 @@ class ProjectedGradients(GradientForm):
 
     def rows(self, elements: Elements, first: int) -> np.ndarray:
         rows = self._gradients.of_all(elements, "training example", first)
-        return self._projection.apply(self._inverse.whitened(rows) if self.whitens else rows)
+        return self._projected(self._inverse.whitened(rows) if self.whitens else rows)
 
     def matching(self, solutions: np.ndarray) -> np.ndarray:
         if self.whitens:
             solutions = self._inverse.whitened_solutions(solutions)
-        return self._projection.apply(solutions)
+        return self._projected(solutions)
+
+    def _projected(self, rows: np.ndarray) -> np.ndarray:
+        signed = tf.transpose(tf.constant(rows * self._signs.astype(rows.dtype)))
+        sums = tf.math.unsorted_segment_sum(signed, self._places, self.width)
+        return tf.transpose(sums).numpy()
 
 
 class FactoredGradients(GradientForm):
@@ -152,9 +162,9 @@ class FactoredGradients(GradientForm):
 
 
 def gradient_form(
-    gradients: ExampleGradients, inverse: Any, projection: Projection | None, sample: Elements
+    gradients: ExampleGradients, inverse: Any, projection: int | None, sample: Elements
 ) -> GradientForm:
-    """Return the projected form if there is a projection, else factors where these are smaller."""
+    """Return projections to so many numbers, if given, else factors where these are smaller."""
     if projection is not None:
         return ProjectedGradients(gradients, inverse, projection)
     layers = gradients.by_layers(sample)

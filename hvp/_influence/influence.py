@@ -19,7 +19,6 @@ from hvp._influence.example_gradients import ExampleGradients
 from hvp._influence.factored_inverse import FactoredInverse
 from hvp._influence.gradient_forms import gradient_form
 from hvp._influence.gradient_store import GradientStore
-from hvp._influence.projection import Projection
 from hvp._influence.scoring import Scoring
 from hvp._keras.compiled_loss import CompiledModel, loss_of_model
 from hvp._keras.from_keras import FromKeras
@@ -281,8 +280,7 @@ class InfluenceFunctions(FromKeras, OneProcess):
             inverse = DampedInverse(point, solver, rtol, maxiter, quarter)
         store = None
         if gradients is not None:
-            random = None if projection is None else Projection(point.shape[0], projection, seed=0)
-            form = gradient_form(own_gradients, inverse, random, train.first)
+            form = gradient_form(own_gradients, inverse, projection, train.first)
 
             def fingerprint() -> dict[str, str]:
                 digests = evaluation_of(point).fingerprint()

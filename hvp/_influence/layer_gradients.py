@@ -20,7 +20,7 @@ from hvp._graphs.compiled import Compiled
 from hvp._keras.losses import preserved_losses
 from hvp._keras.unrolled import unrolled
 from hvp._kronecker.layered_graph import LayeredGraph
-from hvp._kronecker.layers import EntrywiseLayer, MatrixLayer
+from hvp._kronecker.layers import Layer
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.recent import Recent
 from hvp._snapshots.snapshot import Snapshot
@@ -66,7 +66,7 @@ class LayerParts(abc.ABC):
 class MatrixParts(LayerParts):
     """The input of a matrix product, and the gradient in its output."""
 
-    def __init__(self, layer: MatrixLayer) -> None:
+    def __init__(self, layer: Layer) -> None:
         self._layer = layer
         self.entries = layer.entries.reshape(-1)
 
@@ -102,7 +102,7 @@ class MatrixParts(LayerParts):
 class TableParts(LayerParts):
     """The indices that are looked up in a table, and the gradients in the rows found there."""
 
-    def __init__(self, layer: MatrixLayer) -> None:
+    def __init__(self, layer: Layer) -> None:
         self._layer = layer
         self.entries = layer.entries.reshape(-1)
         _, self._size, self._width = layer.entries.shape
@@ -136,13 +136,13 @@ class TableParts(LayerParts):
 class EntrywiseParts(LayerParts):
     """Products with weights that act entry by entry, before they are summed over positions."""
 
-    def __init__(self, layer: EntrywiseLayer) -> None:
+    def __init__(self, layer: Layer) -> None:
         self._layer, self.entries = layer, layer.entries
 
     def traced(self, graph: LayeredGraph, gradients: Sequence[Any], examples: Any) -> list[Any]:
         parts: list[Any] = []
-        for (form, tensor, value), data, gradient in zip(
-            self._layer.uses, graph.inputs(self._layer), gradients
+        for form, (tensor, value), data, gradient in zip(
+            self._layer.forms, self._layer.tensors, graph.inputs(self._layer), gradients
         ):
             if tensor:
                 slope = tf.reshape(graph.derivative(tensor, value), [self.entries.size])
@@ -175,7 +175,7 @@ class EntrywiseParts(LayerParts):
     def _shapes(self, parts: Sequence[tf.Tensor]) -> list[list[int]]:
         """Return for each part the shape to which the weights are reshaped to match it."""
         shapes = []
-        for part, (form, *_) in zip(parts, [use for use in self._layer.uses if use[0].output]):
+        for part, form in zip(parts, [form for form in self._layer.forms if form.output]):
             own = [self.entries.size] if len(part.shape) == 2 else list(form.shape)
             shapes.append([1] * (len(part.shape) - len(own)) + own)
         return shapes
@@ -183,7 +183,7 @@ class EntrywiseParts(LayerParts):
 
 def parts_of(layer: Any) -> LayerParts:
     """Return the parts that make up the gradient of a layer."""
-    if isinstance(layer, EntrywiseLayer):
+    if layer.is_entrywise:
         return EntrywiseParts(layer)
     return TableParts(layer) if layer.is_table else MatrixParts(layer)
 

@@ -13,7 +13,6 @@ from hvp._data.elements import Elements
 from hvp._errors import HvpError, InvalidDataError, StaleOperatorError, line_of
 from hvp._influence.example_data import ExampleData
 from hvp._influence.example_gradients import ExampleGradients
-from hvp._influence.extremes import Extremes
 from hvp._influence.gradient_forms import ProjectedGradients
 from hvp._influence.gradient_store import GradientStore
 from hvp._influence.layer_gradients import LayerGradients
@@ -86,11 +85,11 @@ class Scoring:
         with progress_bar(self._progress, total=test.count, unit=unit) as bar:
             for first, elements in test.blocks(self.inverse.width):
                 rows = self._test_gradients.of_all(elements, unit, first)
-                extremes = Extremes(len(rows), k, self._operator.dtype)
+                own = np.empty((len(rows), 0), np.int64), np.empty((len(rows), 0), rows.dtype)
                 for start, scores in self._scores_of(self.inverse.apply(rows)):
-                    extremes.add(start, scores.numpy())
-                numbers.append(extremes.numbers)
-                values.append(extremes.values)
+                    own = _extremes(*own, start, scores.numpy(), k)
+                numbers.append(own[0])
+                values.append(own[1])
                 bar.update(len(rows))
         return np.concatenate(numbers), np.concatenate(values)
 
@@ -336,3 +335,20 @@ class Scoring:
             return texts
 
         return ScoreStore(shape, self._operator.dtype, out, checkpoint, fingerprint)
+
+
+def _extremes(
+    numbers: np.ndarray, values: np.ndarray, start: int, scores: np.ndarray, k: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the columns and scores of the `k` smallest and the `k` largest of each row so far.
+
+    They are in increasing order; `scores` are those of the columns from `start` on.
+    """
+    columns = np.broadcast_to(np.arange(start, start + scores.shape[1]), scores.shape)
+    numbers = np.concatenate([numbers, columns], axis=1)
+    values = np.concatenate([values, scores], axis=1)
+    # Of equal scores the first column comes first, whatever the pieces.
+    order = np.lexsort((numbers, values), axis=1)
+    if order.shape[1] > 2 * k:
+        order = np.concatenate([order[:, :k], order[:, -k:]], axis=1)
+    return np.take_along_axis(numbers, order, axis=1), np.take_along_axis(values, order, axis=1)

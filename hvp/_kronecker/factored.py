@@ -311,7 +311,7 @@ class FactoredOperator(Operator):
 
     def rotate(self, rows: tf.Tensor) -> tf.Tensor:
         """Write each row, of shape `(k, n)`, in terms of the eigenvectors, block by block."""
-        return self._factored.run("rotate", Block.rotate, rows)
+        return self._factored.run("rotate", rows)
 
     def scales(self) -> np.ndarray:
         """Return the eigenvalues in the order of what `rotate` returns; shape `(n,)`."""

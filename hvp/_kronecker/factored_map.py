@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import numpy as np
 import tensorflow as tf
@@ -39,50 +39,35 @@ class FactoredMap(LinearMap):
             return self.codomain.split(self.apply(self.domain.join(vector)))
         is_flat = len(vector.shape) == 1
         rows = vector[tf.newaxis] if is_flat else vector
-        product = self.run("multiply", Block.multiply, rows, back=True)
+        product = self.run("multiply", rows)
         return product[0] if is_flat else product
 
     def as_function(self) -> TensorFunction:
         """Return the products as a function of eigenvectors and eigenvalues."""
         blocks = self._factors.current()
-        compiled = self._compiled_for("multiply", Block.multiply, blocks, True)
+        compiled = self._compiled_for("multiply", blocks)
         tensors = [tensor for block in blocks for tensor in block.tensors]
         forms = [(b.kind, b.left is None, b.right is None, b.entries.shape) for b in blocks]
         entries = np.concatenate([block.entries.reshape(-1) for block in blocks])
         key = ("factored", digest(entries), repr(forms))
         return TensorFunction(key, tensors, lambda rows, tensors: compiled(rows, *tensors))
 
-    def run(
-        self,
-        name: str,
-        function: Callable[[Block, tf.Tensor], tf.Tensor],
-        rows: tf.Tensor,
-        *,
-        back: bool = False,
-    ) -> tf.Tensor:
-        """Apply a function of blocks to the entries of rows, now or in the graph being traced.
+    def run(self, name: Literal["multiply", "rotate"], rows: tf.Tensor) -> tf.Tensor:
+        """Apply a method of blocks to the entries of rows, now or in the graph being traced.
 
-        The `name` identifies the `function`, which takes a block and its entries of the rows, of
-        shape `(k, n)`. The results are in the order of the rows if `back`, else in that of the
-        blocks.
+        Products are in the order of the rows, and rotated rows in that of the blocks.
         """
         if tf.executing_eagerly():
             blocks = self._factors.current()
             tensors = [tensor for block in blocks for tensor in block.tensors]
-            return self._compiled_for(name, function, blocks, back)(rows, *tensors)
+            return self._compiled_for(name, blocks)(rows, *tensors)
         tensors, is_stale = self._factors.in_graph()
         with tf.init_scope():
-            compiled = self._compiled_for(name, function, self._factors.held(), back)
+            compiled = self._compiled_for(name, self._factors.held())
         result = (compiled.inline if is_for_xla() else compiled)(rows, *tensors)
         return tf.where(is_stale, tf.cast(float("nan"), result.dtype), result)
 
-    def _compiled_for(
-        self,
-        name: str,
-        function: Callable[[Block, tf.Tensor], tf.Tensor],
-        blocks: Sequence[Block],
-        back: bool,
-    ) -> Compiled:
+    def _compiled_for(self, name: str, blocks: Sequence[Block]) -> Compiled:
         if name in self.compiled:
             return self.compiled[name]
         forms = [block.without_numbers() for block in blocks]
@@ -95,9 +80,9 @@ class FactoredMap(LinearMap):
             rows = rows if is_sorted else tf.gather(rows, order, axis=1)
             sizes = [block.size for block in own]
             pieces = tf.split(rows, sizes, axis=1) if len(sizes) > 1 else [rows]
-            done = [function(block, piece) for block, piece in zip(own, pieces)]
+            done = [getattr(block, name)(piece) for block, piece in zip(own, pieces)]
             whole = tf.concat(done, axis=1) if len(done) > 1 else done[0]
-            return whole if is_sorted or not back else tf.gather(whole, places, axis=1)
+            return whole if is_sorted or name == "rotate" else tf.gather(whole, places, axis=1)
 
         rows = tf.TensorSpec([None, self.domain.size], self.domain.dtype)
         tensors = [tf.TensorSpec(t.shape, t.dtype) for block in blocks for t in block.tensors]

@@ -14,7 +14,7 @@ import abc
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Union
 
 import numpy as np
 import tensorflow as tf
@@ -29,15 +29,14 @@ _TRANSPOSED = frozenset(["Conv2DBackpropInput", "Conv3DBackpropInputV2"])
 _ADDITIONS = frozenset(["Add", "AddV2", "BiasAdd", "Sub", "BroadcastTo"])
 
 
-class Form(abc.ABC):
-    """How an operation computes the tensor `output` from a weight and the tensors `inputs`."""
+class MatrixForm(abc.ABC):
+    """An operation that multiplies the tensors `inputs` by matrices: `K` groups of shape `(I, O)`.
+
+    Its result is the tensor `output`.
+    """
 
     inputs: Sequence[str]
     output: str
-
-
-class MatrixForm(Form):
-    """An operation that multiplies by matrices: `K` groups of shape `(I, O)`."""
 
     @abc.abstractmethod
     def rows(self, data: Sequence[tf.Tensor], examples: Any) -> tf.Tensor:
@@ -261,7 +260,7 @@ class GatherForm(MatrixForm):
 
 
 @dataclass(frozen=True)
-class EntrywiseForm(Form):
+class EntrywiseForm:
     """An entrywise product or sum with `sign` times a weight that enters in this `shape`."""
 
     inputs: Sequence[str]
@@ -282,6 +281,9 @@ class EntrywiseForm(Form):
         summed = tf.reduce_sum(product, axis=axes, keepdims=True) if axes else product
         # The examples may share their axis with positions.
         return tf.reduce_sum(tf.reshape(summed, [examples, -1, math.prod(self.shape)]), axis=1)
+
+
+Form = Union[MatrixForm, EntrywiseForm]
 
 
 def form_of(use: Use, graph: WeightedGraph) -> Form | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -29,9 +30,9 @@ from hvp._keras.losses import preserved_losses
 from hvp._kronecker.block import Block, eigen, exact
 from hvp._kronecker.factored import FactoredOperator
 from hvp._kronecker.factors import Factors
-from hvp._kronecker.layers import EntrywiseLayer, Layer
+from hvp._kronecker.layers import Layer
 from hvp._kronecker.penalty import Penalty, penalty_diagonal
-from hvp._kronecker.rule import Arrangement, ScalesRule, StatisticsRule
+from hvp._kronecker.rule import Arrangement, StatisticsRule
 from hvp._kronecker.traced_model import TracedModel
 from hvp._operators.fisher import fisher_rule
 from hvp._operators.matrix import evaluated
@@ -266,7 +267,7 @@ class KFAC(FromKeras, FactoredOperator):
         is_weighted = isinstance(data, tuple) and len(data) > 2 and fisher in (None, "type-2")
         if options.get("likelihood") is None and fisher != "empirical" and not is_weighted:
             options["likelihood"] = compiled.likelihoods
-        return WithLayers(compiled.model, model), compiled.output_loss, variables
+        return with_layers(compiled.model, model), compiled.output_loss, variables
 
     @property
     def value(self) -> float:
@@ -287,9 +288,7 @@ class KFAC(FromKeras, FactoredOperator):
         """
         pairs = zip(self._layers, self._averages)
         return {
-            layer.names[0]: (means[0], means[1])
-            for layer, means in pairs
-            if not isinstance(layer, EntrywiseLayer)
+            layer.names[0]: (means[0], means[1]) for layer, means in pairs if not layer.is_entrywise
         }
 
     @outside_strategies
@@ -496,7 +495,7 @@ class KFAC(FromKeras, FactoredOperator):
         blocks = []
         dtype, arrangement = self._space.dtype, self._rule.arrangement
         for layer, own in zip(self._layers, means):
-            if isinstance(layer, EntrywiseLayer):
+            if layer.is_entrywise:
                 full = arrangement.is_exact(layer)
                 values, vectors = eigen(own[0], full=full)
                 kind = "exact" if full else "diagonal"
@@ -576,8 +575,7 @@ class EKFAC(KFAC):
                 self._bases[place] = [
                     None if basis is None else tf.Variable(basis, trainable=False) for basis in pair
                 ]
-            fields = {f.name: getattr(self._rule, f.name) for f in dataclasses.fields(self._rule)}
-            rule = ScalesRule(**fields, bases=self._bases)
+            rule = dataclasses.replace(self._rule, bases=self._bases)
             stand_ins = [
                 _stand_in(self._layers[i].entries.shape, self._space.dtype, self._layers[i])
                 for i in kronecker
@@ -625,14 +623,11 @@ _INSTEAD = {
 }
 
 
-class WithLayers:
-    """A function of a Keras model that carries the model, so that its layers are known."""
-
-    def __init__(self, function: Callable[..., Any], model: Any) -> None:
-        self._function, self.keras_model = function, model
-
-    def __call__(self, *inputs: Any) -> Any:
-        return self._function(*inputs)
+def with_layers(function: Callable[..., Any], model: Any) -> Any:
+    """Return a function of a Keras model that carries the model, so that its layers are known."""
+    carrying: Any = functools.partial(function)
+    carrying.keras_model = model
+    return carrying
 
 
 def _stand_in(shape: Sequence[int], dtype: tf.DType, layer: Layer) -> tf.Variable:

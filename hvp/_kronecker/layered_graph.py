@@ -15,7 +15,7 @@ from hvp._graphs.graph import Graph
 from hvp._graphs.inline import inline_calls
 from hvp._graphs.sizes import graph_def_with_shapes, take_sizes
 from hvp._graphs.weights import WeightedGraph
-from hvp._kronecker.layers import Layer, MatrixLayer, Weight, find_layers
+from hvp._kronecker.layers import Layer, find_layers
 from hvp._vectors.variables import VariableNest
 
 # The names of the operations that are differentiated begin with this.
@@ -48,7 +48,8 @@ class LayeredGraph:
         fold_shapes(flat)
         ends = [rename(tensor.name) for tensor in results]
         weighted = WeightedGraph(Graph(flat), [tensor.name for tensor in data], ends)
-        layers, uncovered = find_layers(weighted, _weights(nest, graph))
+        handles = {id(outside): inside.name for outside, inside in graph.captures}
+        layers, uncovered = find_layers(weighted, nest, handles)
         wanted = list(dict.fromkeys([*ends, *_tensors_of(layers)]))
         take_sizes(flat)
         known = {tensor.name: tensor for tensor in data}
@@ -59,8 +60,7 @@ class LayeredGraph:
 
     def inputs(self, layer: Layer) -> list[list[tf.Tensor]]:
         """Return the inputs of each operation of a layer."""
-        forms = layer.forms if isinstance(layer, MatrixLayer) else [use[0] for use in layer.uses]
-        return [[self._tensors[name] for name in form.inputs] for form in forms]
+        return [[self._tensors[name] for name in form.inputs] for form in layer.forms]
 
     def output(self, name: str) -> tf.Tensor:
         """Return the output of an operation of a layer."""
@@ -106,32 +106,14 @@ class LayeredGraph:
         return kept
 
 
-def _weights(nest: VariableNest, graph: Any) -> list[Weight]:
-    handles = {id(outside): inside.name for outside, inside in graph.captures}
-    weights, first = [], 0
-    for variable, name, shape in zip(nest.variables, nest.names, nest.shapes):
-        weight = Weight(name, handles.get(id(variable.handle), ""), shape, first)
-        weights.append(weight)
-        first += weight.size
-    return weights
-
-
 def _outputs_of(layers: Sequence[Layer]) -> list[list[str]]:
-    return [
-        [form.output for form in layer.forms]
-        if isinstance(layer, MatrixLayer)
-        else [form.output for form, *_ in layer.uses]
-        for layer in layers
-    ]
+    return [[form.output for form in layer.forms] for layer in layers]
 
 
 def _tensors_of(layers: Sequence[Layer]) -> list[str]:
     """Return the names of all tensors that are needed later."""
     names = [name for several in _outputs_of(layers) for name in several]
     for layer in layers:
-        if isinstance(layer, MatrixLayer):
-            names += [name for form in layer.forms for name in form.inputs]
-        else:
-            for form, tensor, value in layer.uses:
-                names += [*form.inputs, tensor, value]
+        names += [name for form in layer.forms for name in form.inputs]
+        names += [name for pair in layer.tensors for name in pair]
     return [name for name in names if name]

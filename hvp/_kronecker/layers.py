@@ -6,7 +6,7 @@ A layer is identified by the operations that read its weights, not by the class 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,21 +15,31 @@ import numpy as np
 from hvp._errors import HvpError
 from hvp._graphs.graph import data_inputs, node_of, with_index
 from hvp._graphs.weights import Use, WeightedGraph
-from hvp._kronecker.forms import PASSED, EntrywiseForm, Form, GatherForm, MatrixForm, form_of
+from hvp._kronecker.forms import PASSED, EntrywiseForm, GatherForm, MatrixForm, form_of
+from hvp._vectors.variables import VariableNest
 
 
 @dataclass(frozen=True)
-class MatrixLayer:
-    """Weights that are matrices, with the bias that is added to the product, if any.
+class Layer:
+    """Weights that have a block: matrices with the bias that is added, or single entries.
 
-    The operations `forms` use the weights `names`, whose indices in the flat vector are `entries`,
-    of shape `(K, I, O)`. A bias is the last of the `I` rows.
+    The operations `forms` use the weights `names`. The indices of these in the flat vector are
+    `entries`, of shape `(K, I, O)` for matrices, where a bias is the last of the `I` rows, and
+    `(d,)` for weights that multiply or are added entry by entry. For each form, `tensors` has the
+    tensor that enters the operation and the one that holds the weight, if the first is a function
+    of the second, else empty strings.
     """
 
     names: tuple[str, ...]
-    forms: tuple[MatrixForm, ...]
     entries: np.ndarray
+    forms: list[Any] = field(default_factory=list)
+    tensors: list[tuple[str, str]] = field(default_factory=list)
     has_bias: bool = False
+
+    @property
+    def is_entrywise(self) -> bool:
+        """Whether the weights multiply or are added entry by entry."""
+        return isinstance(self.forms[0], EntrywiseForm)
 
     @property
     def is_table(self) -> bool:
@@ -37,81 +47,38 @@ class MatrixLayer:
         return isinstance(self.forms[0], GatherForm)
 
 
-@dataclass(frozen=True)
-class EntrywiseLayer:
-    """Weights that multiply or are added entry by entry.
-
-    Each use has two tensors besides its form: the one that enters the operation and the one that
-    holds the weight, if the first is a function of the second, else empty strings. The indices
-    `entries` of the weights in the flat vector have the shape `(d,)`.
-    """
-
-    names: tuple[str, ...]
-    uses: tuple[tuple[EntrywiseForm, str, str], ...]
-    entries: np.ndarray
-
-
-Layer = Any  # MatrixLayer or EntrywiseLayer
-
-
-@dataclass(frozen=True)
-class Weight:
-    """A variable as the graph knows it.
-
-    The tensor `handle` stands for it in the graph, and is empty if the graph does not read it. Its
-    first entry has the index `first` in the flat vector.
-    """
-
-    name: str
-    handle: str
-    shape: tuple[int, ...]
-    first: int
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-
-@dataclass
-class _Uses:
-    """Uses of the same entries, arranged in the same way."""
-
-    entries: np.ndarray
-    forms: list[Form] = field(default_factory=list)
-    tensors: list[tuple[str, str]] = field(default_factory=list)
-
-
-def find_layers(graph: WeightedGraph, weights: Sequence[Weight]) -> tuple[list[Layer], list[str]]:
+def find_layers(
+    graph: WeightedGraph, nest: VariableNest, handles: Mapping[int, str]
+) -> tuple[list[Layer], list[str]]:
     """Return the layers in the order of their weights, and the names of weights without one.
 
-    An `HvpError` is raised if a weight is used in two ways, for example both looked up and
-    multiplied.
+    The `handles` are the tensors that stand for variables in the graph, by the `id` of their
+    handles outside. An `HvpError` is raised if a weight is used in two ways, for example both
+    looked up and multiplied.
     """
-    matrices: list[MatrixLayer] = []
-    entrywise: list[EntrywiseLayer] = []
+    layers: list[Layer] = []
     uncovered: list[str] = []
-    for number, weight in enumerate(weights):
-        uses = graph.uses(number, weight.handle, weight.shape) if weight.handle else []
-        grouped = _grouped(weight, uses, graph)
+    first = 0
+    for number, (variable, name) in enumerate(zip(nest.variables, nest.names)):
+        shape, handle = tuple(variable.shape), handles.get(id(variable.handle))
+        uses = graph.uses(number, handle, shape) if handle else []
+        grouped = _grouped(name, np.arange(first, first + math.prod(shape)), uses, graph)
+        first += math.prod(shape)
         if grouped is None:
-            uncovered.append(weight.name)
-            continue
-        for same in grouped:
-            if isinstance(same.forms[0], MatrixForm):
-                forms: Any = tuple(same.forms)
-                matrices.append(MatrixLayer((weight.name,), forms, same.entries + weight.first))
-            else:
-                triples: Any = tuple((f, *t) for f, t in zip(same.forms, same.tensors))
-                entries = same.entries.reshape(-1) + weight.first
-                entrywise.append(EntrywiseLayer((weight.name,), triples, entries))
-    layers: list[Layer] = [*_with_biases(matrices, entrywise, graph)]
-    layers.sort(key=lambda layer: int(layer.entries.min()))
-    return layers, uncovered
+            uncovered.append(name)
+        else:
+            layers += grouped
+    matrices = [layer for layer in layers if not layer.is_entrywise]
+    entrywise = [layer for layer in layers if layer.is_entrywise]
+    joined = _with_biases(matrices, entrywise, graph)
+    return sorted(joined, key=lambda layer: int(layer.entries.min())), uncovered
 
 
-def _grouped(weight: Weight, uses: Sequence[Use], graph: WeightedGraph) -> list[_Uses] | None:
+def _grouped(
+    name: str, places: np.ndarray, uses: Sequence[Use], graph: WeightedGraph
+) -> list[Layer] | None:
     """Group uses by the entries that they use, or return None if one of them has no known form."""
-    groups: dict[Any, _Uses] = {}
+    groups: dict[Any, Layer] = {}
     for use in uses:
         form = form_of(use, graph)
         if form is None or use.view is None:
@@ -120,31 +87,30 @@ def _grouped(weight: Weight, uses: Sequence[Use], graph: WeightedGraph) -> list[
         entries = form.arrange(use.view) if isinstance(form, MatrixForm) else use.view
         if len(np.unique(entries)) < entries.size:
             return None
-        kind = isinstance(form, GatherForm), is_matrix
-        same = groups.setdefault((kind, entries.shape, entries.tobytes()), _Uses(entries))
+        key = isinstance(form, GatherForm), is_matrix, entries.shape, entries.tobytes()
+        own = places[entries if is_matrix else entries.reshape(-1)]
+        same = groups.setdefault(key, Layer((name,), own))
         same.forms.append(form)
         same.tensors.append((use.tensor, use.value) if use.is_scaled else ("", ""))
-    used = np.zeros(weight.size, np.int8)
+    used = np.zeros(len(places), np.int8)
     for same in groups.values():
-        if used[same.entries.reshape(-1)].any():
+        own = same.entries.reshape(-1) - places[:1]
+        if used[own].any():
             raise HvpError(
-                f"the weight {weight.name!r} is used in two ways: "
+                f"the weight {name!r} is used in two ways: "
                 + " and ".join(dict.fromkeys(use.node.op for use in uses)),
                 "weights that every operation uses in the same way",
-                f"leave {weight.name!r} out of the variables",
+                f"leave {name!r} out of the variables",
             )
-        used[same.entries.reshape(-1)] = 1
+        used[own] = 1
     if not used.all():  # the predictions do not depend on these entries
-        groups["rest"] = _Uses(np.flatnonzero(used == 0), [_nothing()], [("", "")])
+        nothing = EntrywiseForm([], "", (), 0.0)
+        groups["rest"] = Layer((name,), places[used == 0], [nothing], [("", "")])
     return list(groups.values())
 
 
-def _nothing() -> EntrywiseForm:
-    return EntrywiseForm([], "", (), 0.0)
-
-
 def _with_biases(
-    matrices: list[MatrixLayer], entrywise: list[EntrywiseLayer], graph: WeightedGraph
+    matrices: list[Layer], entrywise: list[Layer], graph: WeightedGraph
 ) -> list[Layer]:
     """Join biases with the matrices whose products they are added to."""
     layers: list[Layer] = list(matrices)
@@ -164,14 +130,12 @@ def _with_biases(
     return layers
 
 
-def _place_of_bias(
-    other: EntrywiseLayer, layers: Sequence[MatrixLayer], graph: WeightedGraph
-) -> int | None:
+def _place_of_bias(other: Layer, layers: Sequence[Layer], graph: WeightedGraph) -> int | None:
     outputs: dict[str, int] = {}
     for place, layer in enumerate(layers):
         outputs.update({form.output: place for form in layer.forms})
     added = []
-    for form, tensor, _ in other.uses:
+    for form, (tensor, _) in zip(other.forms, other.tensors):
         node = graph.nodes.get(node_of(form.output)) if form.output else None
         is_added = node is not None and node.op in ("BiasAdd", "Add", "AddV2") and not tensor
         source = _product_before(node, outputs, graph) if is_added else None
@@ -190,7 +154,7 @@ def _place_of_bias(
     if arranged is None or arranged.size != groups * width:
         return None
     product, size = layer.forms[0], groups * width
-    fits = all(_is_along_columns(form, product, size, graph) for form, *_ in other.uses)
+    fits = all(_is_along_columns(form, product, size, graph) for form in other.forms)
     return place if fits else None
 
 

@@ -17,8 +17,8 @@ from hvp._engines.prediction_rule import PredictionRule
 from hvp._engines.rule import Evaluated, Parts, Rule
 from hvp._errors import HvpError
 from hvp._keras.unrolled import unrolled
-from hvp._kronecker.layers import EntrywiseLayer, Layer, MatrixLayer
-from hvp._kronecker.statistics import ExactBlock, FactorStatistic, ScaleStatistic, Statistic
+from hvp._kronecker.layers import Layer
+from hvp._kronecker.statistics import Statistic, exact_block, factors, scales
 from hvp._kronecker.traced_model import TracedModel
 from hvp._vectors.variables import VariableNest
 
@@ -37,18 +37,18 @@ class Arrangement:
     largest_exact: int
     dtype: tf.DType
 
-    def full(self, layer: MatrixLayer) -> tuple[bool, bool]:
+    def full(self, layer: Layer) -> tuple[bool, bool]:
         """Return whether each factor of a layer is stored as a full matrix."""
         _, size, width = layer.entries.shape
         return size <= self.largest and not layer.is_table, width <= self.largest
 
-    def is_exact(self, layer: EntrywiseLayer) -> bool:
+    def is_exact(self, layer: Layer) -> bool:
         """Whether the block of a layer is stored as a full matrix."""
         return layer.entries.size <= self.largest_exact
 
     def shapes(self, layer: Layer) -> list[tuple[int, ...]]:
         """Return the shapes of the statistics of a layer."""
-        if isinstance(layer, EntrywiseLayer):
+        if layer.is_entrywise:
             size = layer.entries.size
             return [(1, size, size) if self.is_exact(layer) else (1, size)]
         groups, *sizes = layer.entries.shape
@@ -61,7 +61,9 @@ class StatisticsRule(Rule):
     """The Kronecker factors and exact blocks of all layers.
 
     They approximate the matrix of the rule `matrix`. The `source` has the models and layers that
-    may be recurrent, and `signs` is as for `roots`.
+    may be recurrent, and `signs` is as for `roots`. If there are `bases`, the second moments of
+    gradients along these are evaluated instead: for each layer the pair of its factors'
+    eigenvectors, where None stands for unit vectors, or None if the layer has an exact block.
     """
 
     matrix: PredictionRule
@@ -69,27 +71,26 @@ class StatisticsRule(Rule):
     arrangement: Arrangement
     source: Any
     signs: int
-    evaluates = "the Kronecker factors"
+    bases: Sequence[Any] | None = None
     needs_graph = True
+
+    @property
+    def evaluates(self) -> str:  # type: ignore[override]
+        """What is evaluated, for messages."""
+        return "the Kronecker factors" if self.bases is None else "the scales of the eigenvectors"
 
     def evaluate(self, variables: Sequence[tf.Variable], batch: Any) -> Evaluated:
         traced = self.traced(batch)
         self._refuse_others(traced.graph.layers, variables)
-        own = [
-            (place, self.statistic(place, layer)) for place, layer in enumerate(traced.graph.layers)
-        ]
-        statistics = [(place, statistic) for place, statistic in own if statistic is not None]
-        for place, statistic in statistics:
-            statistic.start(traced, traced.graph.inputs(traced.graph.layers[place]))
+        own = [self.statistic(*pair, traced) for pair in enumerate(traced.graph.layers)]
+        statistics = [(place, *pair) for place, pair in enumerate(own) if pair is not None]
 
         def step(gradients: list[list[Any]]) -> list[tf.Tensor]:
-            return [tensor for place, s in statistics for tensor in s.step(gradients[place])]
+            return [take(gradients[place]) for place, take, _ in statistics]
 
         sums = traced.backward(step)
-        parts: Parts = []
-        for _, statistic in statistics:
-            parts = [*parts, *statistic.finish(sums[:1])]
-            sums = sums[1:]
+        pairs = zip(statistics, sums)
+        parts: Parts = [mean for (_, _, finish), total in pairs for mean in finish(total)]
         return Evaluated(traced.output.taped.value, parts, None)
 
     def _refuse_others(self, layers: Sequence[Layer], variables: Sequence[tf.Variable]) -> None:
@@ -104,7 +105,10 @@ class StatisticsRule(Rule):
 
     def shapes(self, place: int, layer: Layer) -> list[tuple[int, ...]]:
         """Return the shapes of the statistics of a layer."""
-        return self.arrangement.shapes(layer)
+        if self.bases is None:
+            return self.arrangement.shapes(layer)
+        known = place < len(self.bases) and self.bases[place] is not None
+        return [layer.entries.shape] if known else []
 
     def weights(self, variables: Sequence[tf.Variable]) -> Sequence[tf.Variable]:
         """Return the weights of the model, not the variables that stand for the statistics."""
@@ -115,39 +119,16 @@ class StatisticsRule(Rule):
         with unrolled(self.source):
             return TracedModel.of(self.matrix, self.nest, batch, self.signs, backward=backward)
 
-    def statistic(self, place: int, layer: Layer) -> Statistic | None:
+    def statistic(self, place: int, layer: Layer, traced: TracedModel) -> Statistic | None:
         """Return the statistic of a layer, or None if it has none."""
-        arrangement = self.arrangement
-        if isinstance(layer, EntrywiseLayer):
-            return ExactBlock(layer, arrangement.dtype, arrangement.is_exact(layer))
-        return FactorStatistic(
-            layer, arrangement.reduces, arrangement.dtype, arrangement.full(layer)
-        )
+        how, dtype = self.arrangement, self.arrangement.dtype
+        if self.bases is not None:
+            bases = self.bases[place]
+            return None if bases is None else scales(layer, traced, dtype, bases)
+        if layer.is_entrywise:
+            return exact_block(layer, traced, dtype, how.is_exact(layer))
+        return factors(layer, traced, how.reduces, dtype, how.full(layer))
 
     def multiply(self, state: Any, vector: Parts) -> Parts:
         """Raise an error: statistics are not linear in anything, and have no product."""
         raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class ScalesRule(StatisticsRule):
-    """The second moments of gradients along given eigenvectors.
-
-    For each layer `bases` has the pair of its factors' eigenvectors, where None stands for unit
-    vectors, or None if the layer has an exact block.
-    """
-
-    bases: Sequence[Any] = ()
-    evaluates = "the scales of the eigenvectors"
-
-    def shapes(self, place: int, layer: Layer) -> list[tuple[int, ...]]:
-        """Return the shape of the scales of a layer, if it has any."""
-        known = place < len(self.bases) and self.bases[place] is not None
-        return [layer.entries.shape] if known else []
-
-    def statistic(self, place: int, layer: Layer) -> Statistic | None:
-        """Return the scales of a layer, or None if it has an exact block."""
-        if self.bases[place] is None:
-            return None
-        # The scales are those of whole gradients of examples, whatever the factors are of.
-        return ScaleStatistic(layer, False, self.arrangement.dtype, self.bases[place])

@@ -14,7 +14,6 @@ from hvp._engines.rule import Parts
 from hvp._engines.taped import TapedGradient
 from hvp._errors import InvalidLossError
 from hvp._kronecker.layered_graph import LayeredGraph
-from hvp._kronecker.layers import MatrixLayer
 from hvp._kronecker.roots import roots
 from hvp._vectors.variables import VariableNest
 
@@ -79,11 +78,11 @@ class TracedModel:
         rows = {}
         for layer in self.graph.layers:
             key = f"{layer.names[0]} {int(layer.entries.min())}"
-            if isinstance(layer, MatrixLayer):
+            if not layer.is_entrywise:
                 for number, (form, data) in enumerate(zip(layer.forms, self.graph.inputs(layer))):
                     rows[f"{key}/{number}"] = form.rows(data, self.examples)
                 continue
-            for number, (use, _, _) in enumerate(layer.uses):
+            for number, use in enumerate(layer.forms):
                 if use.output:
                     result = self.graph.output(use.output)
                     rows[f"{key}/{number}"] = tf.reshape(result, [1, self.examples, -1])

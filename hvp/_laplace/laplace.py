@@ -21,7 +21,7 @@ from hvp._keras.compiled_loss import CompiledModel
 from hvp._keras.from_keras import FromKeras
 from hvp._keras.private import mask_of
 from hvp._kronecker.factored import FactoredOperator
-from hvp._kronecker.kfac import WithLayers
+from hvp._kronecker.kfac import with_layers
 from hvp._laplace.calibration import Calibration, calibration, of_intervals
 from hvp._laplace.curvatures import Curvature, curvature_of
 from hvp._laplace.models import outputs_of
@@ -215,7 +215,7 @@ class Laplace(FromKeras, OneProcess):
             compiled.options["regularization"] = lambda: multiple * penalty()
         if variables is not compiled.keras_model:
             compiled.options["subset"] = variables
-        return WithLayers(compiled.model, compiled.keras_model), likelihoods[0]
+        return with_layers(compiled.model, compiled.keras_model), likelihoods[0]
 
     def __repr__(self) -> str:
         posterior = self._posterior

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from hvp._engines.predictions import Prediction
 from hvp._errors import HvpError, InvalidLossError
-from hvp._kronecker.kfac import WithLayers
+from hvp._kronecker.kfac import with_layers
 from hvp._vectors.selection import select
 from hvp._vectors.space import Space
 from hvp._vectors.variables import VariableNest, collect_variables
@@ -32,7 +32,7 @@ def outputs_of(model: Any, takes_logits: bool) -> Callable[..., Any]:
         return value if logits is None else logits
 
     own = getattr(model, "keras_model", model)
-    return WithLayers(outputs, own) if hasattr(own, "trainable_variables") else outputs
+    return with_layers(outputs, own) if hasattr(own, "trainable_variables") else outputs
 
 
 def chosen(model: Any, subset: Any) -> Any:

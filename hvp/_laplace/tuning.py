@@ -11,6 +11,7 @@ import scipy.optimize
 import tensorflow as tf
 
 from hvp._data.elements import convert_batch, rows_of
+from hvp._derivatives.exact import pulled_back
 from hvp._errors import ConvergenceWarning, HvpError
 from hvp._laplace.outputs import Outputs
 from hvp._laplace.posterior import Posterior
@@ -90,10 +91,8 @@ def refuse_distance(
     slope: Any = 0
     for x, y in pairs:
         inputs = convert_batch((x,), "x")
-        with tf.GradientTape(watch_accessed_variables=False) as tape:
-            tape.watch(weights.nest.variables)
-            loss = targets.loss(outputs.of(inputs), y)
-        slopes = tape.gradient(loss, weights.nest.variables, unconnected_gradients="zero")
+        loss = lambda x=inputs, y=y: targets.loss(outputs.of(x), y)  # noqa: E731
+        slopes = pulled_back(loss, weights.nest.variables)
         own = weights.space.join([tf.convert_to_tensor(part) for part in slopes])
         slope += inputs.examples * own.numpy()
     slope, values = posterior.rotate([slope, weights.flat()])

@@ -16,6 +16,7 @@ from hvp._engines.rule import PullbackRule
 from hvp._errors import InvalidLossError, InvalidVectorError, TooLargeError
 from hvp._operators.example_rows import ExampleRows
 from hvp._operators.operator import EvaluatedOperator
+from hvp._operators.predictions import checked_floating
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.strategies import outside_strategies
 from hvp._snapshots.problem import Problem
@@ -370,16 +371,6 @@ def _checked(function: Any) -> Callable[..., Any]:
 
     @functools.wraps(call, updated=())
     def values(*elements: Any, **named: Any) -> Any:
-        return tf.nest.map_structure(_checked_output, call(*elements, **named))
+        return checked_floating(call(*elements, **named), "the function to linearize")
 
     return values
-
-
-def _checked_output(leaf: Any) -> tf.Tensor:
-    is_tensor = isinstance(leaf, (tf.Tensor, tf.Variable))
-    if not is_tensor or not leaf.dtype.is_floating:
-        kind = leaf.dtype.name if is_tensor else type(leaf).__name__
-        raise InvalidLossError(
-            f"the function to linearize returned a {kind}", "floating-point tensors"
-        )
-    return tf.convert_to_tensor(leaf)

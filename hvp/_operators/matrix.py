@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import logging
 import threading
 import weakref
@@ -16,9 +17,9 @@ import tensorflow as tf
 
 from hvp._engines.linear_map import LinearMap, damped
 from hvp._engines.options import ROUNDING, Engine, Options
-from hvp._engines.plan import DerivativeReport
 from hvp._engines.restricted import Entries, Restricted, Selection
 from hvp._engines.rule import Rule
+from hvp._engines.summary import DerivativeReport
 from hvp._errors import HvpError, StaleOperatorError, quoted
 from hvp._runtime.digest import digest
 from hvp._runtime.interrupts import Uninterrupted
@@ -162,24 +163,16 @@ def _evaluated_again(changed: Sequence[str]) -> StaleOperatorError:
 class Evaluation(Matrix):
     """A matrix of a loss at the values that variables had, and what was computed from it.
 
-    For checks, `evaluate_gradient` returns a snapshot of the gradient alone, from a new trace. From
-    `problem` the matrix can be evaluated in another way.
+    From `problem` the matrix can be evaluated in another way, and the gradient alone for checks.
     """
 
     has_variables = True
     snapshot: Snapshot
 
-    def __init__(
-        self,
-        snapshot: Snapshot,
-        evaluate_gradient: Callable[[], Snapshot] | None = None,
-        *,
-        problem: Problem | None = None,
-    ) -> None:
+    def __init__(self, snapshot: Snapshot, problem: Problem | None = None) -> None:
         super().__init__(snapshot)
         self.snapshot, self.problem = snapshot, problem
         self.space = snapshot.plan.space
-        self._evaluate_gradient = evaluate_gradient
         # In full precision, and in float64; shared by matrices that differ in damping.
         self._others: dict[str, Evaluation] = {}
         # Without a cycle: the residuals are to be freed with the last operator.
@@ -222,18 +215,8 @@ class Evaluation(Matrix):
             yield self
             return
         self._refuse_another_matrix("in full precision", "leave out precision")
-        assert self.problem is not None
-        with self._lock:  # other threads wait, since the evaluation is shared and closed
-            with self.snapshot.with_seeds():
-                if "full" not in self._others:
-                    snapshot = self.problem.snapshot(on_stale="ignore", precision=None)
-                    self._others["full"] = Evaluation(snapshot, problem=self.problem)
-                else:
-                    self._others["full"].snapshot.refresh()
-            try:
-                yield self._others["full"].damped(self.damping)
-            finally:
-                self._others["full"].snapshot.close()
+        with self._other("full", self.problem, precision=None) as other:
+            yield other.damped(self.damping)
 
     @property
     def may_be_wide(self) -> bool:  # type: ignore[override]
@@ -262,29 +245,34 @@ class Evaluation(Matrix):
         if not self.may_be_wide:
             yield None
             return
+        with contextlib.ExitStack() as stack:
+            wide = self._other("float64", None, precision=None, jit_compile=False, wide=True)
+            try:
+                other = stack.enter_context(wide)
+                other.multiply(tf.zeros([1, self.space.size], self.space.dtype))
+            except (tf.errors.OpError, HvpError) as error:
+                _log.info("the operator cannot be evaluated in float64: %s", error)
+                yield None
+                return
+            # On tapes, where a graph failed, it would be float32.
+            yield other.damped(self.damping) if other.engine == "graph" else None
+
+    @contextlib.contextmanager
+    def _other(self, name: str, problem: Problem | None, **options: Any) -> Iterator[Evaluation]:
+        """Evaluate with other options at the present values, and release residuals afterwards."""
         assert self.problem is not None
-        wide: dict[str, Any] = {"precision": None, "jit_compile": False, "wide": True}
         with self._lock:  # other threads wait, since the evaluation is shared and closed
             try:
-                try:
-                    with self.snapshot.with_seeds():
-                        if "float64" not in self._others:
-                            snapshot = self.problem.snapshot(on_stale="ignore", **wide)
-                            self._others["float64"] = Evaluation(snapshot)
-                        else:
-                            self._others["float64"].snapshot.refresh()
-                    zeros = tf.zeros([1, self.space.size], self.space.dtype)
-                    self._others["float64"].multiply(zeros)
-                except (tf.errors.OpError, HvpError) as error:
-                    _log.info("the operator cannot be evaluated in float64: %s", error)
-                    yield None
-                    return
-                # On tapes, where a graph failed, it would be float32.
-                other = self._others["float64"]
-                yield other.damped(self.damping) if other.engine == "graph" else None
+                with self.snapshot.with_seeds():
+                    if name not in self._others:
+                        snapshot = self.problem.snapshot(on_stale="ignore", **options)
+                        self._others[name] = Evaluation(snapshot, problem)
+                    else:
+                        self._others[name].snapshot.refresh()
+                yield self._others[name]
             finally:
-                if "float64" in self._others:
-                    self._others["float64"].snapshot.close()
+                if name in self._others:
+                    self._others[name].snapshot.close()
 
     @contextlib.contextmanager
     def evaluated_alone(self, part: Problem) -> Iterator[Evaluation]:
@@ -351,9 +339,10 @@ class Evaluation(Matrix):
 
         With `places`, it is that of some of the variables.
         """
-        if self._evaluate_gradient is None:
+        if self.problem is None:
             return None
-        return Gradients(self._evaluate_gradient, self.snapshot, places)
+        evaluate = functools.partial(self.problem.snapshot, on_stale="ignore", products=False)
+        return Gradients(evaluate, self.snapshot, places)
 
     def fingerprint(self) -> dict[str, str]:
         """Return digests of the weights, the data and the loss.
@@ -484,8 +473,4 @@ class BlockEvaluation(Evaluation):
 def evaluated(rule: Rule, variables: Any, data: Any, options: Options) -> Evaluation:
     """Evaluate a matrix at the values the variables have now."""
     problem = Problem.of(rule, variables, data, options)
-    return Evaluation(
-        problem.snapshot(),
-        lambda: problem.snapshot(on_stale="ignore", products=False),
-        problem=problem,
-    )
+    return Evaluation(problem.snapshot(), problem)

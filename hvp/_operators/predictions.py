@@ -31,19 +31,23 @@ def checked_model(model: Any) -> Callable[..., Any]:
     call = model if hasattr(model, "trainable_weights") else retraced(model)
 
     def predict(*inputs: Any) -> Any:
-        return tf.nest.map_structure(_checked_prediction, called(call, *inputs))
+        predictions = called(call, *inputs)
+        return checked_floating(predictions, "the model", "floating-point tensors, the predictions")
 
     return predict
 
 
-def _checked_prediction(part: Any) -> tf.Tensor:
-    is_tensor = isinstance(part, (tf.Tensor, tf.Variable))
-    if not (is_tensor and part.dtype.is_floating):
-        kind = part.dtype.name if is_tensor else type(part).__name__
-        raise InvalidLossError(
-            f"the model returned a {kind}", "floating-point tensors, the predictions"
-        )
-    return tf.convert_to_tensor(part)
+def checked_floating(results: Any, what: str, expected: str = "floating-point tensors") -> Any:
+    """Return a nest of what a function returned as tensors, which are of floating type."""
+
+    def checked(leaf: Any) -> tf.Tensor:
+        is_tensor = isinstance(leaf, (tf.Tensor, tf.Variable))
+        if not (is_tensor and leaf.dtype.is_floating):
+            kind = leaf.dtype.name if is_tensor else type(leaf).__name__
+            raise InvalidLossError(f"{what} returned a {kind}", expected)
+        return tf.convert_to_tensor(leaf)
+
+    return tf.nest.map_structure(checked, results)
 
 
 def checked_output_loss(output_loss: Any) -> Callable[..., Any]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -11,36 +11,19 @@ from hvp._errors import RecomputeError
 from hvp._graphs.concrete import captured_resources, captures, is_read, is_written
 from hvp._graphs.dataflow import Dataflow
 from hvp._recompute.order import has_derivatives
-from hvp._vectors.resources import Resource
 
 
-@dataclass(frozen=True)
-class CapturedVariable:
-    """A variable that a function reads and does not change; `variable` is None if it is unknown."""
+class CapturedVariable(NamedTuple):
+    """A variable that a function reads and does not change.
 
-    resource: Resource
-    variable: tf.Variable | None
+    Tapes watch `source`, and record `read`, which returns the value.
+    """
 
-    @property
-    def handle(self) -> tf.Tensor:
-        return self.resource.handle
-
-    @property
-    def dtype(self) -> tf.DType:
-        return self.resource.dtype
-
-    @property
-    def shape(self) -> tf.TensorShape:
-        return tf.TensorShape(None) if self.variable is None else self.variable.shape
-
-    @property
-    def source(self) -> Any:
-        """The object that tapes watch."""
-        return self.handle if self.variable is None else self.variable
-
-    def read(self) -> tf.Tensor:
-        """Return the value; tapes record the read."""
-        return self.resource.read() if self.variable is None else self.variable.read_value()
+    handle: tf.Tensor
+    dtype: tf.DType
+    shape: tf.TensorShape
+    source: Any
+    read: Callable[[], tf.Tensor]
 
 
 def captured_variables(concrete: Any, flow: Dataflow) -> list[CapturedVariable]:
@@ -56,7 +39,11 @@ def captured_variables(concrete: Any, flow: Dataflow) -> list[CapturedVariable]:
         # A variable that the function updates (a moving average) is not an input. Its reads stay
         # in the graph as stateful operations, and run in the first call only.
         if not is_written(flow, vertex):
-            variables.append(CapturedVariable(resource, variable))
+            handle, dtype = resource.handle, resource.dtype
+            own = (tf.TensorShape(None), handle, resource.read)
+            if variable is not None:
+                own = (variable.shape, variable, variable.read_value)
+            variables.append(CapturedVariable(handle, dtype, *own))
         elif variable is not None and variable.trainable and has_derivatives(variable):
             raise RecomputeError(
                 f"the function changes a trainable variable that it also reads: {resource.name!r}",

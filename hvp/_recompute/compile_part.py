@@ -59,9 +59,8 @@ def compile_part(
     if whole:
         part = part.without_unused(results)
         if precision is not None:
-            lowered = in_low_precision(part, precision, {}, results)
-            part = lowered.graph
-            name += f"_{precision.name}" if lowered.products else ""
+            part, _, count = in_low_precision(part, precision, {}, results)
+            name += f"_{precision.name}" if count else ""
         part = in_order(part, results)
 
     def run(*tensors: tf.Tensor) -> list[tf.Tensor]:

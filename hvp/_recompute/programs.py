@@ -75,10 +75,11 @@ class Programs:
     def compile_first(self, trace: OrderTrace) -> Any:
         """Compile the function itself, which returns its results and then the state."""
         graph = self._graph_of(trace)
-        pure = replay(graph.program, graph.results, [*graph.inputs, *graph.captured])
-        self._first, self._state_names = graph, pure.stateful_results
-        part = with_effects(graph.program, pure, graph.results, [*graph.inputs, *graph.captured])
+        inputs = [*graph.inputs, *graph.captured]
+        self._first = graph
+        _, self._state_names = replay(graph.program, graph.results, inputs)
         results = [*graph.results, *self._state_names]
+        part = with_effects(graph.program, results, inputs)
         run = compile_part(part, graph.captured, graph.inputs, self._specs, results, whole=False)
         self._state_specs = [spec_of(tensor) for tensor in run.outputs[len(graph.results) :]]
         return run
@@ -97,7 +98,7 @@ class Programs:
         are used. Large matrix products and convolutions are computed in `precision`.
         """
         graph = self._graph_of(trace)
-        pure = replay(
+        part, stateful = replay(
             graph.program, graph.results, [*graph.inputs, *graph.cotangents, *graph.captured]
         )
         first_inputs = dict(zip(graph.inputs, self._first.inputs))
@@ -108,8 +109,7 @@ class Programs:
             graph.function_results,
             first_inputs,
         )
-        state = names_of_state(graph.program, pure, self._state_names, pairs)
-        part = pure.part
+        state = names_of_state(graph.program, stateful, self._state_names, pairs)
         if held_back:
             held = zip(graph.cotangents[:held_back], trace.cotangents)
             part = postpone(

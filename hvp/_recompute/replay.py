@@ -9,7 +9,7 @@ operation runs once, and its results are inputs of every later run.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from hvp._errors import RecomputeError
 from hvp._graphs.dataflow import CONTROL_FLOW, is_stateful
@@ -17,22 +17,14 @@ from hvp._graphs.graph import Graph, data_inputs, node_of
 from hvp._graphs.split import has_effects
 
 
-class Replay(NamedTuple):
-    """The repeatable part of a traced function: the operations that compute the results.
-
-    None of them is stateful. They take `stateful_results`, the results of stateful operations, as
-    inputs.
-    """
-
-    part: Graph
-    stateful_results: list[str]
-
-
-def replay(graph: Graph, results: Sequence[str], inputs: Sequence[str]) -> Replay:
+def replay(graph: Graph, results: Sequence[str], inputs: Sequence[str]) -> tuple[Graph, list[str]]:
     """Find the repeatable part of a graph, which computes `results` from `inputs`.
 
     The graph has no calls, and has passed through `read_from_inputs` and `draw_from_seeds`. A
     result that depends on a stateful loop or branch is refused.
+
+    Return the part, which has no stateful operation, and the results of stateful operations that it
+    takes as further inputs.
     """
     nodes, starts = graph.nodes, {*map(node_of, inputs)}
     stateful = {name for name, node in nodes.items() if is_stateful(node, graph.functions)} - starts
@@ -41,12 +33,10 @@ def replay(graph: Graph, results: Sequence[str], inputs: Sequence[str]) -> Repla
     stateful_results = sorted({tensor for tensor in used if node_of(tensor) in stateful})
     for tensor in stateful_results:
         _refuse_stateful_control_flow(nodes[node_of(tensor)])
-    return Replay(graph.part(part), stateful_results)
+    return graph.part(part), stateful_results
 
 
-def with_effects(
-    graph: Graph, pure: Replay, results: Sequence[str], inputs: Sequence[str]
-) -> Graph:
+def with_effects(graph: Graph, results: Sequence[str], inputs: Sequence[str]) -> Graph:
     """Return the part of a graph that runs in the first call, with all of its side effects."""
     starts = {*map(node_of, inputs)}
     effects = [
@@ -54,8 +44,7 @@ def with_effects(
         for name, node in graph.nodes.items()
         if has_effects(node, graph.functions) and name not in starts
     ]
-    targets = [*results, *pure.stateful_results, *effects]
-    first = graph.ancestors(targets, lambda name: name not in starts, controls=True)
+    first = graph.ancestors([*results, *effects], lambda name: name not in starts, controls=True)
     return graph.part(first, keep_controls=True)
 
 

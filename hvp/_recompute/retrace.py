@@ -17,7 +17,6 @@ from typing import Any
 from hvp._errors import RecomputeError
 from hvp._graphs.dataflow import CONTROL_FLOW, functions_of
 from hvp._graphs.graph import Graph, TensorName, data_inputs, node_of
-from hvp._recompute.replay import Replay
 
 
 def match_traces(
@@ -77,12 +76,13 @@ def match_traces(
 
 
 def names_of_state(
-    later: Graph, pure: Replay, first_names: Sequence[str], pairs: Mapping[str, str]
+    later: Graph, stateful: Sequence[str], first_names: Sequence[str], pairs: Mapping[str, str]
 ) -> list[str]:
     """Find the names in a later trace of the stateful results `first_names` of the first run.
 
-    `pairs` is what `match_traces` returned. A result that the later trace does not use gets the
-    name of no tensor. A derivative that uses a stateful result of its own is refused.
+    `stateful` are those of the later trace; `pairs` is what `match_traces` returned. A result that
+    the later trace does not use gets the name of no tensor. A derivative that uses a stateful
+    result of its own is refused.
     """
     later_name_of = {first_name: later_name for later_name, first_name in pairs.items()}
     names = []
@@ -90,7 +90,7 @@ def names_of_state(
         first_name, place = TensorName.of(tensor)
         name = later_name_of.get(first_name)
         names.append(f"{name}:{place}" if name else f"unused_state_{i}:0")
-    for tensor in pure.stateful_results:
+    for tensor in stateful:
         if tensor not in names:
             node = later.nodes[node_of(tensor)]
             raise RecomputeError(

@@ -14,9 +14,11 @@ import contextlib
 import contextvars
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from types import FrameType, TracebackType
 from typing import Any
+
+from hvp._runtime.context import assigned
 
 
 class _Deferred:
@@ -81,15 +83,10 @@ class Uninterrupted(contextlib.ContextDecorator):
 _acts_for_main: contextvars.ContextVar[bool] = contextvars.ContextVar("acts", default=False)
 
 
-@contextlib.contextmanager
-def acting_for_this_thread() -> Iterator[None]:
+def acting_for_this_thread() -> contextlib.AbstractContextManager[None]:
     """Let a thread that copies this context receive interrupts in place of this one."""
     is_main = threading.current_thread() is threading.main_thread()
-    token = _acts_for_main.set(is_main or _acts_for_main.get())
-    try:
-        yield
-    finally:
-        _acts_for_main.reset(token)
+    return assigned(_acts_for_main, is_main or _acts_for_main.get())
 
 
 def deliver_interrupt() -> None:

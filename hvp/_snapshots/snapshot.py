@@ -25,10 +25,11 @@ from hvp._engines.finite import check_finite
 from hvp._engines.graph_map import GraphMap
 from hvp._engines.graph_program import Results
 from hvp._engines.in_graph import InGraph
-from hvp._engines.linear_map import LinearMap
+from hvp._engines.linear_map import LinearMap, apply_in_python
 from hvp._engines.options import ROUNDING, OnStale
-from hvp._engines.plan import Plan, TraceSummary
+from hvp._engines.plan import Plan
 from hvp._engines.rule import Rule
+from hvp._engines.summary import TraceSummary
 from hvp._errors import (
     ClosedOperatorError,
     GraphModeError,
@@ -43,7 +44,6 @@ from hvp._graphs.python_calls import check_can_wait_for_python
 from hvp._runtime.collector import no_collections
 from hvp._runtime.guard import Guard, OneProcess, refuse_forks
 from hvp._runtime.interrupts import Uninterrupted
-from hvp._snapshots.python_map import apply_in_python
 from hvp._snapshots.statistics import Statistics
 from hvp._vectors.resources import Resource, restored
 from hvp._vectors.watch import Watch
@@ -123,17 +123,12 @@ class Snapshot(OneProcess, LinearMap):
         return self._store.products if self._store else 0
 
     @property
-    def nbytes(self) -> int | None:  # type: ignore[override]
-        """The size of the linear map."""
-        return 0 if self._map is None else self._map.nbytes
+    def made_of(self) -> list[LinearMap]:  # type: ignore[override]
+        """The linear map, if there is one."""
+        return [] if self._map is None else [self._map]
 
     @property
-    def streams(self) -> bool:  # type: ignore[override]
-        """Whether products evaluate batches again, at the variables' current values."""
-        return self._map is not None and self._map.streams
-
-    @property
-    def calls_python(self) -> bool:  # type: ignore[override]
+    def calls_python(self) -> bool:
         """Whether products inside graphs call Python."""
         return not isinstance(self._map, GraphMap)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -12,15 +13,61 @@ from hvp._solve.outcome import SolveOutcome
 
 # Number of tensors in `BlockProgress.counters`.
 COUNTERS = 5
+# What checkpoints hold of the progress, besides the state of the cycle.
+_ARRAYS = ("x", "directions", "outcome", "iterations", "residual_norms", "active")
+_NUMBERS: dict[str, Callable[[Any], Any]] = {"products": int, "is_low": bool, "is_refining": bool}
+
+S = TypeVar("S", bound="Solution")
 
 
 @dataclass
-class BlockProgress:
-    """The progress of a Krylov method on one block of rows; consists of arrays only.
+class Solution:
+    """The solutions as rows; consists of arrays only.
 
-    `x` holds the best solutions so far, `residual_norms` the norms of their residuals as computed
-    by a product, `outcome` a `SolveOutcome` for each row, and `directions` directions of negative
-    curvature, with zeros for rows without one. `products` counts products with single vectors.
+    `outcome` holds a `SolveOutcome` for each row, and `residual_norms` the norms of the residuals
+    as computed by a product. `directions`, of the shape of `x`, holds directions of negative
+    curvature, and zeros for rows without one. `products` counts products with single vectors.
+    """
+
+    x: np.ndarray
+    directions: np.ndarray
+    outcome: np.ndarray
+    iterations: np.ndarray
+    residual_norms: np.ndarray
+    products: int = 0
+
+    @classmethod
+    def begin(cls: type[S], x: np.ndarray, **fields: Any) -> S:
+        """Return the solutions before anything is computed, with a guess."""
+        zeros, norms = np.zeros(len(x), np.int64), np.full(len(x), np.inf)
+        return cls(x.copy(), np.zeros_like(x), zeros, zeros.copy(), norms, **fields)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return the attributes as arrays, for a checkpoint."""
+        return {name: np.asarray(value) for name, value in vars(self).items()}
+
+    @classmethod
+    def of_arrays(cls, arrays: dict[str, np.ndarray]) -> Solution:
+        """Restore the solutions from the arrays of a checkpoint."""
+        fields = {name: array for name, array in arrays.items() if name != "products"}
+        return cls(**fields, products=int(arrays["products"]))
+
+    def replace(self, columns: np.ndarray, other: Solution) -> None:
+        """Replace the solutions of some columns, but keep their directions."""
+        for name in ("x", "outcome", "residual_norms"):
+            getattr(self, name)[columns] = getattr(other, name)
+        self.iterations[columns] += other.iterations
+        self.products += other.products
+
+    def forget_curvature(self) -> None:
+        """Treat negative curvature as rounding error, for a matrix that has none."""
+        self.directions[:] = 0
+        self.outcome[self.outcome == SolveOutcome.NEGATIVE_CURVATURE] = SolveOutcome.STALLED
+
+
+@dataclass
+class BlockProgress(Solution):
+    """The progress of a Krylov method on one block of rows, from the best solutions so far.
 
     The iterations multiply in low precision while `is_low` is set; while `is_refining` is set, they
     multiply in float32 and residuals are computed in float64. An interrupt while `changing` is set
@@ -33,12 +80,6 @@ class BlockProgress:
     cycle adds to `x` for the rows that have ended in it; it is None between cycles.
     """
 
-    x: np.ndarray
-    residual_norms: np.ndarray
-    outcome: np.ndarray
-    iterations: np.ndarray
-    directions: np.ndarray
-    products: int = 0
     is_low: bool = False
     is_refining: bool = False
     active: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -46,12 +87,6 @@ class BlockProgress:
     state: list[Any] = field(default_factory=list)
     correction: np.ndarray | None = None
     changing: bool = False
-
-    @classmethod
-    def begin(cls, x: np.ndarray, *, is_low: bool) -> BlockProgress:
-        """Return the progress before the first iteration, from an initial guess."""
-        zeros, norms = np.zeros(len(x), np.int64), np.full(len(x), np.inf)
-        return cls(x.copy(), norms, zeros, zeros.copy(), np.zeros_like(x), is_low=is_low)
 
     def go_on_in_full_precision(self, maxiter: int) -> None:
         """Restart the rows that low precision has not solved."""
@@ -101,17 +136,7 @@ class BlockProgress:
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Return the progress as arrays, for a checkpoint."""
-        arrays = {
-            "x": self.x,
-            "residual_norms": self.residual_norms,
-            "outcome": self.outcome,
-            "iterations": self.iterations,
-            "directions": self.directions,
-            "products": np.array(self.products),
-            "is_low": np.array(self.is_low),
-            "is_refining": np.array(self.is_refining),
-            "active": self.active,
-        }
+        arrays = {name: np.asarray(getattr(self, name)) for name in (*_ARRAYS, *_NUMBERS)}
         if self.correction is not None:
             arrays["moved"] = self.correction
         arrays.update({f"counter{i}": tensor.numpy() for i, tensor in enumerate(self.counters)})
@@ -126,16 +151,10 @@ class BlockProgress:
             count = sum(key.startswith(name) for key in arrays)
             return [tf.constant(arrays[f"{name}{i}"]) for i in range(count)]
 
+        fields: dict[str, Any] = {name: arrays[name] for name in _ARRAYS}
+        fields |= {name: kind(arrays.get(name, 0)) for name, kind in _NUMBERS.items()}
         return cls(
-            x=arrays["x"],
-            residual_norms=arrays["residual_norms"],
-            outcome=arrays["outcome"],
-            iterations=arrays["iterations"],
-            directions=arrays["directions"],
-            products=int(arrays["products"]),
-            is_low=bool(arrays.get("is_low", False)),
-            is_refining=bool(arrays.get("is_refining", False)),
-            active=arrays["active"],
+            **fields,
             counters=numbered("counter"),
             state=numbered("state"),
             correction=arrays.get("moved"),

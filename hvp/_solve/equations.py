@@ -14,7 +14,7 @@ from hvp._operators.operator import Operator
 from hvp._runtime.checkpoint import Checkpoint
 from hvp._runtime.interrupts import deliver_interrupt
 from hvp._runtime.progress import progress_bar
-from hvp._solve.block_progress import BlockProgress
+from hvp._solve.block_progress import BlockProgress, Solution
 from hvp._solve.inverses import ExactInverse
 from hvp._solve.krylov import Krylov
 from hvp._solve.method import Method
@@ -53,87 +53,27 @@ class Equations:
         return system_residual(self.matrix, b, x, self.damping)
 
 
-@dataclass
-class Solution:
-    """The solutions as rows; consists of arrays only.
+def solve_directly(
+    equations: Equations, b: np.ndarray, inverse: ExactInverse | SparseInverse
+) -> Solution:
+    """Solve by an inverse `G`, with a step of refinement: `x_1 = G b`, `x_2 = x_1 + G (b - A x_1)`.
 
-    `directions`, of the shape of `x`, holds directions of negative curvature, and zeros for rows
-    without one. `products` counts products of the operator with single vectors.
+    All eigenvalues, if it has them, tell of a singular matrix and of negative curvature.
     """
-
-    x: np.ndarray
-    directions: np.ndarray
-    outcome: np.ndarray
-    iterations: np.ndarray
-    residual_norms: np.ndarray
-    products: int = 0
-
-    @classmethod
-    def begin(cls, b: np.ndarray) -> Solution:
-        """Return zero solutions, before anything is computed."""
-        count = len(b)
-        return cls(
-            np.zeros_like(b),
-            np.zeros_like(b),
-            np.zeros(count, np.int64),
-            np.zeros(count, np.int64),
-            np.full(count, np.inf),
-        )
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        """Return the attributes as arrays, for a checkpoint."""
-        return {name: np.asarray(value) for name, value in vars(self).items()}
-
-    @classmethod
-    def of_arrays(cls, arrays: dict[str, np.ndarray]) -> Solution:
-        """Restore the solutions from the arrays of a checkpoint."""
-        fields = {name: array for name, array in arrays.items() if name != "products"}
-        return cls(**fields, products=int(arrays["products"]))
-
-    def replace(self, columns: np.ndarray, other: Solution) -> None:
-        """Replace the solutions of some columns, but keep their directions."""
-        for name in ("x", "outcome", "residual_norms"):
-            getattr(self, name)[columns] = getattr(other, name)
-        self.iterations[columns] += other.iterations
-        self.products += other.products
-
-    def forget_curvature(self) -> None:
-        """Treat negative curvature as rounding error, for a matrix that has none."""
-        self.directions[:] = 0
-        self.outcome[self.outcome == SolveOutcome.NEGATIVE_CURVATURE] = SolveOutcome.STALLED
-
-
-def solve_exactly(equations: Equations, b: np.ndarray) -> Solution:
-    """Solve by all eigenvalues, with one step of iterative refinement.
-
-    With the exact inverse `G`: `x_1 = G b`, `x_2 = x_1 + G (b - A x_1)`.
-    """
-    solution = Solution.begin(b)
-    matrix = equations.matrix
-    inverse = ExactInverse(matrix, damping=equations.damping - matrix.damping)
-    solution.x = _multiply_rows(inverse, b)
-    solution.x += _multiply_rows(inverse, equations.residual(b, solution.x))
-    solution.residual_norms = norms(equations.residual(b, solution.x))
-    solution.products = matrix.size + 2 * len(b)
-    converged = solution.residual_norms <= equations.tolerance
-    singular = inverse.rank < matrix.size
-    otherwise = SolveOutcome.LEAST_SQUARES if singular else SolveOutcome.STALLED
-    solution.outcome = np.where(converged, int(SolveOutcome.CONVERGED), int(otherwise))
-    if inverse.eigenvalues[0] < 0 and inverse.is_nonzero[0]:
-        solution.directions[:] = inverse.eigenvectors[:, 0]
-    return solution
-
-
-def solve_sparsely(equations: Equations, b: np.ndarray, inverse: SparseInverse) -> Solution:
-    """Solve with the factors of a sparse matrix, with one step of iterative refinement."""
-    solution = Solution.begin(b)
+    solution = Solution.begin(np.zeros_like(b))
     solution.x = _multiply_rows(inverse, b)
     solution.x += _multiply_rows(inverse, equations.residual(b, solution.x))
     solution.residual_norms = norms(equations.residual(b, solution.x))
     solution.products = 2 * len(b)
+    otherwise = SolveOutcome.STALLED
+    if isinstance(inverse, ExactInverse):
+        solution.products += len(inverse.eigenvalues)
+        if inverse.rank < len(inverse.eigenvalues):
+            otherwise = SolveOutcome.LEAST_SQUARES
+        if inverse.eigenvalues[0] < 0 and inverse.is_nonzero[0]:
+            solution.directions[:] = inverse.eigenvectors[:, 0]
     converged = solution.residual_norms <= equations.tolerance
-    outcomes = int(SolveOutcome.CONVERGED), int(SolveOutcome.STALLED)
-    solution.outcome = np.where(converged, *outcomes)
+    solution.outcome = np.where(converged, int(SolveOutcome.CONVERGED), int(otherwise))
     return solution
 
 
@@ -182,7 +122,7 @@ class _BlockwiseSolver:
         self._methods = methods
         self._precondition = precondition
         self.used_second = self._changing = False
-        self.solution = Solution.begin(b)
+        self.solution = Solution.begin(np.zeros_like(b))
         # The position: the first column of the block, the index of the method, and its progress.
         self.start, self._stage = 0, 0
         self._progress: BlockProgress | None = None
@@ -249,30 +189,35 @@ class _BlockwiseSolver:
             self._save_if_due()
             deliver_interrupt()
 
-        def run(solver: Krylov) -> None:
-            solver.run(
-                b,
-                progress,
+        exact = equations.matrix
+        refines = exact.may_be_wide
+
+        def run(matrix: Matrix, wide: Matrix | None = None, **more: Any) -> None:
+            Krylov(
+                matrix,
+                method,
+                precondition,
+                wide,
+                b=b,
+                progress=progress,
                 tolerance=equations.tolerance[columns],
                 damping=equations.damping,
                 maxiter=equations.maxiter,
                 report=report,
-            )
+                **more,
+            ).run()
 
         if progress.is_low and equations.low is not None:
-            run(Krylov(equations.low, method, precondition, equations.matrix))
+            run(equations.low, exact)
             progress.go_on_in_full_precision(equations.maxiter)
-        exact, arguments = equations.matrix, (method, precondition)
-        refines = exact.may_be_wide
         if (progress.outcome == SolveOutcome.RUNNING).any() and not progress.is_refining:
-            recycled = equations.recycled
-            run(Krylov(exact, *arguments, recycled=recycled, stops_at_rounding=refines))
+            run(exact, recycled=equations.recycled, stops_at_rounding=refines)
         if progress.is_refining or (refines and (progress.outcome == SolveOutcome.STALLED).any()):
             with exact.in_float64() as wide:
                 if not progress.is_refining:
                     progress.refine(equations.maxiter)
                 # Without float64 after all, cycles in float32 go on for as long as they help.
-                run(Krylov(exact, *arguments, wide))
+                run(exact, wide)
         # From here until the method's index is advanced, an interrupt must not save anything.
         self._changing = True
         if self._x0 is None:

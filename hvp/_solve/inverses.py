@@ -40,22 +40,6 @@ _TOLERANCE, _SAFETY = 1e-2, 1.1
 _ITERATIONS = 32
 
 
-class _Inverse(Operator):
-    """Base class of inverses of a symmetric operator.
-
-    `damping` is added to the undamped operator. `solve` maps an array of rows to the solutions; it
-    must not refer to this object.
-    """
-
-    is_symmetric = True
-
-    def __init__(
-        self, matrix: Matrix, damping: float, solve: Callable[[np.ndarray], np.ndarray]
-    ) -> None:
-        self.damping = damping
-        super().__init__(ArrayMap(solve, matrix.space))
-
-
 def _damped_product(matrix: Matrix, damping: float, X: np.ndarray) -> np.ndarray:
     """Multiply columns by a matrix whose own damping is replaced by another one."""
     deliver_interrupt()
@@ -63,7 +47,7 @@ def _damped_product(matrix: Matrix, damping: float, X: np.ndarray) -> np.ndarray
     return product + np.asarray(damping, X.dtype) * X
 
 
-class ExactInverse(_Inverse):
+class ExactInverse(Operator):
     """The inverse of an operator, from all of its eigenvalues.
 
     With the eigenvalues `e` and the eigenvectors `Q` of the damped operator, the inverse is
@@ -129,6 +113,8 @@ class ExactInverse(_Inverse):
     array([1.   , 0.25 , 0.111])
     """
 
+    is_symmetric = True
+
     @Uninterrupted()
     def __init__(self, H: Any, *, damping: float = 0.0, max_size: int = 4096) -> None:
         matrix = matrix_of(H)
@@ -166,7 +152,8 @@ class ExactInverse(_Inverse):
             make_sure()
             return (rows.astype(np.float64) @ basis * reciprocals) @ basis.T
 
-        super().__init__(matrix, total, solve)
+        self.damping = total
+        super().__init__(ArrayMap(solve, matrix.space))
 
     @property
     def diagonal(self) -> np.ndarray:  # type: ignore[override]
@@ -332,7 +319,7 @@ def _eigen_of_graded(matrix: np.ndarray, rounding: float) -> tuple[np.ndarray, n
     return np.concatenate([np.zeros(zeros), eigenvalues]), eigenvectors
 
 
-class NeumannInverse(_Inverse):
+class NeumannInverse(Operator):
     """An approximate inverse by the Neumann series.
 
     For the damped operator `A`, a scale `s` and `m` iterations, the approximation is
@@ -385,6 +372,8 @@ class NeumannInverse(_Inverse):
     array([1., 1., 1.], dtype=float32)
     """
 
+    is_symmetric = True
+
     @Uninterrupted()
     def __init__(
         self,
@@ -414,7 +403,9 @@ class NeumannInverse(_Inverse):
         else:
             advance = matrix.cached("neumann", compiled)
         arguments = iterations, self.scale, total
-        super().__init__(matrix, total, lambda rows: _neumann_series(advance, rows, *arguments))
+        self.damping = total
+        solve = lambda rows: _neumann_series(advance, rows, *arguments)  # noqa: E731
+        super().__init__(ArrayMap(solve, matrix.space))
 
 
 def _largest_eigenvalue(matrix: Matrix, damping: float) -> float:

@@ -10,12 +10,10 @@ import tensorflow as tf
 
 from hvp._engines.linear_map import TensorFunction
 from hvp._graphs.compiled import Compiled
-from hvp._graphs.python_calls import can_wait_for_python
 from hvp._operators.matrix import Matrix
 from hvp._solve.block_progress import COUNTERS
 from hvp._solve.method import Method, System
 from hvp._solve.outcome import SolveOutcome
-from hvp._solve.preconditioners import UNKNOWN
 
 # Ended rows are removed once they are this part of the active rows.
 ENDED_PART = 0.25
@@ -41,115 +39,107 @@ class CompiledMethod(NamedTuple):
     advance: Compiled
 
 
-class KrylovGraph:
-    """Traces the graphs of a method.
+def compiled_method(
+    matrix: Matrix,
+    method: Method,
+    precondition: TensorFunction,
+    *,
+    continues: bool,
+    eager: bool,
+) -> CompiledMethod:
+    """Trace the graphs of a method.
 
     If `continues` is set, each cycle continues in the directions of the previous one, provided that
     the method can do that. `eager` tells whether the method runs without graphs, because these
-    could not call Python.
+    could not call Python. The compiled functions forget the matrix, because they are cached with
+    the operator and must not keep it alive.
     """
+    dtype, size = matrix.dtype, matrix.size
+    numbers, number = tf.TensorSpec([None], dtype), tf.TensorSpec([], dtype)
+    integers, integer = tf.TensorSpec([None], tf.int32), tf.TensorSpec([], tf.int32)
+    counters = [integers, integers, numbers, integers, numbers]
+    state = [tf.TensorSpec(shape, dtype) for shape in method.state_shapes(size)]
+    tensors = [tf.TensorSpec(t.shape, t.dtype) for t in precondition.tensors]
+    parameters = [numbers, number, *tensors]
 
-    def __init__(
-        self, matrix: Matrix, method: Method, precondition: TensorFunction, *, continues: bool
-    ) -> None:
-        self._matrix, self._method, self._precondition = matrix, method, precondition
-        self._continues = continues and method.continued_state is not None
-        calls_python = matrix.in_python or precondition.key is UNKNOWN
-        self.eager = calls_python and not can_wait_for_python()
-
-    def compile(self) -> CompiledMethod:
-        """Trace the graphs.
-
-        The compiled functions forget this object, because they are cached with the operator and
-        must not keep it alive.
-        """
-        dtype, size = self._matrix.dtype, self._matrix.size
-        numbers, number = tf.TensorSpec([None], dtype), tf.TensorSpec([], dtype)
-        integers, integer = tf.TensorSpec([None], tf.int32), tf.TensorSpec([], tf.int32)
-        counters = [integers, integers, numbers, integers, numbers]
-        state = [tf.TensorSpec(shape, dtype) for shape in self._method.state_shapes(size)]
-        tensors = [tf.TensorSpec(t.shape, t.dtype) for t in self._precondition.tensors]
-        parameters = [numbers, number, *tensors]
-
-        def initial_state(residual: tf.Tensor, *parameters: tf.Tensor) -> list[tf.Tensor]:
-            return self._method.initial_state(residual, self._system(parameters))
-
-        def continued_state(*tensors: tf.Tensor) -> list[tf.Tensor]:
-            before, residual = tensors[: len(state)], tensors[len(state)]
-            assert self._method.continued_state is not None
-            system = self._system(tensors[len(state) + 1 :])
-            return self._method.continued_state(before, residual, system)
-
-        def advance(count: tf.Tensor, *tensors: tf.Tensor) -> list[tf.Tensor]:
-            split = COUNTERS + len(state)
-            return self._advance(count, list(tensors[:split]), self._system(tensors[split:]))
-
-        residual = tf.TensorSpec([None, size], dtype)
-        continued = None
-        if self._continues:
-            continued = self._compiled(continued_state, [*state, residual, *parameters])
-        return CompiledMethod(
-            self._compiled(initial_state, [residual, *parameters]),
-            continued,
-            self._compiled(advance, [integer, *counters, *state, *parameters]),
-        )
-
-    def _compiled(self, function: Callable[..., Any], specs: Sequence[tf.TensorSpec]) -> Compiled:
-        return Compiled(function, specs, False, forgets=True, eager=self.eager)
-
-    def _system(self, parameters: Sequence[tf.Tensor]) -> System:
+    def system(parameters: Sequence[tf.Tensor]) -> System:
         tolerance, damping, *tensors = parameters
-        apply = self._precondition.apply
         return System(
-            multiply=lambda rows: self._matrix.multiply(rows) + damping * rows,
-            precondition=lambda rows: apply(rows, tensors),
+            multiply=lambda rows: matrix.multiply(rows) + damping * rows,
+            precondition=lambda rows: precondition.apply(rows, tensors),
             tolerance=tolerance,
         )
 
-    def _advance(
-        self, count: tf.Tensor, variables: list[tf.Tensor], system: System
+    def initial_state(residual: tf.Tensor, *parameters: tf.Tensor) -> list[tf.Tensor]:
+        return method.initial_state(residual, system(parameters))
+
+    def continued_state(*tensors: tf.Tensor) -> list[tf.Tensor]:
+        before, residual = tensors[: len(state)], tensors[len(state)]
+        assert method.continued_state is not None
+        return method.continued_state(before, residual, system(tensors[len(state) + 1 :]))
+
+    def advance(count: tf.Tensor, *tensors: tf.Tensor) -> list[tf.Tensor]:
+        split = COUNTERS + len(state)
+        return _advance(method, count, list(tensors[:split]), system(tensors[split:]))
+
+    def compiled(function: Callable[..., Any], specs: Sequence[tf.TensorSpec]) -> Compiled:
+        return Compiled(function, specs, False, forgets=True, eager=eager)
+
+    residual = tf.TensorSpec([None, size], dtype)
+    continued = None
+    if continues and method.continued_state is not None:
+        continued = compiled(continued_state, [*state, residual, *parameters])
+    return CompiledMethod(
+        compiled(initial_state, [residual, *parameters]),
+        continued,
+        compiled(advance, [integer, *counters, *state, *parameters]),
+    )
+
+
+def _advance(
+    method: Method, count: tf.Tensor, variables: list[tf.Tensor], system: System
+) -> list[tf.Tensor]:
+    """Return counters and state after up to `count` iterations, and the number of products."""
+    separable = method.separable
+    rows = tf.shape(variables[0])[0]
+    eps = float(np.finfo(system.tolerance.dtype.as_numpy_dtype).eps)
+    patience = _PATIENCE if separable else tf.maximum(_MIN_PATIENCE, _PATIENCE // rows)
+    # Rows cannot be removed inside the graph: it returns when enough of them have ended.
+    enough = tf.cast(rows, tf.float64) * (1 - ENDED_PART) if separable else 0.0
+
+    def is_unfinished(done: tf.Tensor, outcome: tf.Tensor, *rest: tf.Tensor) -> tf.Tensor:
+        del rest
+        running = tf.reduce_sum(tf.cast(tf.equal(outcome, SolveOutcome.RUNNING), tf.int32))
+        return (done < count) & (running > 0) & (tf.cast(running, tf.float64) > enough)
+
+    def iterate(
+        done: tf.Tensor,
+        outcome: tf.Tensor,
+        iterations: tf.Tensor,
+        smallest: tf.Tensor,
+        since: tf.Tensor,
+        gained: tf.Tensor,
+        *state: tf.Tensor,
     ) -> list[tf.Tensor]:
-        """Return counters and state after up to `count` iterations, and the number of products."""
-        separable = self._method.separable
-        rows = tf.shape(variables[0])[0]
-        eps = float(np.finfo(self._matrix.dtype.as_numpy_dtype).eps)
-        patience = _PATIENCE if separable else tf.maximum(_MIN_PATIENCE, _PATIENCE // rows)
-        # Rows cannot be removed inside the graph: it returns when enough of them have ended.
-        enough = tf.cast(rows, tf.float64) * (1 - ENDED_PART) if separable else 0.0
+        running = tf.equal(outcome, SolveOutcome.RUNNING)
+        step = method.iterate(state, running, system)
+        iterations += tf.cast(running, tf.int32)
+        fell, gained = step.norm < _FALL * smallest, gained + step.gain
+        since = tf.where(fell | (step.gain > eps * gained), 0, since + 1)
+        smallest = tf.where(fell, step.norm, smallest)
+        part = tf.cast(_STALLED_PART * tf.cast(iterations, tf.float32), tf.int32)
+        stalled = tf.equal(step.outcome, SolveOutcome.RUNNING)
+        stalled &= since >= tf.maximum(patience, part)
+        new_outcome = tf.where(stalled, int(SolveOutcome.STALLED), step.outcome)
+        outcome = tf.where(running, new_outcome, outcome)
+        return [done + 1, outcome, iterations, smallest, since, gained, *step.state]
 
-        def is_unfinished(done: tf.Tensor, outcome: tf.Tensor, *rest: tf.Tensor) -> tf.Tensor:
-            del rest
-            running = tf.reduce_sum(tf.cast(tf.equal(outcome, SolveOutcome.RUNNING), tf.int32))
-            return (done < count) & (running > 0) & (tf.cast(running, tf.float64) > enough)
-
-        def iterate(
-            done: tf.Tensor,
-            outcome: tf.Tensor,
-            iterations: tf.Tensor,
-            smallest: tf.Tensor,
-            since: tf.Tensor,
-            gained: tf.Tensor,
-            *state: tf.Tensor,
-        ) -> list[tf.Tensor]:
-            running = tf.equal(outcome, SolveOutcome.RUNNING)
-            step = self._method.iterate(state, running, system)
-            iterations += tf.cast(running, tf.int32)
-            fell, gained = step.norm < _FALL * smallest, gained + step.gain
-            since = tf.where(fell | (step.gain > eps * gained), 0, since + 1)
-            smallest = tf.where(fell, step.norm, smallest)
-            part = tf.cast(_STALLED_PART * tf.cast(iterations, tf.float32), tf.int32)
-            stalled = tf.equal(step.outcome, SolveOutcome.RUNNING)
-            stalled &= since >= tf.maximum(patience, part)
-            new_outcome = tf.where(stalled, int(SolveOutcome.STALLED), step.outcome)
-            outcome = tf.where(running, new_outcome, outcome)
-            return [done + 1, outcome, iterations, smallest, since, gained, *step.state]
-
-        shapes = [tensor.shape for tensor in variables]
-        done, *results = tf.while_loop(
-            is_unfinished,
-            iterate,
-            [tf.constant(0), *variables],
-            shape_invariants=[tf.TensorShape([]), *shapes],
-            parallel_iterations=1,
-        )
-        return [*results, done * rows]
+    shapes = [tensor.shape for tensor in variables]
+    done, *results = tf.while_loop(
+        is_unfinished,
+        iterate,
+        [tf.constant(0), *variables],
+        shape_invariants=[tf.TensorShape([]), *shapes],
+        parallel_iterations=1,
+    )
+    return [*results, done * rows]

@@ -14,7 +14,6 @@ later ones are extrapolated. The rank doubles as long as that promises fewer pro
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -25,39 +24,24 @@ from hvp._solve.nystrom import NystromSketch
 _FIRST_RANK = 8
 
 
-@dataclass(frozen=True)
-class RankPlan:
-    """The solve that a preconditioner is for.
+def sketch_that_pays(
+    matrix: Matrix, damping: float, columns: int, *, are_together: bool, rtol: float
+) -> NystromSketch:
+    """Sketch an operator with a rank that pays for `columns` right-hand sides.
 
-    `columns` counts the right-hand sides, and `are_together` tells whether every column searches
-    the Krylov space of all columns.
+    `are_together` tells whether every column searches the Krylov space of all columns. The damping
+    must be positive.
     """
+    sketch = NystromSketch(matrix, (0, 0))
 
-    columns: int
-    are_together: bool
-    rtol: float
+    def products(rank: int) -> float:
+        next_one = rank + (columns if are_together else 1)
+        condition = (_extrapolated(sketch.eigenvalues, next_one) + damping) / damping
+        iterations = math.sqrt(condition) * math.log(2 / min(max(rtol, 1e-16), 1.0)) / 2
+        return rank + columns * iterations
 
-    def sketch(self, matrix: Matrix, damping: float) -> NystromSketch:
-        """Sketch an operator with a rank that pays; the damping must be positive."""
-        sketch = NystromSketch(matrix, (0, 0))
-        sketch.grow(
-            _FIRST_RANK, lambda: not self._pays(sketch.eigenvalues, damping, 2 * sketch.rank)
-        )
-        return sketch
-
-    def _pays(self, eigenvalues: np.ndarray, damping: float, rank: int) -> bool:
-        """Return whether `rank` is expected to need fewer products than the present rank.
-
-        The present rank is the number of `eigenvalues`, which are decreasing and without damping.
-        """
-        now, then = (self._products(eigenvalues, damping, r) for r in (len(eigenvalues), rank))
-        return then < now
-
-    def _products(self, eigenvalues: np.ndarray, damping: float, rank: int) -> float:
-        next_one = rank + (self.columns if self.are_together else 1)
-        condition = (_extrapolated(eigenvalues, next_one) + damping) / damping
-        iterations = math.sqrt(condition) * math.log(2 / min(max(self.rtol, 1e-16), 1.0)) / 2
-        return rank + self.columns * iterations
+    sketch.grow(_FIRST_RANK, lambda: not products(2 * sketch.rank) < products(sketch.rank))
+    return sketch
 
 
 def _extrapolated(eigenvalues: np.ndarray, number: int) -> float:

@@ -17,9 +17,9 @@ import tensorflow as tf
 from scipy.sparse.linalg import LinearOperator, aslinearoperator
 
 from hvp._derivatives.belonging import may_be_recorded, recorded_solution
+from hvp._engines.array_map import ArrayMap
 from hvp._engines.linear_map import TensorFunction
 from hvp._errors import ConvergenceWarning, GraphModeError, HvpError, InvalidVectorError
-from hvp._graphs.python_calls import call_python
 from hvp._operators.damping import check_damping
 from hvp._operators.matrix import Matrix
 from hvp._operators.operator import Operator
@@ -32,15 +32,15 @@ from hvp._runtime.progress import check_progress
 from hvp._runtime.strategies import in_another_thread
 from hvp._runtime.user_warning import warn
 from hvp._solve.block_conjugate_gradients import BLOCK_CONJUGATE_GRADIENTS
+from hvp._solve.block_progress import Solution
 from hvp._solve.conjugate_gradients import CONJUGATE_GRADIENTS
 from hvp._solve.equations import (
     Equations,
-    Solution,
-    solve_exactly,
+    solve_directly,
     solve_iteratively,
-    solve_sparsely,
 )
 from hvp._solve.in_graph import RowSolution, solve_in_graph
+from hvp._solve.inverses import ExactInverse
 from hvp._solve.method import Method
 from hvp._solve.minres import MINRES
 from hvp._solve.nystrom import NystromSketch, nystrom_factors
@@ -52,7 +52,7 @@ from hvp._solve.preconditioners import (
     NystromPreconditioner,
     nystrom_precondition,
 )
-from hvp._solve.rank import RankPlan
+from hvp._solve.rank import sketch_that_pays
 from hvp._solve.recycled import RecycledSpace
 from hvp._solve.right_hand_sides import RightHandSides
 from hvp._solve.rows import norms
@@ -349,11 +349,9 @@ def solve_with(
             if saved_state:
                 solution = Solution.of_arrays(saved_state)
             else:
-                solution = (
-                    solve_exactly(equations, columns)
-                    if method == "exact"
-                    else solve_sparsely(equations, columns, SparseInverse(H, damping))
-                )
+                make = SparseInverse if method == "sparse" else ExactInverse
+                inverse = make(H if method == "sparse" else exact, damping=damping)
+                solution = solve_directly(equations, columns, inverse)
                 if file is not None:
                     file.save(solution.arrays())
             used = [method]
@@ -365,7 +363,8 @@ def solve_with(
         negative = np.flatnonzero(solution.outcome == SolveOutcome.NEGATIVE_CURVATURE)
         if method == "auto" and len(methods) == 1 and len(negative):
             remaining = replace(equations, tolerance=equations.tolerance[negative])
-            solution.replace(negative, solve_exactly(remaining, columns[negative]))
+            inverse = ExactInverse(exact, damping=damping)
+            solution.replace(negative, solve_directly(remaining, columns[negative], inverse))
             used.append("exact")
         if matrix.is_positive_semidefinite and damping >= 0:
             solution.forget_curvature()
@@ -527,8 +526,13 @@ def _choose_sketch(
         return None
     nonzero = lengths > 0
     rtol = float(np.min(equations.tolerance[nonzero] / lengths[nonzero]))
-    plan = RankPlan(int(nonzero.sum()), not methods[0].separable, rtol)
-    return plan.sketch(equations.matrix, equations.damping)
+    return sketch_that_pays(
+        equations.matrix,
+        equations.damping,
+        int(nonzero.sum()),
+        are_together=not methods[0].separable,
+        rtol=rtol,
+    )
 
 
 def _precondition_that_pays(
@@ -578,18 +582,8 @@ def _precondition(matrix: Matrix, M: Any, damping: float) -> tuple[TensorFunctio
             return function, products
     operator = aslinearoperator(M)
 
-    def apply_in_numpy(block: np.ndarray) -> np.ndarray:
-        return np.ascontiguousarray(operator.matmat(block.T).T, block.dtype)
-
-    def apply(block: tf.Tensor, tensors: Any) -> tf.Tensor:
-        del tensors
-        if tf.executing_eagerly():
-            return tf.constant(apply_in_numpy(block.numpy()))
-        spec = tf.TensorSpec(block.shape, block.dtype)
-        (product,) = call_python(lambda block: [apply_in_numpy(block.numpy())], [block], [spec])
-        return product
-
-    return TensorFunction(UNKNOWN, [], apply), products
+    foreign = ArrayMap(lambda rows: operator.matmat(rows.T).T, matrix.space)
+    return TensorFunction(UNKNOWN, [], lambda block, tensors: foreign.apply(block)), products
 
 
 def _fingerprint(precondition: TensorFunction, matrix: Matrix) -> str:

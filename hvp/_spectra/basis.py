@@ -7,37 +7,6 @@ import scipy.linalg
 import tensorflow as tf
 
 
-class Basis:
-    """A growing set of orthonormal vectors, for each of several spaces at once.
-
-    Vectors have the shape `(spaces, vectors, n)`.
-    """
-
-    # Vectors of one tensor. More would be copied too often, fewer multiplied one by one.
-    _CHUNK = 16
-
-    def __init__(self, first: tf.Tensor) -> None:
-        self._chunks = [first]
-
-    def append(self, vectors: tf.Tensor) -> None:
-        """Add vectors."""
-        last = self._chunks[-1]
-        if last.shape[1] + vectors.shape[1] <= self._CHUNK:
-            self._chunks[-1] = tf.concat([last, vectors], axis=1)
-        else:
-            self._chunks.append(vectors)
-
-    def orthogonalized(self, vectors: tf.Tensor) -> tf.Tensor:
-        """Subtract the components along the basis, in two passes because of rounding."""
-        for _ in range(2):
-            vectors = vectors - tf.add_n([_projected(vectors, chunk) for chunk in self._chunks])
-        return vectors
-
-
-def _projected(vectors: tf.Tensor, chunk: tf.Tensor) -> tf.Tensor:
-    return tf.matmul(tf.matmul(vectors, chunk, transpose_b=True), chunk)
-
-
 def orthogonalized(vectors: np.ndarray, basis: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Subtract the components of rows along an orthonormal basis.
 

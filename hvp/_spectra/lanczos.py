@@ -8,13 +8,14 @@ import numpy as np
 import scipy.linalg
 import tensorflow as tf
 
-from hvp._spectra.basis import Basis
 from hvp._spectra.probes import Probes
 
 # An invariant space is exhausted where the next vector is this many rounding units of the largest.
 _ROUNDING = 32
 # A smaller weight is a rounding error.
 NOTHING = 1e-14
+# Vectors of one tensor. More would be copied too often, fewer multiplied one by one.
+_CHUNK = 16
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,15 @@ def quadratures(probes: Probes, starts: np.ndarray, steps: int) -> Quadrature:
     dtype = starts.dtype
     lengths = np.linalg.norm(starts.astype(np.float64), axis=1, keepdims=True)
     vectors = (starts / lengths).astype(dtype)
-    basis = Basis(tf.constant(vectors)[:, tf.newaxis])
+    chunks = [tf.constant(vectors)[:, tf.newaxis]]
     diagonal, beside = np.zeros((2, len(starts), steps))
     for step in range(steps):
         products = probes.multiply(vectors)
         diagonal[:, step] = np.sum(vectors * products, axis=1, dtype=np.float64)
-        rest = basis.orthogonalized(tf.constant(products)[:, tf.newaxis])[:, 0].numpy()
+        rest = tf.constant(products)[:, tf.newaxis]
+        for _ in range(2):  # because of rounding
+            rest -= tf.add_n([tf.matmul(tf.matmul(rest, c, transpose_b=True), c) for c in chunks])
+        rest = rest[:, 0].numpy()
         norms = np.linalg.norm(rest.astype(np.float64), axis=1)
         scale = np.maximum(np.abs(diagonal).max(axis=1), beside.max(axis=1))
         exhausted = norms <= _ROUNDING * np.finfo(dtype).eps * scale
@@ -60,7 +64,9 @@ def quadratures(probes: Probes, starts: np.ndarray, steps: int) -> Quadrature:
             rest, norms[:, np.newaxis], out=np.zeros_like(rest), where=~exhausted[:, np.newaxis]
         ).astype(dtype)
         if step + 1 < steps:
-            basis.append(tf.constant(vectors)[:, tf.newaxis])
+            new, last = tf.constant(vectors)[:, tf.newaxis], chunks.pop()
+            is_full = last.shape[1] == _CHUNK
+            chunks += [last, new] if is_full else [tf.concat([last, new], axis=1)]
     results = []
     for a, b in zip(diagonal, beside):
         nodes, mixing = scipy.linalg.eigh_tridiagonal(a, b[: steps - 1])

@@ -9,15 +9,18 @@ import numpy as np
 import scipy.linalg
 
 from hvp._errors import HvpError
+from hvp._operators.matrix import Matrix
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._spectra.estimate import Estimate, estimate_of
-from hvp._spectra.layers import Layers
 from hvp._spectra.leave_one_out import LeaveOneOut
 from hvp._spectra.probes import Probes, probing
 from hvp._spectra.sampling import Stopping, mean_and_error
 from hvp._spectra.symmetric import symmetric_matrix
+from hvp._vectors.selection import groups
 
 TraceMethod = Literal["auto", "exact", "hutchinson", "hutch++", "xtrace"]
+
+_Layers = dict[str, list[int]]
 
 # Fewer samples do not tell the standard error: of the mean, and of methods that also approximate
 # the operator by them.
@@ -122,11 +125,11 @@ def trace(
         if method in _SAMPLERS:
             return _doubled(method, probes, size, stopping)
         run = {"auto": _auto, "exact": _summed, "hutchinson": _sampled}[method]
-        return run(probes, Layers(probes.matrix), size, stopping)
+        return run(probes, _layers(probes.matrix), size, stopping)
 
 
 def _sampled(
-    probes: Probes, layers: Layers, size: int, stopping: Stopping, most: float = np.inf
+    probes: Probes, layers: _Layers, size: int, stopping: Stopping, most: float = np.inf
 ) -> Estimate:
     """Sample `z' A z`, unless more than `most` random vectors are likely to be needed."""
     del size
@@ -140,13 +143,13 @@ def _sampled(
     samples = stopping.sample(draw, fewest=_FEWEST, widest=probes.widest, summary=total, most=most)
     of_layers = {
         name: estimate_of(part, probes.products, "hutchinson", stopping)
-        for name, part in zip(layers.names, samples.T)
+        for name, part in zip(layers, samples.T)
     }
     whole = samples.sum(axis=1)
     return estimate_of(whole, probes.products, "hutchinson", stopping, layers=of_layers)
 
 
-def _summed(probes: Probes, layers: Layers, size: int, stopping: Stopping) -> Estimate:
+def _summed(probes: Probes, layers: _Layers, size: int, stopping: Stopping) -> Estimate:
     """Sum the diagonal."""
     del stopping
     parts: Any = 0.0
@@ -157,10 +160,10 @@ def _summed(probes: Probes, layers: Layers, size: int, stopping: Stopping) -> Es
     def exactly(value: Any, of_layers: Any = None) -> Estimate:
         return Estimate(float(value), 0.0, probes.products, True, "exact", 0, of_layers or {})
 
-    return exactly(np.sum(parts), {n: exactly(part) for n, part in zip(layers.names, parts)})
+    return exactly(np.sum(parts), {n: exactly(part) for n, part in zip(layers, parts)})
 
 
-def _auto(probes: Probes, layers: Layers, size: int, stopping: Stopping) -> Estimate:
+def _auto(probes: Probes, layers: _Layers, size: int, stopping: Stopping) -> Estimate:
     """Sample, unless the diagonal needs fewer products."""
     arguments = probes, layers, size, stopping
     if size <= min(FEWEST_PRODUCTS, stopping.max_products):
@@ -172,12 +175,18 @@ def _auto(probes: Probes, layers: Layers, size: int, stopping: Stopping) -> Esti
     return _summed(*arguments)
 
 
-def _terms(probes: Probes, layers: Layers, vectors: np.ndarray) -> np.ndarray:
+def _layers(matrix: Matrix) -> dict[str, list[int]]:
+    return groups(matrix.space.paths) if matrix.has_variables else {}
+
+
+def _terms(probes: Probes, layers: _Layers, vectors: np.ndarray) -> np.ndarray:
     """Return `z' A z` for each row `z`, split by layer, of shape `(k, parts)`."""
     terms = vectors * probes.multiply(vectors)
-    if layers.names:
-        return layers.sums(terms)
-    return np.einsum("ij->i", terms, dtype=np.float64)[:, np.newaxis]
+    if not layers:
+        return np.einsum("ij->i", terms, dtype=np.float64)[:, np.newaxis]
+    pieces = np.split(terms, np.cumsum(probes.matrix.space.sizes)[:-1], axis=1)
+    sums = [piece.sum(axis=1, dtype=np.float64) for piece in pieces]
+    return np.stack([sum(sums[i] for i in members) for members in layers.values()], axis=1)
 
 
 def _doubled(method: str, probes: Probes, size: int, stopping: Stopping) -> Estimate:
@@ -186,7 +195,7 @@ def _doubled(method: str, probes: Probes, size: int, stopping: Stopping) -> Esti
     count = _FEWEST_VECTORS
     while True:
         if count >= size and probes.products + size <= stopping.max_products:
-            return _summed(probes, Layers(probes.matrix), size, stopping)
+            return _summed(probes, _layers(probes.matrix), size, stopping)
         samples = sample(probes, min(count, size))
         is_correlated = method == "xtrace"
         estimate = estimate_of(samples, probes.products, method, stopping, correlated=is_correlated)

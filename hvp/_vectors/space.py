@@ -266,16 +266,8 @@ def _shape(array: Any) -> str:
 
 def outline(nest: Any) -> str:
     """Return the structure of a nest as text, with a dot for each leaf."""
-    text = str(tf.nest.map_structure(lambda _: _DOT, nest))
+    text = str(tf.nest.map_structure(lambda _: ".", nest)).replace("'.'", ".")
     return text if len(text) <= 200 else text[:197] + "..."
-
-
-class _Dot:
-    def __repr__(self) -> str:
-        return "."
-
-
-_DOT = _Dot()
 
 
 def check_numeric(array: Any, what: str) -> None:

@@ -39,7 +39,7 @@ def product():
     flat, rename = inline_calls(graph_def_with_shapes(concrete.graph))
     given = {rename(inside.name): value for inside, value in zip(concrete.inputs, (x, w, v))}
     wanted = rename(concrete.outputs[0].name)
-    part = replay(Graph(flat), [wanted], list(given)).part.graph_def
+    part = replay(Graph(flat), [wanted], list(given))[0].graph_def
     return Graph(part, take_sizes(part, given)), given, wanted, function(x, w, v)
 
 
