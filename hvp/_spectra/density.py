@@ -10,6 +10,7 @@ import numpy as np
 
 from hvp._errors import HvpError
 from hvp._runtime.arguments import check_count
+from hvp._runtime.figures import COLOR, OTHER, axes
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._spectra.lanczos import NOTHING, Quadrature, quadratures
 from hvp._spectra.probes import probing
@@ -24,6 +25,9 @@ _HEAVY = 16
 _POINTS, _MARGIN = 1024, 6.0
 # Nodes that are this many rounding units of the largest apart are one eigenvalue.
 _ROUNDING = 32
+_SCALES = ("linear", "log", "symlog")
+# The logarithmic axis of a density begins at this part of one eigenvalue at its peak.
+_LOWEST = 1e-2
 
 
 @dataclass(frozen=True, repr=False)
@@ -158,9 +162,34 @@ class SpectralDensity:
         HvpError
             If matplotlib is not installed, or `scale` is none of these.
         """
-        from hvp._spectra.pictures import draw_density
-
-        return draw_density(self, ax, scale)
+        if scale not in _SCALES:
+            raise HvpError(f"the argument scale is {scale!r}", " or ".join(map(repr, _SCALES)))
+        ax = axes(ax)
+        # Points where something is: evenly over the whole, and around each node.
+        around = self.bandwidth * np.linspace(-4, 4, 17)
+        points = (self.nodes[..., np.newaxis] + around).ravel()
+        x = np.unique(np.concatenate([self.grid(), points]))
+        y = self.density(x)
+        error = np.nan_to_num(self.standard_error(x))
+        one = 1 / (self.size * self.bandwidth * np.sqrt(2 * np.pi))
+        floor = _LOWEST * one
+        low = np.maximum(y - 2 * error, 0 if scale == "linear" else floor)
+        ax.fill_between(
+            x, low, y + 2 * error, color=COLOR, alpha=0.2, lw=0, label="2 standard errors"
+        )
+        ax.plot(x, y, color=COLOR, linewidth=1.2, label="density")
+        ax.axvline(0, color="0.6", linewidth=0.8, linestyle=":")
+        if scale != "linear":
+            ax.set_yscale("log")
+            ax.set_ylim(floor, 2 * (y + 2 * error).max())
+            name = "height of a single eigenvalue"
+            ax.axhline(one, color=OTHER, linewidth=0.8, linestyle="--", label=name)
+        if scale == "symlog":
+            ax.set_xscale("symlog", linthresh=4 * self.bandwidth)
+        ax.set(xlabel="eigenvalue", ylabel="density")
+        ax.set_title("Spectral density", loc="left")
+        ax.legend(frameon=False, fontsize="small")
+        return ax
 
 
 @Uninterrupted()

@@ -11,6 +11,7 @@ import scipy.linalg
 
 from hvp._errors import ConvergenceWarning, HvpError
 from hvp._runtime.arguments import check_count, check_number
+from hvp._runtime.figures import COLOR, axes
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.user_warning import warn
 from hvp._spectra.eigenvalues import CHOICES, BlockLanczos, EigenPairs
@@ -106,9 +107,24 @@ class EigenResult:
         HvpError
             If matplotlib is not installed.
         """
-        from hvp._spectra.pictures import draw_eigenvalues
-
-        return draw_eigenvalues(self, ax)
+        ax = axes(ax)
+        places = np.arange(1, len(self.eigenvalues) + 1)
+        ax.errorbar(
+            places,
+            self.eigenvalues,
+            yerr=self.residual_norms,
+            fmt="o",
+            color=COLOR,
+            markersize=4,
+            capsize=2,
+            label="with the norm of its residual",
+        )
+        ax.axhline(0, color="0.6", linewidth=0.8, linestyle=":")
+        ax.set(xlabel="place in the order", ylabel="eigenvalue")
+        ax.set_title("Eigenvalues", loc="left")
+        ax.legend(frameon=False, fontsize="small")
+        ax.xaxis.get_major_locator().set_params(integer=True)
+        return ax
 
 
 @Uninterrupted()

@@ -9,6 +9,9 @@ from typing import Any
 import numpy as np
 import scipy.special
 
+from hvp._errors import HvpError
+from hvp._runtime.figures import COLOR, axes
+from hvp._spectra.pictures import plot_layers
 from hvp._spectra.sampling import Stopping
 
 
@@ -99,9 +102,27 @@ class Estimate:
         HvpError
             If matplotlib is not installed, or there is nothing to draw.
         """
-        from hvp._spectra.pictures import draw_estimate
-
-        return draw_estimate(self, ax)
+        if self.layers:
+            ax = plot_layers(self.layers, ax)
+            ax.set(xlabel="part of the trace, with two standard errors")
+            ax.set_title("Trace of each layer", loc="left")
+            return ax
+        values = np.atleast_1d(self.estimate)
+        if len(values) == 1:
+            raise HvpError(
+                "the estimate is one number, without layers",
+                "an estimate with layers, or of a diagonal",
+                "print it",
+            )
+        ax = axes(ax)
+        places, errors = np.arange(len(values)), np.atleast_1d(self.standard_error)
+        band = values - 2 * errors, values + 2 * errors
+        ax.fill_between(places, *band, color=COLOR, alpha=0.2, lw=0, label="2 standard errors")
+        ax.plot(places, values, color=COLOR, linewidth=0.8, label="estimate")
+        ax.set(xlabel="number of the weight", ylabel="diagonal of the matrix")
+        ax.set_title("Diagonal", loc="left")
+        ax.legend(frameon=False, fontsize="small")
+        return ax
 
 
 def estimate_of(

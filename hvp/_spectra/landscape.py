@@ -12,6 +12,7 @@ import tensorflow as tf
 from hvp._errors import HvpError, NonFiniteError
 from hvp._operators.symmetric import evaluation_of
 from hvp._runtime.arguments import check_count, check_number
+from hvp._runtime.figures import COLOR, OTHER, axes
 from hvp._runtime.interrupts import Uninterrupted, deliver_interrupt
 from hvp._runtime.progress import check_progress, progress_bar
 from hvp._spectra.symmetric import symmetric_matrix
@@ -62,9 +63,32 @@ class LossSlice:
         HvpError
             If matplotlib is not installed.
         """
-        from hvp._spectra.pictures import draw_slice
-
-        return draw_slice(self, ax)
+        offsets, losses = self.offsets, self.losses
+        ax = axes(ax, height=3.2 if losses.ndim == 1 else 4.4)
+        if losses.ndim == 1:
+            ax.plot(offsets, losses, color=COLOR, linewidth=1.4, label="loss")
+            ax.plot(offsets, self.quadratic, "--", color=OTHER, lw=1, label="quadratic model")
+            ax.axvline(0, color="0.6", linewidth=0.8, linestyle=":")
+            finite = losses[np.isfinite(losses)]
+            if len(finite):  # the model may leave the range of the loss by far
+                room = 0.1 * (np.ptp(finite) or 1.0)
+                ax.set_ylim(finite.min() - room, finite.max() + room)
+            ax.set(xlabel="distance along the direction", ylabel="loss")
+            ax.set_title("Loss along a line", loc="left")
+            ax.legend(frameon=False, fontsize="small")
+            return ax
+        contours = ax.contourf(offsets, offsets, losses.T, 20, cmap="viridis")
+        ax.contour(offsets, offsets, self.quadratic.T, contours.levels, colors="white",
+                   linewidths=0.6, linestyles="--")  # fmt: skip
+        ax.plot(0, 0, "o", color=OTHER, markersize=4, label="weights", linestyle="none")
+        ax.plot([], [], "--", color="0.4", linewidth=0.8, label="quadratic model (in white)")
+        ax.figure.colorbar(contours, ax=ax, label="loss")
+        ax.grid(visible=False)
+        ax.set(xlabel="distance along the first direction", ylabel="distance along the second")
+        ax.set_title("Loss in a plane", loc="left")
+        ax.legend(loc="upper left", bbox_to_anchor=(0, -0.12), ncols=2, frameon=False,
+                  fontsize="small")  # fmt: skip
+        return ax
 
 
 @Uninterrupted()
