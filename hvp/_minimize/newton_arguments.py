@@ -12,29 +12,12 @@ from hvp._engines.gauss_newton import GaussNewtonRule
 from hvp._errors import GraphModeError, HvpError
 from hvp._minimize.norms import SPARSE
 from hvp._minimize.subproblem import RECYCLED
-from hvp._runtime.arguments import check_count, check_flag, check_number, check_seed
+from hvp._runtime.arguments import check_flag, check_number
 from hvp._solve.preconditioners import PRECONDITIONERS
 
 
-def check_method(
-    *,
-    radius: Any,
-    damping: Any,
-    forcing: Any,
-    max_cg_iterations: Any,
-    preconditioner: Any,
-    rank: Any,
-    seed: Any,
-) -> None:
-    """Check the constructor's arguments that define the method."""
-    check_number(radius, "radius", positive=True)
-    check_number(damping, "damping")
-    if forcing != "eisenstat-walker":
-        named = "'eisenstat-walker'"
-        check_number(forcing, "forcing", positive=True, below=1, instead=named)
-    check_count(max_cg_iterations, "max_cg_iterations")
-    check_count(rank, "rank")
-    check_seed(seed)
+def check_preconditioner(preconditioner: Any) -> None:
+    """Check that the argument `preconditioner` is a name, an operator or a function."""
     kinds = (None, *PRECONDITIONERS, RECYCLED, SPARSE)
     is_given = callable(preconditioner) or hasattr(preconditioner, "shape")
     if not (is_given or preconditioner in kinds):
@@ -83,13 +66,6 @@ def check_space(
             "make a penalty part of the model: predictions that the output loss squares",
         )
     return True
-
-
-def check_stopping(gtol: Any, rtol: Any, maxiter: Any) -> None:
-    """Check the tolerances and the number of steps of a run."""
-    check_number(gtol, "gtol")
-    check_number(rtol, "rtol")
-    check_count(maxiter, "maxiter", least=0)
 
 
 def check_eager() -> None:

@@ -15,12 +15,7 @@ from hvp._keras.from_keras import FromKeras
 from hvp._minimize.constraints import box_of
 from hvp._minimize.curved_loss import check_operator, compiled_loss
 from hvp._minimize.models import SampledModel, WholeModel
-from hvp._minimize.newton_arguments import (
-    check_eager,
-    check_method,
-    check_space,
-    check_stopping,
-)
+from hvp._minimize.newton_arguments import check_eager, check_preconditioner, check_space
 from hvp._minimize.newton_iteration import NewtonIteration
 from hvp._minimize.newton_run import NewtonRun
 from hvp._minimize.newton_state import NewtonState
@@ -32,6 +27,7 @@ from hvp._minimize.residuals import ResidualSpace, residuals_of
 from hvp._minimize.subproblem import Subproblem
 from hvp._operators.curvature import Curvature
 from hvp._operators.symmetric import SymmetricOperator
+from hvp._runtime.arguments import check_count, check_number, check_seed
 from hvp._runtime.guard import OneProcess, refuse_forks
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.progress import check_progress, progress_bar
@@ -232,15 +228,15 @@ class NewtonCG(FromKeras, OneProcess, tf.Module, metaclass=_NotForCompile):
         refuse_forks()
         super().__init__(name="newton_cg")
         Options.of("NewtonCG", options, OPERATOR_OPTIONS, _INSTEAD)
-        check_method(
-            radius=radius,
-            damping=damping,
-            forcing=forcing,
-            max_cg_iterations=max_cg_iterations,
-            preconditioner=preconditioner,
-            rank=rank,
-            seed=seed,
-        )
+        check_number(radius, "radius", positive=True)
+        check_number(damping, "damping")
+        if forcing != "eisenstat-walker":
+            named = "'eisenstat-walker'"
+            check_number(forcing, "forcing", positive=True, below=1, instead=named)
+        check_count(max_cg_iterations, "max_cg_iterations")
+        check_count(rank, "rank")
+        check_seed(seed)
+        check_preconditioner(preconditioner)
         loss = check_operator(loss, variables, data, curvature, options)
         in_residuals = check_space(space, momentum, geodesic, loss, preconditioner, options)
         options["on_stale"] = on_stale
@@ -397,7 +393,9 @@ class NewtonCG(FromKeras, OneProcess, tf.Module, metaclass=_NotForCompile):
         With loss and gradient over all data, each accepted step lowers the loss. The variables are
         therefore always at the best point so far, even after an error or an interrupt.
         """
-        check_stopping(gtol, rtol, maxiter)
+        check_number(gtol, "gtol")
+        check_number(rtol, "rtol")
+        check_count(maxiter, "maxiter", least=0)
         if not (callback is None or callable(callback)):
             raise HvpError(f"the argument callback is {callback!r}", "a function, or None")
         check_eager()
