@@ -107,23 +107,16 @@ class NewtonIteration:
     def saddle_step(self, point: Point) -> NewtonStep | None:
         """Take a step along a direction of negative curvature; return None if none was found.
 
-        The gradient at the point should be small. With a unit vector `d` of curvature
-        `c = d' H d < 0` and `g' d <= 0`, the step goes to the boundary of the trust region:
-
-            `p = radius d`,  and the model predicts the decrease `-g' p - c radius**2 / 2`.
+        The gradient at the point should be small.
         """
-        hessian, gradient = self.model.hessian(self._number), point.free_gradient
-        negative = self._subproblem.negative_curvature(hessian, gradient, self._number, point.free)
-        if negative is None:
-            return None
-        radius = float(self._state.radius)
-        step = negative.direction * tf.constant(radius, gradient.dtype)
-        slope = float(tf.tensordot(gradient, step, 1))
-        predicted = -slope - negative.curvature * radius**2 / 2
-        solution = SteihaugResult(
-            step, SolveOutcome.NEGATIVE_CURVATURE, negative.products, radius, predicted
+        state, number = self._state, self._number
+        hessian = self.model.hessian(number)
+        solution = self._subproblem.saddle_step(
+            hessian, point.free_gradient, number, mask=point.free, radius=float(state.radius)
         )
-        return self._try(point, hessian, solution, float(self._state.forcing))
+        if solution is None:
+            return None
+        return self._try(point, hessian, solution, float(state.forcing))
 
     def is_exhausted(self) -> bool:
         """Return whether the trust region is so small that no step changes the variables."""

@@ -6,7 +6,6 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -35,25 +34,6 @@ _TIMED_STEPS = 10
 _log = logging.getLogger("hvp")
 
 
-class NegativeCurvature(NamedTuple):
-    """A unit vector along which the loss curves downwards and does not rise.
-
-    `products` is the number of products that the search took.
-    """
-
-    direction: tf.Tensor
-    curvature: float
-    products: int
-
-
-class _Solvers(NamedTuple):
-    """The solvers for one operator, which the tuple keeps alive so that its `id` is not reused."""
-
-    operator: SymmetricOperator
-    preconditioned: Steihaug
-    plain: Steihaug
-
-
 class Subproblem:
     """Minimizes quadratic models, with or without a preconditioner.
 
@@ -77,7 +57,8 @@ class Subproblem:
         named = "nystrom" if self._recycles else kind if residuals is None else None
         self._kind = PRECONDITIONERS[named] if isinstance(named, str) else named
         self._rank, self._maxiter, self._seed = rank, maxiter, seed
-        self._solvers: dict[int, _Solvers] = {}
+        # By the `id` of the operator, which the solvers keep alive so that it is not reused.
+        self._solvers: dict[int, tuple[Steihaug, Steihaug]] = {}
         self._is_current = False
         self._steps, self._solve_seconds, self._recycle_seconds = 0, 0.0, 0.0
 
@@ -134,7 +115,7 @@ class Subproblem:
             factors = nystrom_factors(values[1].numpy(), limits.get("damping", 0.0))
             values[1] = tf.constant(factors, gradient.dtype)
         values += [] if mask is None else [mask]
-        solver, start = self._solvers_of(operator).preconditioned, time.perf_counter()
+        (solver, _), start = self._solvers_of(operator), time.perf_counter()
         result = solver.solve(
             gradient, tensors=values, tolerance=tolerance, maxiter=self._maxiter, **limits
         )
@@ -193,18 +174,23 @@ class Subproblem:
                 self._solve_seconds,
             )
 
-    def negative_curvature(
+    def saddle_step(
         self,
         operator: SymmetricOperator,
         gradient: tf.Tensor,
         number: int,
-        mask: tf.Tensor | None = None,
-    ) -> NegativeCurvature | None:
-        """Search for a direction of negative curvature along which the loss does not rise.
+        *,
+        mask: tf.Tensor | None,
+        radius: float,
+    ) -> SteihaugResult | None:
+        """Search for a direction of negative curvature, and step along it; return None without one.
 
         Conjugate gradients for a random right-hand side meet such a direction if their Krylov space
-        contains one. The gradient determines the sign of the direction; the `number` of the step is
-        part of the seed.
+        contains one; the `number` of the step is part of the seed. With a unit vector `d` of
+        curvature `c = d' H d < 0`, whose sign is such that `g' d <= 0`, the step goes to the
+        boundary of the trust region:
+
+            `p = radius d`,  and the model predicts the decrease `-g' p - c radius**2 / 2`.
         """
         dtype = gradient.dtype
         start = tf.random.stateless_normal(gradient.shape, [self._seed, number], dtype=dtype)
@@ -213,7 +199,8 @@ class Subproblem:
             return None  # nothing may move
         start /= tf.norm(start)
         scale = euclidean_norm(operator.product(start))
-        result = self._solvers_of(operator).plain.solve(
+        _, plain = self._solvers_of(operator)
+        result = plain.solve(
             start,
             radius=_SEARCH_RADIUS,
             tolerance=0.0,
@@ -230,9 +217,13 @@ class Subproblem:
         rounding = math.sqrt(float(np.finfo(dtype.as_numpy_dtype).eps)) * scale
         if curvature >= -rounding:
             return None
-        return NegativeCurvature(direction, curvature, result.iterations + 2)
+        step = direction * tf.constant(radius, dtype)
+        predicted = -float(tf.tensordot(gradient, step, 1)) - curvature * radius**2 / 2
+        products = result.iterations + 2
+        return SteihaugResult(step, SolveOutcome.NEGATIVE_CURVATURE, products, radius, predicted)
 
-    def _solvers_of(self, operator: SymmetricOperator) -> _Solvers:
+    def _solvers_of(self, operator: SymmetricOperator) -> tuple[Steihaug, Steihaug]:
+        """Return the solvers with and without the preconditioner."""
         solvers = self._solvers.get(id(operator))
         if solvers is None:
             plain = Steihaug(operator, masked=self._masked)
@@ -245,7 +236,7 @@ class Subproblem:
                     masked=self._masked,
                     calls_python=self._kind.calls_python,
                 )
-            solvers = self._solvers[id(operator)] = _Solvers(operator, preconditioned, plain)
+            solvers = self._solvers[id(operator)] = preconditioned, plain
         return solvers
 
 
