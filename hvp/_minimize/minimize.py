@@ -16,8 +16,7 @@ from hvp._minimize.curved_loss import check_operator, compiled_loss
 from hvp._minimize.objective import OPERATOR_OPTIONS
 from hvp._minimize.points import Points
 from hvp._minimize.position import variables_size
-from hvp._minimize.scipy_methods import METHODS
-from hvp._minimize.scipy_run import ScipyRun
+from hvp._minimize.scipy_run import METHODS, ScipyRun
 from hvp._operators.curvature import Curvature
 from hvp._runtime.arguments import check_number
 from hvp._runtime.guard import refuse_forks
@@ -135,7 +134,7 @@ def minimize(
     start = time.perf_counter()
     name = _method_name(method)
     refuse_forks()
-    hessian = METHODS[name].hessian
+    hessian = METHODS[name]
     check_progress(progress)
     operator_options = {key: more.pop(key) for key in list(more) if key in OPERATOR_OPTIONS}
     method_options = _merged_options(options, more)

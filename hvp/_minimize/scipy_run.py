@@ -17,9 +17,25 @@ from hvp._errors import HvpError
 from hvp._minimize.non_finite import log_non_finite, non_finite_message
 from hvp._minimize.points import Points
 from hvp._minimize.scipy_functions import ScipyFunctions
-from hvp._minimize.scipy_methods import METHODS
 from hvp._runtime.progress import progress_bar
 
+# scipy's methods that use a gradient, and how they use the Hessian: by products with vectors
+# (`hessp`), as a `LinearOperator` or as a matrix (`hess`), or not at all.
+METHODS = {
+    "trust-krylov": "products",
+    "trust-ncg": "products",
+    "Newton-CG": "operator",
+    "trust-constr": "operator",
+    "trust-exact": "dense",
+    "dogleg": "dense",
+    "L-BFGS-B": "none",
+    "TNC": "none",
+    "BFGS": "none",
+    "CG": "none",
+    "SLSQP": "none",
+}
+# Methods that interpolate along lines, which an infinite value would break.
+_LINE_SEARCHES = {"Newton-CG", *(name for name, hessian in METHODS.items() if hessian == "none")}
 # Values of `OptimizeResult.status`. scipy itself uses 99 for a callback that raised StopIteration.
 _STOPPED_BY_CALLBACK, _BROKEN_DOWN = 99, 98
 # What scipy says of an option that a method does not have. Python 3.13 adds "Did you mean ...?".
@@ -51,7 +67,8 @@ class ScipyRun:
     ) -> None:
         self.unconstrained = unconstrained
         self._points, self._functions = points, ScipyFunctions(points)
-        self._name, self._method = method, METHODS[method]
+        self._name, self._hessian = method, METHODS[method]
+        self._searches_lines = method in _LINE_SEARCHES
         self._callback, self._options, self._progress = callback, options, progress
         self._callback_takes_result = callback is not None and _takes_result(callback)
         self._iterations = 0
@@ -106,16 +123,16 @@ class ScipyRun:
         if math.isfinite(value):
             if value < self._best_value:
                 self.best, self._best_value = np.array(x), value
-                if self._method.line_search:
+                if self._searches_lines:
                     self._best_gradient = self._functions.jac(x)
             return value
         log_non_finite()
-        return self._substitute(x)[0] if self._method.line_search else value
+        return self._substitute(x)[0] if self._searches_lines else value
 
     def jac(self, x: np.ndarray) -> np.ndarray:
         """Return the gradient, or that of the substitute if it is not finite; see `fun`."""
         gradient = self._functions.jac(x)
-        if self._method.line_search and not np.isfinite(gradient).all():
+        if self._searches_lines and not np.isfinite(gradient).all():
             return self._substitute(x)[1]
         return gradient
 
@@ -140,11 +157,11 @@ class ScipyRun:
     def _derivatives(self) -> dict[str, Any]:
         """Return the derivatives that the method uses, as arguments of scipy's `minimize`."""
         derivatives: dict[str, Any] = {"jac": self.jac}
-        if self._method.hessian == "products":
+        if self._hessian == "products":
             derivatives["hessp"] = self.hessp
-        elif self._method.hessian == "operator":
+        elif self._hessian == "operator":
             derivatives["hess"] = self._functions.hess
-        elif self._method.hessian == "dense":
+        elif self._hessian == "dense":
             derivatives["hess"] = self.hess
         return derivatives
 
