@@ -6,7 +6,6 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 from hvp._command.load import check_fit, load_data, load_model
@@ -134,16 +133,7 @@ def run(options: argparse.Namespace) -> None:
             seed=options.seed,
         )
         print(subject.as_text(H.shape[0]), flush=True)
-        curvature = Curvature.of(
-            H,
-            subject,
-            eigenvalues=options.eigenvalues,
-            rtol=options.rtol,
-            max_products=options.max_products,
-            checks=not options.no_check,
-            density=not options.no_density,
-            progress=find_spec("tqdm") is not None,
-        )
+        curvature = Curvature.of(H, subject, options)
     print(curvature.as_text())
     if options.json is not None:
         curvature.save_json(options.json)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import json
 import warnings
+from argparse import Namespace
 from dataclasses import asdict, dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -66,41 +68,26 @@ class Curvature:
     sizes: dict[str, int]
 
     @classmethod
-    def of(
-        cls,
-        H: SymmetricOperator,
-        subject: Subject,
-        *,
-        eigenvalues: int,
-        rtol: float,
-        max_products: int,
-        checks: bool,
-        density: bool,
-        progress: Any,
-    ) -> Curvature:
-        """Compute everything.
-
-        `eigenvalues` counts the largest ones, and `rtol` is the relative standard error of the
-        trace. `max_products` bounds the products for the trace, and also those for the smallest
-        eigenvalue.
-        """
-        more: Any = {"seed": subject.seed, "progress": progress}
+    def of(cls, H: SymmetricOperator, subject: Subject, options: Namespace) -> Curvature:
+        """Compute everything; the options are those of the command."""
+        more: Any = {"seed": options.seed, "progress": find_spec("tqdm") is not None}
         size = H.shape[0]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)  # the text says so
-            largest = eigsh(H, min(eigenvalues, size), "LA", **more)
+            largest = eigsh(H, min(options.eigenvalues, size), "LA", **more)
             # The smallest one is among many that are close to it.
-            limit = max(max_products, 4)
+            limit = max(options.max_products, 4)
             smallest = eigsh(H, 1, "SA", max_products=limit, **more)
+        limit = max(options.max_products, FEWEST_PRODUCTS)
         return cls(
             subject,
             H.value,
             float(np.linalg.norm(H.gradient.astype(np.float64))),
-            check(H) if checks else None,
+            None if options.no_check else check(H),
             largest,
             smallest,
-            trace(H, rtol=rtol, max_products=max(max_products, FEWEST_PRODUCTS), **more),
-            spectral_density(H, **more) if density else None,
+            trace(H, rtol=options.rtol, max_products=limit, **more),
+            None if options.no_density else spectral_density(H, **more),
             {name: block.shape[0] for name, block in H.blocks().items()},
         )
 
