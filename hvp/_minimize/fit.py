@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import math
@@ -49,6 +50,7 @@ _BETTER = 0.01
 _UNLIKELY = 1e-6
 
 
+@dataclass(eq=False, repr=False)
 class FitProblem:
     """A model with parameters of which some are free, and the loss of its predictions.
 
@@ -57,29 +59,24 @@ class FitProblem:
     `bounds` are pairs by name.
     """
 
-    def __init__(
-        self,
-        model: Callable[..., Any],
-        start: Mapping[str, Any],
-        data: tuple[Any, Any],
-        *,
-        sigma: Any,
-        estimates: bool,
-        loss: Callable[..., Any] | None,
-        bounds: Mapping[str, Any],
-        fixed: Collection[str],
-        tied: Mapping[str, Callable[..., Any]],
-        maxiter: int,
-    ) -> None:
-        self.model, self.bounds, self.tied, self.loss = model, bounds, dict(tied), loss
-        self.x, self.y = data
-        self.sigma, self.estimates, self.fixed, self.maxiter = sigma, estimates, fixed, maxiter
-        self.start = {name: np.asarray(value, np.float64) for name, value in start.items()}
-        self.free = [name for name in self.start if name not in fixed]
-        self.held = {name: tf.Variable(self.start[name], trainable=False) for name in fixed}
+    model: Callable[..., Any]
+    start: Mapping[str, np.ndarray]
+    x: Any
+    y: tf.Tensor
+    sigma: tf.Tensor
+    estimates: bool
+    loss: Callable[..., Any] | None
+    bounds: Mapping[str, Any]
+    fixed: Collection[str]
+    tied: Mapping[str, Callable[..., Any]]
+    maxiter: int
+
+    def __post_init__(self) -> None:
+        self.free = [name for name in self.start if name not in self.fixed]
+        self.held = {name: tf.Variable(self.start[name], trainable=False) for name in self.fixed}
         sizes = [self.start[name].size for name in self.free]
         self._ends = np.cumsum([0, *sizes])
-        ends = dict.fromkeys(self.start, (-np.inf, np.inf)) | dict(bounds)
+        ends = dict.fromkeys(self.start, (-np.inf, np.inf)) | dict(self.bounds)
         self.lower, self.upper = (
             self.flat({n: pair[i] for n, pair in ends.items()}) for i in (0, 1)
         )
@@ -91,18 +88,8 @@ class FitProblem:
 
     def without(self, name: str) -> FitProblem:
         """Return the problem with one more parameter that is not free."""
-        return FitProblem(
-            self.model,
-            self.start,
-            (self.x, self.y),
-            sigma=self.sigma,
-            estimates=self.estimates,
-            loss=self.loss,
-            bounds={n: pair for n, pair in self.bounds.items() if n != name},
-            fixed=[*self.fixed, name],
-            tied=self.tied,
-            maxiter=self.maxiter,
-        )
+        bounds = {n: pair for n, pair in self.bounds.items() if n != name}
+        return dataclasses.replace(self, bounds=bounds, fixed=[*self.fixed, name])
 
     @property
     def names(self) -> list[str]:
@@ -598,13 +585,14 @@ def fit(
     problem = FitProblem(
         model,
         start,
-        (_inputs(data[0]), y),
+        _inputs(data[0]),
+        y,
         sigma=sigmas,
         estimates=sigma is None and loss is None,
         loss=loss,
         bounds=bounds or {},
         fixed=fixed,
-        tied=tied or {},
+        tied=dict(tied or {}),
         maxiter=check_count(maxiter, "maxiter"),
     )
     at = problem.flat(start)
