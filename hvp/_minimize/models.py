@@ -116,7 +116,7 @@ class SampledModel(WholeModel):
             samples = Samples(rule, data, gradient_batch_size, 2 * seed + 1, "gradient_batch_size")
             self._gradient_samples = samples
             points = Points.of(
-                samples.rule,
+                samples,
                 variables,
                 products=False,
                 inputs=samples.variables,
@@ -126,7 +126,7 @@ class SampledModel(WholeModel):
         super().__init__(points)
         # `hessian` redraws the sample and refreshes this snapshot for each step.
         snapshot = evaluate_loss(
-            self._samples.rule,
+            self._samples,
             variables,
             on_stale="ignore",
             inputs=self._samples.variables,

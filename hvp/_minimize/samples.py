@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,13 +14,12 @@ from hvp._errors import InvalidDataError
 from hvp._runtime.arguments import check_count
 
 
-class Samples:
+class Samples(Rule):
     """A loss, and a matrix of it, over a sample of the examples that is redrawn for each step.
 
     The sample is held in variables, so that drawing another one does not retrace the loss. It
     consists of `size` examples, drawn without replacement from `data`, a tuple or dict of arrays.
-    Errors call the argument for the size `name`. The attribute `rule` is the matrix over the
-    current sample.
+    Errors call the argument for the size `name`.
     """
 
     def __init__(self, rule: Rule, data: Any, size: int, seed: int, name: str) -> None:
@@ -39,7 +37,7 @@ class Samples:
         self._slots = tf.nest.map_structure(
             lambda leaf: tf.Variable(leaf[: self._size], trainable=False), self._data
         )
-        self.rule = _OnSample(rule, self.elements)
+        self._rule, self.is_hessian = rule, rule.is_hessian
 
     @property
     def variables(self) -> list[tf.Variable]:
@@ -59,20 +57,11 @@ class Samples:
         by_name = isinstance(sample, dict)
         return Elements(sample if by_name else dict(enumerate(sample)), by_name)
 
-
-@dataclass(frozen=True)
-class _OnSample(Rule):
-    """A rule that is evaluated on a sample, whatever data it is called with."""
-
-    rule: Rule
-    elements: Callable[[], Elements]
-
-    @property
-    def is_hessian(self) -> bool:  # type: ignore[override]
-        return self.rule.is_hessian
-
     def evaluate(self, variables: Sequence[tf.Variable], batch: Arguments) -> Evaluated:
-        return self.rule.evaluate(variables, self.elements())
+        """Evaluate on the current sample, whatever the batch is."""
+        del batch
+        return self._rule.evaluate(variables, self.elements())
 
     def multiply(self, state: Any, vector: Parts) -> Parts:
-        return self.rule.multiply(state, vector)
+        """Multiply by a vector, linearly."""
+        return self._rule.multiply(state, vector)
