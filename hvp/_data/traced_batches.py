@@ -188,12 +188,12 @@ class TracedBatches:
         """Return the context in which to trace; with devices, traces serve all of them."""
         return tf.device(None) if self.options.devices else contextlib.nullcontext()
 
-    def _with_progress(self, batches: Iterable[Batch]) -> Iterable[Batch]:
-        """Wrap batches in a progress bar, if the options ask for one."""
-        progress = self.options.progress
-        if not progress:
-            return batches
-        return progress_bar(progress, batches, total=self.data.count, unit="batch")
+    def _with_progress(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Yield batches with a progress bar, if the options ask for one."""
+        with progress_bar(self.options.progress, total=self.data.count, unit="batch") as bar:
+            for batch in batches:
+                yield batch
+                bar.update()
 
 
 def _common(shapes: Any, others: Iterable[Any]) -> Any:

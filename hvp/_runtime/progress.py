@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 from hvp._errors import HvpError
@@ -17,22 +16,15 @@ def check_progress(progress: Any) -> None:
         _tqdm()
 
 
-def progress_bar(
-    progress: Any,
-    iterable: Iterable[Any] | None = None,
-    *,
-    total: int | None = None,
-    unit: str = "",
-    done: int = 0,
-) -> Any:
+def progress_bar(progress: Any, *, total: int | None = None, unit: str = "", done: int = 0) -> Any:
     """Return a bar that is shown if `progress` is ``"always"``, or if it is True on a terminal.
 
     The `done` steps of an earlier run do not count towards the speed. If nothing is shown, tqdm is
     not needed.
     """
     if not progress or (progress is True and not sys.stderr.isatty()):
-        return _HiddenBar(() if iterable is None else iterable, done)
-    return _tqdm()(iterable, total=total, unit=unit, initial=done, leave=False)
+        return _HiddenBar(done)
+    return _tqdm()(total=total, unit=unit, initial=done, leave=False)
 
 
 class _HiddenBar:
@@ -40,12 +32,8 @@ class _HiddenBar:
 
     disable = True
 
-    def __init__(self, iterable: Iterable[Any], done: int) -> None:
-        self._iterable = iterable
+    def __init__(self, done: int) -> None:
         self.n = done
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._iterable)
 
     def __enter__(self) -> _HiddenBar:
         return self
