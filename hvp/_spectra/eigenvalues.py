@@ -102,7 +102,7 @@ class BlockLanczos:
                 # Some more than are wanted, as these converge next.
                 more = self._choose(values)[: self._count + self._width]
                 self._restart(values, mixing, np.sort(more), self._next)
-        return self._pairs(mixing[:, wanted])
+        return pairs_of(self._probes, mixing[:, wanted].T, self._basis, self._scale)
 
     def _no_other(self, values: np.ndarray, bounds: np.ndarray, scale: float) -> bool:
         """Whether the next best Ritz values, of new vectors, are known not to be wanted.
@@ -183,15 +183,16 @@ class BlockLanczos:
     def _is_same(self, current: np.ndarray, before: np.ndarray, scale: float) -> bool:
         return bool((np.abs(current - before) <= _SAME * self._tol * scale).all())
 
-    def _pairs(self, mixing: np.ndarray) -> EigenPairs:
-        """Return Ritz pairs, with residuals from products with their vectors."""
-        vectors = combined(mixing.T, self._basis)
-        vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
-        return pairs_of(self._probes, vectors, self._scale)
 
+def pairs_of(
+    probes: Probes, coefficients: np.ndarray, basis: np.ndarray, scale: float
+) -> EigenPairs:
+    """Return the Rayleigh quotients of combinations of a basis, which are normalized.
 
-def pairs_of(probes: Probes, vectors: np.ndarray, scale: float) -> EigenPairs:
-    """Return the Rayleigh quotients of unit vectors, with residuals from a product with each."""
+    The residuals are from a product with each of them.
+    """
+    vectors = combined(coefficients, basis)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     products = probes.multiply(vectors)
     values = np.einsum("ij,ij->i", vectors, products, dtype=np.float64)
     residuals = products.astype(np.float64) - values[:, np.newaxis] * vectors

@@ -93,7 +93,7 @@ class NearZero:
             if len(self._basis) + 2 * _WIDTH > self._largest:
                 self._restart()
             self._solve(residuals[is_needed][:_WIDTH], remaining)
-        return self._pairs(mixing[: self._count], scale)
+        return pairs_of(self._probes, mixing[: self._count], self._basis, scale)
 
     def _random_block(self, count: int) -> np.ndarray:
         """Return orthonormal random vectors outside of the basis, as many as there can be."""
@@ -155,9 +155,3 @@ class NearZero:
         if len(rest):
             rest = rest - self._probes.multiply(solutions[is_open]) * norms[is_open]
         self._grow(np.concatenate([solutions, rest]))
-
-    def _pairs(self, mixing: np.ndarray, scale: float) -> EigenPairs:
-        """Return Ritz pairs, with residuals from products with their vectors."""
-        vectors = combined(mixing, self._basis)
-        vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
-        return pairs_of(self._probes, vectors, scale)
