@@ -17,7 +17,6 @@ from hvp._derivatives.registry import dense
 from hvp._graphs.sizes import ENTRYWISE
 from hvp._taylor.curves import Curves, for_each
 from hvp._taylor.entrywise import FORMULAS, derivatives_of, derivatives_of_power
-from hvp._taylor.replay import replay
 from hvp._taylor.series import Series, Term, add, partitions, product_of
 
 Rule = Callable[[tf.Operation, Sequence[Series], Curves], list[Series]]
@@ -69,7 +68,7 @@ def push(operation: tf.Operation, inputs: Sequence[Series], curves: Curves) -> l
     kind = operation.type
     smooth = any(t.dtype.is_floating or t.dtype.is_complex for t in operation.outputs)
     if not smooth or kind in _PIECEWISE_CONSTANT or all(s.is_constant for s in inputs):
-        values = replay(operation, [series.value for series in inputs])
+        values = _replay(operation, [series.value for series in inputs])
         return [curves.constant(value) for value in values]
     rule = _rule_of(operation, inputs)
     if not _broadcasts(operation, rule, inputs):
@@ -118,7 +117,7 @@ def _broadcasts(op: tf.Operation, rule: Rule, inputs: Sequence[Series]) -> bool:
 def _linear(op: tf.Operation, inputs: Sequence[Series], curves: Curves) -> list[Series]:
     """Apply a linear operation to each derivative, with zeros where there are none."""
     values = [series.value for series in inputs]
-    results = replay(op, values)
+    results = _replay(op, values)
     moving = [i for i, series in enumerate(inputs) if not series.is_constant]
     joint = range(len(inputs)) if op.type in _JOINED else _LINEAR.get(op.type, moving)
     terms: list[list[Term]] = []
@@ -145,7 +144,7 @@ def _moved(
 
     def apply(*tensors: tf.Tensor) -> list[tf.Tensor]:
         replaced = dict(zip(given, tensors))
-        return replay(op, [replaced.get(i, value) for i, value in enumerate(values)])
+        return _replay(op, [replaced.get(i, value) for i, value in enumerate(values)])
 
     if len(given) == 1 and not curves.is_collapsed(order):
         [(place, term)] = given.items()
@@ -167,7 +166,7 @@ def _stacked(
     if not shape.is_fully_defined() or not value.shape.is_fully_defined():
         return None
     if op.type in _OF_ENTRIES:
-        return replay(op, [term, *values[1:]])[0]
+        return _replay(op, [term, *values[1:]])[0]
     if op.type in _VIEWS:
         return tf.reshape(term, [count, *shape])
     if op.type in ("Mul", "RealDiv"):
@@ -189,7 +188,7 @@ def _stacked(
 
 
 def _sum(op: tf.Operation, inputs: Sequence[Series], curves: Curves) -> list[Series]:
-    [value] = replay(op, [series.value for series in inputs])
+    [value] = _replay(op, [series.value for series in inputs])
     rank = value.shape.rank
     channels_first = op.type == "BiasAdd" and op.get_attr("data_format") == b"NCHW"
     if rank is None or any(s.value.shape.rank is None for s in inputs):
@@ -220,7 +219,7 @@ def _entrywise(op: tf.Operation, inputs: Sequence[Series], curves: Curves) -> li
     x = values[place]
 
     def function(x: tf.Tensor) -> tf.Tensor:
-        return replay(op, [*values[:place], x, *values[place + 1 :]])[0]
+        return _replay(op, [*values[:place], x, *values[place + 1 :]])[0]
 
     exponent = tf.get_static_value(op.inputs[1]) if op.type == "Pow" and place == 0 else None
     if exponent is not None and exponent.ndim == 0:
@@ -264,7 +263,7 @@ def _bilinear(op: tf.Operation, inputs: Sequence[Series], curves: Curves) -> lis
     left, right = inputs[:2]
 
     def product(a: tf.Tensor, b: tf.Tensor) -> list[tf.Tensor]:
-        return replay(op, [a, b, *values[2:]])
+        return _replay(op, [a, b, *values[2:]])
 
     [value] = product(left.value, right.value)
     terms: list[list[Term]] = []
@@ -307,7 +306,7 @@ def _rewritten(
 
 def _softmax(op: tf.Operation, inputs: Sequence[Series], curves: Curves) -> list[Series]:
     """Write the softmax `y` of `x + h` as `y exp(h) / sum(y exp(h))`, where `h` is zero."""
-    [y] = replay(op, [inputs[0].value])
+    [y] = _replay(op, [inputs[0].value])
     numerator, total = _shifted_exponentials(y, inputs[0], curves)
     # The derivatives of 1 / total, where total is one.
     slopes = [(-1.0) ** n * math.factorial(n) for n in range(curves.order + 1)]
@@ -325,7 +324,7 @@ def _softmax(op: tf.Operation, inputs: Sequence[Series], curves: Curves) -> list
 
 def _log_softmax(op: tf.Operation, inputs: Sequence[Series], curves: Curves) -> list[Series]:
     """Write the logarithm of softmax at `x + h` as `log(y) + h - log(sum(y exp(h)))`."""
-    [value] = replay(op, [inputs[0].value])
+    [value] = _replay(op, [inputs[0].value])
     _, total = _shifted_exponentials(tf.exp(value), inputs[0], curves)
     # The derivatives of -log(total), where total is one.
     slopes = [0.0, *((-1.0) ** n * math.factorial(n - 1) for n in range(1, curves.order + 1))]
@@ -400,12 +399,12 @@ def _any(op: tf.Operation, inputs: Sequence[Series], curves: Curves) -> list[Ser
     moving = [i for i, series in enumerate(inputs) if not series.is_constant]
     values = [series.value for series in inputs]
     points = [values[i] for i in moving]
-    results = replay(op, values)
+    results = _replay(op, values)
     smooth = [i for i, result in enumerate(results) if _is_smooth(result)]
 
     def function(*points: tf.Tensor) -> list[tf.Tensor]:
         replaced = dict(zip(moving, points))
-        again = replay(op, [replaced.get(i, value) for i, value in enumerate(values)])
+        again = _replay(op, [replaced.get(i, value) for i, value in enumerate(values)])
         return [again[i] for i in smooth]
 
     terms: list[list[Term]] = []
@@ -485,6 +484,20 @@ def _directional(
         unconnected_gradients=tf.UnconnectedGradients.ZERO,
     )
     return [dense(derivative) for derivative in derivatives]
+
+
+def _replay(operation: tf.Operation, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Add an operation like `operation` to the graph being traced; return its results.
+
+    Tapes do not record it. `tf.gradients`, and the gradient of the function that is traced, know
+    it like any other.
+    """
+    known = {attribute.name for attribute in operation.op_def.attr}
+    attributes = {k: v for k, v in operation.node_def.attr.items() if k in known}
+    dtypes = [tensor.dtype for tensor in operation.outputs]
+    graph = tf.compat.v1.get_default_graph()
+    added = graph.create_op(operation.type, list(inputs), dtypes, attrs=attributes)
+    return list(added.outputs)
 
 
 def _is_smooth(tensor: tf.Tensor) -> bool:
