@@ -11,7 +11,7 @@ import tensorflow as tf
 from hvp._errors import HvpError
 from hvp._keras.compiled_loss import CompiledModel
 from hvp._laplace.laplace import Laplace
-from hvp._runtime.arguments import check_count
+from hvp._runtime.arguments import check_choice, check_count
 
 
 class LaplaceCallback(keras.callbacks.Callback):
@@ -75,9 +75,7 @@ class LaplaceCallback(keras.callbacks.Callback):
     ) -> None:
         super().__init__()
         self._data, self._every = data, check_count(every, "every")
-        if by not in ("all", "block"):
-            raise HvpError(f"the argument by is {by!r}", "'all' or 'block'")
-        self._by: Literal["all", "block"] = by
+        self._by: Literal["all", "block"] = check_choice(by, "by", ("all", "block"))
         self._options = options
         self._last: float = float("nan")
         self._strengths: dict[str, tf.Variable] = {}

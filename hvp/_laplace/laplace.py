@@ -30,7 +30,7 @@ from hvp._laplace.posterior import Posterior, checked_precisions
 from hvp._laplace.targets import TARGETS, Targets, bridged
 from hvp._laplace.tuning import maximize_evidence, refuse_distance, validate, warn_of_caution
 from hvp._laplace.weights import Weights
-from hvp._runtime.arguments import check_count, check_number
+from hvp._runtime.arguments import check_choice, check_count, check_number
 from hvp._runtime.checkpoint import write_npz
 from hvp._runtime.files import replacing
 from hvp._runtime.guard import OneProcess
@@ -310,8 +310,7 @@ class Laplace(FromKeras, OneProcess):
             Increases of the negative logarithm of the posterior's density, to second order; shape
             `(n,)`. Remove the weights with the smallest.
         """
-        if method not in ("damage", "surgeon"):
-            raise HvpError(f"the method is {method!r}", "'damage' or 'surgeon'")
+        check_choice(method, "method", ("damage", "surgeon"))
         squares = self.mean.astype(np.float64) ** 2 / 2
         if method == "damage":
             return squares * self.precision().diagonal()
@@ -433,9 +432,7 @@ class Laplace(FromKeras, OneProcess):
         ndarray
             Shaped like the outputs of the model.
         """
-        choices = ("analytic", "bridge", "samples", "network")
-        if method not in choices:
-            raise HvpError(f"the method is {method!r}", " or ".join(map(repr, choices)))
+        check_choice(method, "method", ("analytic", "bridge", "samples", "network"))
         check_count(samples, "samples")
         if method == "analytic":
             return self._targets.averaged(*self.function(x))

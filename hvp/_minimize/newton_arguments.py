@@ -12,7 +12,7 @@ from hvp._engines.gauss_newton import GaussNewtonRule
 from hvp._errors import GraphModeError, HvpError
 from hvp._minimize.norms import SPARSE
 from hvp._minimize.subproblem import RECYCLED
-from hvp._runtime.arguments import check_flag, check_number
+from hvp._runtime.arguments import check_choice, check_flag, check_number
 from hvp._solve.preconditioners import PRECONDITIONERS
 
 
@@ -36,8 +36,7 @@ def check_space(
     options: Mapping[str, Any],
 ) -> bool:
     """Return whether steps are found in the space of residuals, and check that they can be."""
-    if space not in ("variables", "residuals"):
-        raise HvpError(f"the argument space is {space!r}", "'variables' or 'residuals'")
+    check_choice(space, "space", ("variables", "residuals"))
     check_number(momentum, "momentum", below=1)
     geodesic = check_flag(geodesic, "geodesic")
     if space == "variables":

@@ -19,6 +19,7 @@ from hvp._errors import HvpError, NonFiniteError, StaleOperatorError
 from hvp._minimize.position import Position
 from hvp._operators.matrix import Evaluation
 from hvp._operators.symmetric import BlockOperator, SymmetricOperator, evaluation_of
+from hvp._runtime.arguments import check_choice
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._snapshots.problem import evaluate_loss
 from hvp._snapshots.snapshot import Snapshot
@@ -198,8 +199,7 @@ class Points:
         given, and restored if an error is raised. `products` tells whether Hessian-vector products
         will be needed.
         """
-        if on_stale not in ("raise", "refresh"):
-            raise HvpError(f"the argument on_stale is {on_stale!r}", "'raise' or 'refresh'")
+        check_choice(on_stale, "on_stale", ("raise", "refresh"))
         if isinstance(loss, SymmetricOperator):
             _check_alone(loss, {"variables": variables, "data": data, **options})
             if isinstance(loss, BlockOperator):

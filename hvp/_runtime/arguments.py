@@ -13,6 +13,13 @@ import numpy as np
 from hvp._errors import HvpError, InvalidOptionError
 
 
+def check_choice(value: Any, name: str, choices: Collection[Any]) -> Any:
+    """Return a value; raise `HvpError` unless it is one of the choices."""
+    if value not in choices:
+        raise HvpError(f"the argument {name} is {value!r}", " or ".join(map(repr, choices)))
+    return value
+
+
 def check_count(value: Any, name: str, least: int = 1) -> int:
     """Return an integer; raise `HvpError` unless the value is one that is at least `least`."""
     is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)

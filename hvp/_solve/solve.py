@@ -24,7 +24,7 @@ from hvp._operators.damping import check_damping
 from hvp._operators.matrix import Matrix
 from hvp._operators.operator import Operator
 from hvp._operators.symmetric import matrix_of
-from hvp._runtime.arguments import check_count, check_number
+from hvp._runtime.arguments import check_choice, check_count, check_number
 from hvp._runtime.checkpoint import Checkpoint
 from hvp._runtime.digest import digest
 from hvp._runtime.interrupts import Uninterrupted
@@ -485,8 +485,7 @@ def _solve_in_graph(
 
 
 def _check(method: Any, damping: Any, rtol: Any, atol: Any, maxiter: Any, M: Any) -> None:
-    if method not in _NAMES:
-        raise HvpError(f"the method is {method!r}", " or ".join(map(repr, _NAMES)))
+    check_choice(method, "method", _NAMES)
     check_damping(damping)
     check_number(rtol, "rtol")
     check_number(atol, "atol")

@@ -6,10 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hvp._errors import HvpError
 from hvp._operators.damping import check_damping
 from hvp._operators.symmetric import matrix_of
-from hvp._runtime.arguments import check_count
+from hvp._runtime.arguments import check_choice, check_count
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._solve.recycled import RecycledSpace
 from hvp._solve.solve import SolveResult, solve_with
@@ -165,8 +164,7 @@ class Solver:
         if evaluations != self._evaluations:
             self._evaluations = evaluations
             self.changed()
-        if method not in ("auto", "block_cg"):
-            raise HvpError(f"the method is {method!r}", "'auto' or 'block_cg'")
+        check_choice(method, "method", ("auto", "block_cg"))
         check_damping(damping)
         # Dampings that adapt from solve to solve are alike where they have the same size.
         size = round(math.log10(damping)) if damping > 0 else None

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from hvp._errors import HvpError
-from hvp._runtime.arguments import check_count
+from hvp._runtime.arguments import check_choice, check_count
 from hvp._runtime.figures import COLOR, OTHER, axes
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._spectra.lanczos import NOTHING, Quadrature, quadratures
@@ -25,7 +25,6 @@ _HEAVY = 16
 _POINTS, _MARGIN = 1024, 6.0
 # Nodes that are this many rounding units of the largest apart are one eigenvalue.
 _ROUNDING = 32
-_SCALES = ("linear", "log", "symlog")
 # The logarithmic axis of a density begins at this part of one eigenvalue at its peak.
 _LOWEST = 1e-2
 
@@ -162,8 +161,7 @@ class SpectralDensity:
         HvpError
             If matplotlib is not installed, or `scale` is none of these.
         """
-        if scale not in _SCALES:
-            raise HvpError(f"the argument scale is {scale!r}", " or ".join(map(repr, _SCALES)))
+        check_choice(scale, "scale", ("linear", "log", "symlog"))
         ax = axes(ax)
         # Points where something is: evenly over the whole, and around each node.
         around = self.bandwidth * np.linspace(-4, 4, 17)

@@ -9,7 +9,7 @@ import numpy as np
 
 from hvp._errors import HvpError
 from hvp._operators.operator import known_diagonal
-from hvp._runtime.arguments import check_seed
+from hvp._runtime.arguments import check_choice, check_seed
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.progress import check_progress
 from hvp._spectra.estimate import Estimate, estimate_of
@@ -104,9 +104,7 @@ def diagonal(
     array([1., 4., 9.])
     """
     matrix = symmetric_matrix(A, "diagonal")
-    names = get_args(DiagonalMethod)
-    if method not in names:
-        raise HvpError(f"the method is {method!r}", " or ".join(map(repr, names)))
+    check_choice(method, "method", get_args(DiagonalMethod))
     if absolute and method == "xdiag":
         raise HvpError("absolute is True with the method 'xdiag'", "another method")
     size = matrix.size

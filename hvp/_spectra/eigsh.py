@@ -10,7 +10,7 @@ import numpy as np
 import scipy.linalg
 
 from hvp._errors import ConvergenceWarning, HvpError
-from hvp._runtime.arguments import check_count, check_number
+from hvp._runtime.arguments import check_choice, check_count, check_number
 from hvp._runtime.figures import COLOR, axes
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.user_warning import warn
@@ -214,8 +214,7 @@ def eigsh(
         raise HvpError(
             f"k is {k}, and the matrix is {size} x {size}", f"at most {size} eigenvalues"
         )
-    if which not in get_args(Which):
-        raise HvpError(f"the argument which is {which!r}", " or ".join(map(repr, get_args(Which))))
+    check_choice(which, "which", get_args(Which))
     tol = _TOLERANCES[name] if tol is None else check_number(tol, "tol")
     # Rounding errors of products remain in residuals.
     tol = max(tol, 8 * float(np.finfo(matrix.dtype.as_numpy_dtype).eps))

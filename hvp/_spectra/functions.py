@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from hvp._errors import HvpError
-from hvp._runtime.arguments import check_count
+from hvp._runtime.arguments import check_choice, check_count
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._solve.sparse import SparseInverse, sparse_inverse
 from hvp._spectra.estimate import Estimate, estimate_of
@@ -189,9 +189,7 @@ def logdet(
     check_count(steps, "steps")
     steps = min(steps, matrix.size)
     stopping = Stopping.of(rtol, atol, max_products, _FEWEST * steps)
-    names = "auto", "sparse", "lanczos"
-    if method not in names:
-        raise HvpError(f"the method is {method!r}", " or ".join(map(repr, names)))
+    check_choice(method, "method", ("auto", "sparse", "lanczos"))
     if method != "lanczos":
         inverse = SparseInverse(A) if method == "sparse" else sparse_inverse(A)
         if inverse is not None and (method == "sparse" or inverse.negative is not None):

@@ -10,6 +10,7 @@ import scipy.linalg
 
 from hvp._errors import HvpError
 from hvp._operators.matrix import Matrix
+from hvp._runtime.arguments import check_choice
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._spectra.estimate import Estimate, estimate_of
 from hvp._spectra.leave_one_out import LeaveOneOut
@@ -111,8 +112,7 @@ def trace(
     {'a': 5.0, 'b': 18.0}
     """
     matrix = symmetric_matrix(A, "trace")
-    if method not in get_args(TraceMethod):
-        raise HvpError(f"the method is {method!r}", " or ".join(map(repr, get_args(TraceMethod))))
+    check_choice(method, "method", get_args(TraceMethod))
     stopping = Stopping.of(rtol, atol, max_products, min(FEWEST_PRODUCTS, matrix.size))
     size = matrix.size
     if method == "exact" and size > max_products:

@@ -18,7 +18,7 @@ from hvp._keras.unrolled import unrolled
 from hvp._kronecker.layered_graph import LayeredGraph
 from hvp._kronecker.layers import Layer
 from hvp._kronecker.rule import Arrangement, StatisticsRule
-from hvp._runtime.arguments import check_count, check_number
+from hvp._runtime.arguments import check_choice, check_count, check_number
 from hvp._training.means import kept
 from hvp._training.trainer import CurvatureOptimizer
 from hvp._vectors.space import Space
@@ -114,8 +114,7 @@ class KFACOptimizer(CurvatureOptimizer):
         check_number(damping, "damping", positive=True)
         if norm_constraint is not None:
             check_number(norm_constraint, "norm_constraint", positive=True)
-        if sharing not in ("expand", "reduce"):
-            raise HvpError(f"the argument sharing is {sharing!r}", "'expand' or 'reduce'")
+        check_choice(sharing, "sharing", ("expand", "reduce"))
         self.momentum, self.damping, self.decay = momentum, damping, decay
         self.statistics_interval = check_count(statistics_interval, "statistics_interval")
         self.interval = check_count(interval, "interval")

@@ -10,11 +10,10 @@ import tensorflow as tf
 
 from hvp._data.elements import convert_batch
 from hvp._derivatives.exact import exact_functions
-from hvp._errors import HvpError
 from hvp._keras.compiled_loss import CompiledModel
 from hvp._keras.losses import preserved_losses
 from hvp._kronecker.roots import roots
-from hvp._runtime.arguments import check_count, check_number
+from hvp._runtime.arguments import check_choice, check_count, check_number
 from hvp._training.means import kept
 from hvp._training.trainer import CurvatureOptimizer
 from hvp._vectors.space import Space
@@ -93,11 +92,7 @@ class Sophia(CurvatureOptimizer):
         for argument, value in (("beta_1", beta_1), ("beta_2", beta_2)):
             check_number(value, argument, below=1.0)
         check_number(epsilon, "epsilon", positive=True)
-        if estimator not in ("gauss-newton-bartlett", "hutchinson"):
-            raise HvpError(
-                f"the argument estimator is {estimator!r}",
-                "'gauss-newton-bartlett' or 'hutchinson'",
-            )
+        check_choice(estimator, "estimator", ("gauss-newton-bartlett", "hutchinson"))
         if gamma is None:
             gamma = 0.01 if estimator == "hutchinson" else 0.05
         check_number(gamma, "gamma", positive=True)

@@ -65,6 +65,8 @@ def test_calls_refuse_them_too():
             (lambda: hvp.check(H, seed=-1), "seed is -1"),
             (lambda: hvp.eigsh(H, 1, tol=-1.0), "tol is -1.0"),
             (lambda: hvp.NewtonCG(H, w, forcing=None), "forcing is None.*eisenstat-walker"),
+            (lambda: hvp.trace(H, method="x"), "argument method is 'x'.*'exact' or 'hutchinson'"),
+            (lambda: solver.solve(np.ones(2, "float32"), method="cg"), "method is 'cg'.*'auto'"),
         ):
             with pytest.raises(hvp.HvpError, match=named):
                 call()
