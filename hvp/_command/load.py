@@ -186,12 +186,13 @@ def check_fit(model: Any, data: Any) -> None:
         raise InvalidDataError(
             f"the model does not accept {shapes[0]}: {reason_of(error)}", expected
         ) from error
+    named, names = _of(model, "output"), _of(model, "output_names")
     try:
         model.compute_loss(x, rest[0], outputs, *rest[1:])
     except (TypeError, ValueError, KeyError, tf.errors.OpError) as error:
         raise InvalidDataError(
             f"the loss does not accept {', '.join(shapes[1:])}: {reason_of(error)}",
-            f"targets for outputs {_of(model, 'output_names')} of shape "
+            f"targets for outputs {list(named) if isinstance(named, dict) else names} of shape "
             f"{_of(model, 'output_shape')}",
         ) from error
 
@@ -227,6 +228,8 @@ def _inputs(model: Any) -> str:
         return f"x of shape {_of(model, 'input_shape')}"
     keys = model.input if isinstance(model.input, dict) else range(len(inputs))
     tensors = model.input.values() if isinstance(model.input, dict) else inputs
+    if not all(hasattr(tensor, "shape") for tensor in tensors):  # a nest, which arrays cannot have
+        return f"x of shapes {tf.nest.map_structure(lambda t: tuple(t.shape), model.input)}"
     return ", ".join(f"x/{key} of shape {tuple(t.shape)}" for key, t in zip(keys, tensors))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -45,8 +44,13 @@ class CompiledModel:
 
     @property
     def model(self) -> Callable[..., Any]:
-        """The predictions as a function of the inputs."""
-        return functools.partial(self.keras_model, training=self.training)
+        """The predictions as a function of the inputs; a tuple of these is several arguments."""
+
+        def predictions(*inputs: Any) -> Any:
+            x = inputs if len(inputs) > 1 else inputs[0]
+            return self.keras_model(x, training=self.training)
+
+        return predictions
 
     @property
     def output_loss(self) -> Callable[..., Any]:
@@ -229,8 +233,9 @@ def loss_of_outputs(
                 "an output of the model has a mask, so that Keras averages over unmasked entries "
                 "instead of examples",
                 "weight=, a function that returns the weight of a batch",
-                "if token 0 is masked, pass weight=lambda x, y: tf.math.count_nonzero(x); in place "
-                "of an optimizer, which takes no weight, use hvp.keras.optimizers.SOAP",
+                "if token 0 is masked, pass weight=lambda x, y: tf.math.count_nonzero(x), with "
+                "x[0] or x['name'] for one of several inputs; in place of an optimizer, which "
+                "takes no weight, use hvp.keras.optimizers.SOAP",
             )
         kinds = [getattr(part, "reduction", None) for part in tf.nest.flatten(model.loss)]
         if by_examples and sample_weight is not None and "mean_with_sample_weight" in kinds:

@@ -219,9 +219,13 @@ class KFAC(FromKeras, FactoredOperator):
         check_count(largest, "largest", 0)
         check_count(largest_exact, "largest_exact", 0)
         nest = collect_variables(variables)
+        # A function has no layers of its own.
+        own = getattr(model, "keras_model", model)
+        source = [nest.source, own] if hasattr(own, "trainable_variables") else [nest.source]
         functions = checked_model(model), checked_output_loss(output_loss)
         if fisher is None:
-            classes = 0 if likelihood is None else _class_count(functions, data)
+            with restored([Resource.of(v) for v in all_variables(source)]):
+                classes = 0 if likelihood is None else _class_count(functions, data)
             fisher = "monte-carlo" if classes > _MANY_CLASSES else "type-2"
         self.fisher = fisher
         matrix: PredictionRule
@@ -235,9 +239,6 @@ class KFAC(FromKeras, FactoredOperator):
         self._options = dataclasses.replace(checked, on_stale="ignore")
         self._data, self._matrix, self._penalty = data, matrix, regularization
         arrangement = Arrangement(sharing == "reduce", largest, largest_exact, space.dtype)
-        # A function has no layers of its own.
-        own = getattr(model, "keras_model", model)
-        source = [nest.source, own] if hasattr(own, "trainable_variables") else [nest.source]
         check_count(samples, "samples")
         self._rule = StatisticsRule(matrix, nest, arrangement, source, samples)
         self._nest, self._space = nest, space
@@ -437,13 +438,13 @@ class KFAC(FromKeras, FactoredOperator):
             within = both[:, :1].astype(np.float64)
             scale = np.abs(within).max(initial=0.0)
             if within.shape != one.shape or np.abs(within - one).max(initial=0.0) > 1e-2 * scale:
+                what = f"what enters the layer of {name!r} does" if name else "the predictions do"
+                leaving = f", or leave {name!r} out of the variables" if name else ""
                 raise HvpError(
-                    f"what enters the layer of {name!r} does not belong to one example after the "
-                    "other",
+                    f"{what} not belong to one example after the other",
                     "layers that treat examples independently, with the examples along the first "
                     "axis",
-                    "pass training=False where layers normalize over the batch, or leave "
-                    f"{name!r} out of the variables",
+                    f"pass training=False where layers normalize over the batch{leaving}",
                 )
 
     def _refuse_uncovered(self) -> None:

@@ -72,8 +72,9 @@ class TracedModel:
     def rows(self) -> dict[str, tf.Tensor]:
         """Return tensors that should hold one example after the other along their second axis.
 
-        These are the inputs of matrices and the results of entrywise operations. The keys are made
-        of the weight's name, the index of its block and the number of the use.
+        These are the inputs of matrices, the results of entrywise operations, and the predictions.
+        The keys are made of the weight's name, which predictions have none of, the index of its
+        block and the number of the use.
         """
         rows = {}
         for layer in self.graph.layers:
@@ -86,6 +87,9 @@ class TracedModel:
                 if use.output:
                     result = self.graph.output(use.output)
                     rows[f"{key}/{number}"] = tf.reshape(result, [1, self.examples, -1])
+        for number, part in enumerate(self.graph.results):
+            if part.shape.rank and part.shape[0] == self.examples:
+                rows[f" predictions/{number}"] = tf.reshape(part, [1, self.examples, -1])
         return rows
 
     def backward(self, step: Callable[[list[Any]], list[tf.Tensor]]) -> list[tf.Tensor]:

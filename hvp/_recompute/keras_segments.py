@@ -94,7 +94,7 @@ def recompute_model(model: Any, segments: int | Sequence[Any] | None = None) -> 
         raise RecomputeError(
             f"the model {model.name!r} is a model of tf_keras",
             "a Keras 3 model, or a list of its sublayers",
-            "pass segments=[...] with the sublayers to recompute, or their names",
+            _LIST_THEM,
         )
     # A class of the caller may compute anything from the outputs.
     is_own = not type(model).call.__module__.startswith("keras.")
@@ -108,11 +108,15 @@ def recompute_model(model: Any, segments: int | Sequence[Any] | None = None) -> 
                 else "subclassed, so the order of its layers is unknown"
             ),
             "a model with known inputs and outputs, or a list of its sublayers",
-            "call it on a batch first"
-            if is_sequential
-            else "pass segments=[...] with the sublayers to recompute, or their names",
+            "call it on a batch first" if is_sequential else _LIST_THEM,
         )
     return _by_cuts(model, segments)
+
+
+_LIST_THEM = (
+    "list the sublayers to recompute, or their names: recompute=[...] for an operator, "
+    "segments=[...] for recompute_model"
+)
 
 
 def _has_outputs(model: Any) -> bool:

@@ -208,6 +208,28 @@ def test_several_inputs_and_outputs(named, tmp_path, capsys):
         assert f"{keys[0]} of shape (None, 4), {keys[1]} of shape (None, 2)" in said
 
 
+def test_nested_inputs_come_from_a_file_of_python(tmp_path):
+    first, second = layers.Input((3,)), layers.Input((2,))
+    third = layers.Input((2,), name="b")
+    joined = layers.Concatenate()([first, second, third])
+    model = keras.Model({"a": [first, second], "b": third}, layers.Dense(1)(joined))
+    model.compile("sgd", "mse")
+    model.save(tmp_path / "model.keras")
+    text = """
+import numpy as np
+
+def data():
+    parts = [np.random.default_rng(i).normal(size=(6, size)) for i, size in enumerate([3, 2, 2, 1])]
+    return {"a": parts[:2], "b": parts[2]}, parts[3]
+"""
+    (tmp_path / "data.py").write_text(text)
+    arguments = [str(tmp_path / "model.keras"), str(tmp_path / "data.py")]
+    space = {}
+    exec(text, space)
+    expected = model.evaluate(*space["data"](), verbose=0)
+    assert results(arguments, tmp_path)["value"] == pytest.approx(expected, rel=1e-5)
+
+
 def test_a_page(files):
     """It shows every number, and asks for nothing from anywhere."""
     pytest.importorskip("matplotlib")

@@ -68,3 +68,42 @@ def test_a_mean_over_weights_asks_for_the_weight_of_a_batch():
         options["weight"] = lambda x, y, sample_weight: tf.reduce_sum(sample_weight)
         H = hvp.HessianOperator.from_keras(model, data, **options)
         np.testing.assert_allclose(H.to_dense(), whole, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_tuple_of_inputs_is_an_input_as_for_evaluate(batched):
+    a, b = keras.Input((3,)), keras.Input((2,))
+    model = keras.Model([a, b], keras.layers.Dense(1)(keras.layers.Concatenate()([a, b])))
+    model.compile(loss="mse")
+    x, z, y = random(0, 6, 3), random(1, 6, 2), random(2, 6, 1)
+    data = ((x, z), y)
+    if batched:
+        data = tf.data.Dataset.from_tensor_slices(data).batch(3)
+    # The gradient of an output by the weights is the input, and by the bias one.
+    rows = np.concatenate([x, z, np.ones((6, 1))], axis=1)
+    expected = 2 * rows.T @ rows / 6
+    for kind in (hvp.HessianOperator, hvp.GaussNewtonOperator, hvp.FisherOperator, hvp.KFAC):
+        found = kind.from_keras(model, data).to_dense()
+        assert relative_error(found, expected) < 1e-5, kind
+
+
+def test_a_weight_that_does_not_fit_all_outputs_is_refused():
+    """One output is averaged over tokens, and the other over examples."""
+    tokens = np.array([[1, 0, 0], [2, 3, 4], [1, 2, 0], [4, 4, 4], [3, 0, 0], [2, 1, 3]])
+    t, b = keras.Input((3,), dtype="int32", name="t"), keras.Input((2,), name="b")
+    embedded = keras.layers.Embedding(5, 2, mask_zero=True)(t)
+    outputs = {"of tokens": keras.layers.Dense(1)(embedded), "of b": keras.layers.Dense(1)(b)}
+    model = keras.Model({"t": t, "b": b}, outputs)
+    x = {"t": tokens, "b": random(0, 6, 2)}
+    y = {"of tokens": random(1, 6, 3, 1), "of b": random(2, 6, 1)}
+
+    def weight(x, y):
+        return tf.math.count_nonzero(x["t"])
+
+    model.compile(loss={"of tokens": "mse", "of b": "mse"})
+    with pytest.raises(hvp.InvalidLossError, match="weights"):
+        hvp.HessianOperator.from_keras(model, (x, y), batch_size=3, weight=weight)
+    model.compile(loss={"of tokens": "mse", "of b": None})
+    whole = hvp.HessianOperator.from_keras(model, (x, y))
+    divided = hvp.HessianOperator.from_keras(model, (x, y), batch_size=3, weight=weight)
+    assert divided.value == pytest.approx(whole.value, rel=1e-5)

@@ -586,3 +586,20 @@ def test_factors_precondition_inside_the_graph_of_a_solver(monkeypatch):
     np.testing.assert_allclose(result.x, want, atol=1e-4 * np.abs(want).max())
     plain = hvp.solve(G, b, damping=0.1, M=None, method="cg", rtol=1e-6)
     assert result.iterations != plain.iterations  # it is used
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_normalization_over_a_batch_is_refused_and_leaves_the_model_as_it_was(last):
+    keras.utils.set_random_seed(0)
+    normalization = layers.BatchNormalization()
+    behind = [] if last else [layers.Dense(2)]
+    model = keras.Sequential([keras.Input((3,)), layers.Dense(2, "tanh"), normalization, *behind])
+    model.compile(loss="mse")
+    data = random(0, 6, 3).astype("float32"), random(1, 6, 2).astype("float32")
+    before = [np.array(weight) for weight in model.get_weights()]
+    what = "predictions do not belong" if last else "kernel' does not belong"
+    for fisher in (None, "empirical"):
+        with pytest.raises(hvp.HvpError, match=what):
+            hvp.KFAC.from_keras(model, data, training=True, fisher=fisher)
+    for weight, earlier in zip(model.get_weights(), before):
+        np.testing.assert_array_equal(weight, earlier)
