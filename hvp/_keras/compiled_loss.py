@@ -107,14 +107,14 @@ class CompiledModel:
         return 1.0 if weight is None else float(weight)
 
     @property
-    def _counts_examples(self) -> bool:
-        """Whether batches of these data are weighted by their numbers of examples."""
+    def _counts_examples(self) -> bool | None:
+        """Whether batches are weighted by their numbers of examples; None if there is only one."""
         split = ("batch_size", "memory_limit", "hessian_batch_size", "devices")
         whole = isinstance(self.data, (tuple, dict))
         whole = whole and all(self.options.get(name) is None for name in split)
         # Other processes have other examples.
         whole = whole and not _has_other_processes(self.keras_model)
-        return not whole and self.options.get("weight") is None
+        return None if whole else self.options.get("weight") is None
 
 
 _LIKELIHOODS = {
@@ -183,6 +183,15 @@ def _check_kind(loss: Any, outputs: Any, labels: Any) -> None:
     )
 
 
+def _masks(losses: Any, outputs: Any) -> list[bool]:
+    """Return which of the outputs that have a loss have a mask."""
+    if isinstance(losses, dict) and isinstance(outputs, dict):
+        outputs = [outputs[name] for name in outputs if losses.get(name) is not None]
+    elif isinstance(losses, (list, tuple)) and isinstance(outputs, (list, tuple)):
+        outputs = [output for output, loss in zip(outputs, losses) if loss is not None]
+    return [mask_of(output) is not None for output in tf.nest.flatten(outputs)]
+
+
 def _check_labels(model: Any, outputs: Any, labels: Any) -> None:
     """Refuse labels without outputs, and outputs without labels."""
     if not (isinstance(outputs, dict) and isinstance(labels, dict)):
@@ -199,13 +208,15 @@ def _check_labels(model: Any, outputs: Any, labels: Any) -> None:
 
 
 def loss_of_model(
-    model: Any, *, training: bool | None, by_examples: bool, regularized: bool = True
+    model: Any, *, training: bool | None, by_examples: bool | None, regularized: bool = True
 ) -> Callable[..., Any]:
     """Return the compiled loss, a mean, as a function of `x`, `y` and perhaps `sample_weight`.
 
     With `by_examples`, batches are weighted by their numbers of examples. Models whose outputs have
-    masks are then refused, because Keras averages over unmasked entries. `InvalidLossError` is
-    raised if the model is not compiled, or if its loss is a sum over the batch.
+    masks are then refused, because Keras averages over unmasked entries. If it is False, batches
+    have other weights, which cannot serve outputs with a mask and others; None stands for a single
+    batch. `InvalidLossError` is raised if the model is not compiled, or if its loss is a sum over
+    the batch.
     """
     _check_compiled(model)
     of_outputs = loss_of_outputs(model, by_examples=by_examples, regularized=regularized)
@@ -217,7 +228,7 @@ def loss_of_model(
 
 
 def loss_of_outputs(
-    model: Any, *, by_examples: bool, regularized: bool = True
+    model: Any, *, by_examples: bool | None, regularized: bool = True
 ) -> Callable[..., Any]:
     """Return the compiled loss as a function of outputs, `y` and perhaps `sample_weight`.
 
@@ -236,6 +247,14 @@ def loss_of_outputs(
                 "if token 0 is masked, pass weight=lambda x, y: tf.math.count_nonzero(x), with "
                 "x[0] or x['name'] for one of several inputs; in place of an optimizer, which "
                 "takes no weight, use hvp.keras.optimizers.SOAP",
+            )
+        if by_examples is False and len(set(_masks(model.loss, outputs))) == 2:
+            raise InvalidLossError(
+                "one output of the model has a mask, and another has none, so that Keras averages "
+                "one over unmasked entries, and the other over examples",
+                "losses that a single weight of a batch serves",
+                "leave out batch_size, memory_limit and devices, to evaluate all data at once; or "
+                "take the outputs one by one: keras.Model(model.inputs, model.outputs[0])",
             )
         kinds = [getattr(part, "reduction", None) for part in tf.nest.flatten(model.loss)]
         if by_examples and sample_weight is not None and "mean_with_sample_weight" in kinds:

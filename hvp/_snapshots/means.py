@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -50,13 +49,8 @@ def refuse_sum(rule: Rule, snapshot: Snapshot, few: Elements) -> None:
 
 
 @outside_strategies
-def refuse_coupling(
-    rule: Rule, snapshot: Snapshot, few: Elements, weight: Callable[..., Any] | None = None
-) -> None:
-    """Raise `InvalidLossError` if the loss of a batch depends on several examples at once.
-
-    Losses of parts are weighted by their numbers of examples, or by their `weight`.
-    """
+def refuse_coupling(rule: Rule, snapshot: Snapshot, few: Elements) -> None:
+    """Raise `InvalidLossError` if the loss of a batch depends on several examples at once."""
     facts, count = snapshot.facts, few.examples
     drawn = facts.remarks is not None and (facts.remarks.random or facts.remarks.repeated)
     if count < 2:
@@ -78,25 +72,20 @@ def refuse_coupling(
         return
     values, eps = found
     whole, tolerance = values[0], max(_COUPLED, _ROUNDING_ERRORS * eps)
-    total, *weights = (
-        part.examples if weight is None else float(part.call(weight)) for part in (few, *parts)
-    )
-    terms = list(zip(values[2:], weights))
-    for both in zip(terms[::2], terms[1::2]):
-        mean = sum(loss * w for loss, w in both if w) / (total or 1)
-        size = max(abs(whole), *(abs(loss) for loss, _ in both))
+    for cut, first, last in zip(cuts, values[2::2], values[3::2]):
+        mean = (cut * first + (count - cut) * last) / count
+        size = max(abs(whole), abs(first), abs(last))
         # A part whose loss is no number is one that divides by nothing.
         if np.isfinite(whole) and not abs(mean - whole) <= tolerance * size:
             raise InvalidLossError(
                 f"the loss of {count} examples is {whole:.6g}, and the mean of the losses of "
-                f"two parts of them {mean:.6g}{'' if weight is None else ', by their weights'}: it "
-                "depends on several examples at once",
+                f"two parts of them {mean:.6g}: it depends on several examples at once",
                 "a mean over examples, each independent of the others, where batch_size, "
                 "memory_limit or devices divide the data",
                 "compare the shapes of labels and predictions first, because (n,) and (n, 1) give "
                 "(n, n); else evaluate all data at once, without these options; or pass batches of "
-                "your own, such as a list of (x, y), for the mean over these batches; or pass the "
-                "weight of a batch, if the loss divides by something other than its examples",
+                "your own, such as a list of (x, y), for the mean over these batches; or pass "
+                "weight, if the loss divides by something other than the number of examples",
             )
 
 

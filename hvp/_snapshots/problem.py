@@ -255,15 +255,14 @@ class Problem:
                 refuse_coupling(rule.rules[name], snapshot, few)
         if source is NO_DATA or not isinstance(rule, (HessianRule, PredictionRule)):
             return
-        weight = self.options.weight
-        if not (self.total or divided or plan.cuts):
+        if self.options.weight is not None or not (self.total or divided or plan.cuts):
             return
         few = self.few_examples()
-        if weight is None and isinstance(rule, HessianRule):
+        if isinstance(rule, HessianRule):
             refuse_sum(rule, snapshot, few)
         # The mean over batches of the caller's own is what was asked for, unless they were cut.
         if plan.cuts or (divided and (isinstance(source, Elements) or source.arrays is not None)):
-            refuse_coupling(rule, snapshot, few, weight)
+            refuse_coupling(rule, snapshot, few)
 
     def _plan(self, options: Options, inputs: Sequence[tf.Variable]) -> Plan:
         nest, rule, added = collect_variables(self.variables), self.rule, self.regularization

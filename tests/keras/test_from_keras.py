@@ -101,7 +101,7 @@ def test_a_weight_that_does_not_fit_all_outputs_is_refused():
         return tf.math.count_nonzero(x["t"])
 
     model.compile(loss={"of tokens": "mse", "of b": "mse"})
-    with pytest.raises(hvp.InvalidLossError, match="weights"):
+    with pytest.raises(hvp.InvalidLossError, match="mask"):
         hvp.HessianOperator.from_keras(model, (x, y), batch_size=3, weight=weight)
     model.compile(loss={"of tokens": "mse", "of b": None})
     whole = hvp.HessianOperator.from_keras(model, (x, y))
