@@ -44,9 +44,10 @@ def exact_functions() -> Iterator[None]:
 def pulled_back(
     function: Callable[[], Any], sources: Sequence[Any], cotangents: Any = None
 ) -> list[tf.Tensor]:
-    """Return the gradients of what a function returns in what it reads, zeros where it does not.
+    """Return the gradients of a function's results with respect to `sources`, with zeros for None.
 
-    Both the function and its derivatives are exact. Without cotangents, these are ones.
+    The results and their derivatives are exact. The results are multiplied by `cotangents`, by
+    default ones, before they are summed.
     """
     with exact_functions():
         with tf.GradientTape(watch_accessed_variables=False) as tape:

@@ -25,7 +25,7 @@ raw = tf.raw_ops
 _DOUBLINGS = 31
 
 
-def _register(kind: str, formula: Callable[..., tf.Tensor]) -> None:
+def _by_formula(kind: str, formula: Callable[..., tf.Tensor]) -> None:
     """Differentiate an operation like a formula that computes the same."""
 
     @gradient_of(kind)
@@ -34,11 +34,11 @@ def _register(kind: str, formula: Callable[..., tf.Tensor]) -> None:
 
 
 # The gradient of x / (1 + |x|).
-_register("SoftsignGrad", lambda g, x: g / tf.square(1 + tf.abs(x)))
+_by_formula("SoftsignGrad", lambda g, x: g / tf.square(1 + tf.abs(x)))
 # TensorFlow's gradients by `x` of these are zero where `x` is zero, for any `y`.
-_register("Xlogy", xlogy)
-_register("Xlog1py", xlog1py)
-_register("Xdivy", xdivy)
+_by_formula("Xlogy", xlogy)
+_by_formula("Xlog1py", xlog1py)
+_by_formula("Xdivy", xdivy)
 
 
 @gradient_of("LRNGrad")
@@ -261,4 +261,4 @@ def _hsv(rgb: tf.Tensor) -> tf.Tensor:
     return tf.stack([tf.where(hue < 0, hue + 1, hue), saturation, value], -1)
 
 
-_register("RGBToHSV", _hsv)  # TensorFlow leaves out the smallest channel where it is zero
+_by_formula("RGBToHSV", _hsv)  # TensorFlow leaves out the smallest channel where it is zero

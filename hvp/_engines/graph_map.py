@@ -78,7 +78,7 @@ class GraphMap(LinearMap):
         product = self.program.transposed if adjoint else self.program.product
         # The transposed product may take vectors of zeros.
         count = self.program.zero_vector_count if adjoint else 0
-        zeros = self.domain.with_zeros([None] * count)
+        zeros = self.domain.with_zeros([None] * count) if count else []
         if isinstance(vector, (list, tuple)):
             return list(self.run(product.parts, *vector, *zeros))
         if not product.has_flat:

@@ -114,7 +114,7 @@ def at_tensors(
         own = both[count:]
 
         def backward(*upstream: tf.Tensor, variables: Any = None) -> Any:
-            pulled = _pulled_back(function, sources, len(own))
+            pulled = _gradient_function(function, sources, len(own))
             slopes = at_tensors(pulled, sources, both[:count], [*own, *upstream])
             return _slopes(slopes, variables)
 
@@ -145,7 +145,7 @@ def _apart(function: Callable[..., Tensors], *arguments: Any) -> list[tf.Tensor]
         return list(concrete())
 
 
-def _pulled_back(
+def _gradient_function(
     function: Callable[..., Tensors], sources: Sequence[Any], count: int
 ) -> Callable[..., Tensors]:
     """Return the gradients in sources and `count` arguments; they take these and cotangents."""

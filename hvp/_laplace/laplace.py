@@ -204,10 +204,9 @@ class Laplace(FromKeras, OneProcess):
     @classmethod
     def _of_compiled(cls, compiled: CompiledModel, variables: Any) -> Sequence[Any]:
         likelihoods = compiled.likelihoods
-        outputs = tf.nest.flatten(getattr(compiled.keras_model, "outputs", None))
-        if len(outputs) > 1:
+        if likelihoods is not None and len(likelihoods) > 1:
             raise HvpError(
-                f"the model has {len(outputs)} outputs",
+                f"the model has {len(likelihoods)} outputs",
                 "a model with one output",
                 "make one of them: keras.Model(model.inputs, model.outputs[0])",
             )

@@ -88,13 +88,15 @@ def refuse_distance(
 ) -> None:
     """Refuse weights that are not near the maximum of the posterior of these examples."""
     weights = posterior.weights
-    slope: Any = 0
-    for x, y in pairs:
+
+    def slope_of(x: Any, y: Any) -> np.ndarray:
+        """Return the gradient of the sum of the losses of a batch."""
         inputs = convert_batch((x,), "x")
-        loss = lambda x=inputs, y=y: targets.loss(outputs.of(x), y)  # noqa: E731
-        slopes = pulled_back(loss, weights.nest.variables)
+        slopes = pulled_back(lambda: targets.loss(outputs.of(inputs), y), weights.nest.variables)
         own = weights.space.join([tf.convert_to_tensor(part) for part in slopes])
-        slope += inputs.examples * own.numpy()
+        return inputs.examples * own.numpy()
+
+    slope: Any = sum(slope_of(x, y) for x, y in pairs)
     slope, values = posterior.rotate([slope, weights.flat()])
     precision, effective = posterior.precisions(), posterior.effective()
     squared = np.sum((slope / posterior.noise**2 + posterior.prior * values) ** 2 / precision)
