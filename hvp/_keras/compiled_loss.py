@@ -92,8 +92,9 @@ class CompiledModel:
     def likelihoods(self) -> list[str] | None:
         """The distributions that the compiled losses are likelihoods of; None if not known."""
         _check_compiled(self.keras_model, has_loss=True)
-        losses, outputs = self.keras_model.loss, getattr(self.keras_model, "outputs", None)
-        if isinstance(losses, dict) and outputs and not isinstance(self.keras_model.output, dict):
+        losses = self.keras_model.loss
+        named = isinstance(losses, dict) and getattr(self.keras_model, "outputs", None)
+        if named and not isinstance(self.keras_model.output, dict):
             # Losses by name, for outputs in the order of a list.
             losses = [losses.get(name) for name in self.keras_model.output_names]
         names = _names_of(losses)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+from hvp._errors import InvalidDataError
 from hvp._keras.compiled_loss import CompiledModel
 
 Self = TypeVar("Self", bound="FromKeras")
@@ -79,6 +80,8 @@ class FromKeras:
         >>> hvp.FisherOperator.from_keras(model, (x, y)) @ np.ones(3)
         array([0.6666667, 0.6666667, 0.6666667], dtype=float32)
         """
+        if data is None:
+            raise InvalidDataError("data is None", "(x, y), or batches of these, as for model.fit")
         compiled = CompiledModel(model, data, training, options)
         functions = cls._of_compiled(compiled, model if variables is None else variables)
         make: Any = cls

@@ -186,7 +186,7 @@ class Laplace(FromKeras, OneProcess):
 
     def _prepare(self, model: Any, likelihood: Any, subset: Any, progress: Any) -> None:
         """Find what of the model is uncertain."""
-        if not callable(likelihood) and likelihood not in TARGETS:
+        if not callable(likelihood) and likelihood not in list(TARGETS):
             raise HvpError(
                 f"the argument likelihood is {likelihood!r}",
                 f"one of {', '.join(map(repr, TARGETS))}, or a loss of outputs and targets",

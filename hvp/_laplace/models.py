@@ -11,6 +11,7 @@ import tensorflow as tf
 from hvp._engines.predictions import Prediction
 from hvp._errors import HvpError, InvalidLossError
 from hvp._kronecker.kfac import with_layers
+from hvp._operators.predictions import of_inputs
 from hvp._vectors.selection import select
 from hvp._vectors.space import Space
 from hvp._vectors.variables import VariableNest, collect_variables
@@ -21,8 +22,10 @@ def outputs_of(model: Any, takes_logits: bool) -> Callable[..., Any]:
     if not callable(model):
         raise HvpError(f"the model is {type(model).__name__}", "a function of inputs")
 
+    call = of_inputs(model)
+
     def outputs(*inputs: Any) -> Any:
-        value = model(*inputs)
+        value = call(*inputs)
         if not tf.is_tensor(value) or not value.shape.rank:
             raise InvalidLossError(
                 f"the model returns {type(value).__name__} for a batch",

@@ -274,11 +274,11 @@ class TermResiduals:
         c, b = (part.numpy().astype(np.float64) for part in (gradient, curvature))
         if not is_diagonal or b.min() < 0 or (c[b == 0] != 0).any():
             problem = (
-                "is negative"
+                "is not diagonal"
+                if not is_diagonal
+                else "is negative"
                 if b.min() < 0
                 else "is zero where the loss is not stationary"
-                if is_diagonal
-                else "is not diagonal"
             )
             raise InvalidLossError(
                 "the second derivative of the output loss with respect to the predictions "

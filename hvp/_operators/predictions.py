@@ -28,13 +28,20 @@ def checked_model(model: Any) -> Callable[..., Any]:
             f"the model is {type(model).__name__}, which cannot be called",
             "a Keras model, or a function that returns the predictions",
         )
-    call = model if hasattr(model, "trainable_weights") else retraced(model)
+    call = of_inputs(model) if hasattr(model, "trainable_weights") else retraced(model)
 
     def predict(*inputs: Any) -> Any:
         predictions = called(call, *inputs)
         return checked_floating(predictions, "the model", "floating-point tensors, the predictions")
 
     return predict
+
+
+def of_inputs(model: Any) -> Callable[..., Any]:
+    """Return a model as a function of its inputs, which Keras models of several take as a tuple."""
+    if len(getattr(model, "inputs", None) or ()) < 2:
+        return model
+    return lambda *inputs: model(inputs if len(inputs) > 1 else inputs[0])
 
 
 def checked_floating(results: Any, what: str, expected: str = "floating-point tensors") -> Any:

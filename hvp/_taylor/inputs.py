@@ -500,7 +500,14 @@ def _check_coordinates(tensors: Mapping[str, tf.Tensor]) -> None:
 
 
 def _real(x: Any) -> tf.Tensor:
-    x = tf.convert_to_tensor(x)
+    try:
+        x = tf.convert_to_tensor(x)
+    except (TypeError, ValueError) as error:
+        raise InvalidDataError(
+            f"the inputs are a {type(x).__name__} that cannot be made a tensor ({error})",
+            "one tensor of examples",
+            "join several inputs, tf.concat([a, b], 1), and split them in the function",
+        ) from error
     if not x.dtype.is_floating:
         raise InvalidDataError(
             f"the inputs are of type {x.dtype.name}",

@@ -85,6 +85,29 @@ def test_a_tuple_of_inputs_is_an_input_as_for_evaluate(batched):
     for kind in (hvp.HessianOperator, hvp.GaussNewtonOperator, hvp.FisherOperator, hvp.KFAC):
         found = kind.from_keras(model, data).to_dense()
         assert relative_error(found, expected) < 1e-5, kind
+    # The same model as a function of its inputs, which are several arguments for other functions.
+    pair = model, lambda p, y: tf.reduce_mean((p - y) ** 2)
+    made = (
+        hvp.GaussNewtonOperator(*pair, model, data),
+        hvp.FisherOperator(*pair, model, data, likelihood="gaussian"),
+        hvp.KFAC(*pair, model, data, likelihood="gaussian"),
+    )
+    for found in made:
+        matrix = found.to_dense()
+        assert relative_error(matrix / matrix[-1, -1], expected / 2) < 1e-5, found
+    posterior = hvp.Laplace(model, "gaussian", data, curvature="full", noise=1.0)
+    assert (
+        relative_error(posterior.covariance().to_dense(), np.linalg.inv(rows.T @ rows + np.eye(6)))
+        < 1e-4
+    )
+
+
+@pytest.mark.parametrize("kind", [hvp.HessianOperator, hvp.GaussNewtonOperator, hvp.Laplace])
+def test_missing_data_are_refused(kind):
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile(loss="mse")
+    with pytest.raises(hvp.InvalidDataError, match="None"):
+        kind.from_keras(model, None)
 
 
 def test_a_weight_that_does_not_fit_all_outputs_is_refused():

@@ -346,6 +346,7 @@ def test_what_is_refused():
     for call, said in (
         (lambda: made(curvature="dense"), "'dense'.*'kfac'"),
         (lambda: made(likelihood="normal"), "'normal'.*'gaussian'"),
+        (lambda: made(likelihood=["gaussian"]), r"\['gaussian'\]"),
         (lambda: made(likelihood="poisson", noise=1.0), "noise"),
         (lambda: made(subset="all"), r"subset=\[w, b\]"),
         (lambda: made(data=(x,)), r"\(x, y\)"),

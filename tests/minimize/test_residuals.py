@@ -254,6 +254,7 @@ def mixing(x):
         (lambda p, y: tf.reduce_mean(tf.abs(p - y)), ["zero"]),
         (lambda p, y: tf.reduce_mean(-((p - y) ** 2)), ["negative"]),
         (lambda p, y: tf.reduce_mean(p - y) ** 2, ["not diagonal"]),
+        (lambda p, y: tf.reduce_mean((p - y) ** 2) - tf.reduce_sum(p - y) ** 2, ["not diagonal"]),
     ],
 )
 def test_refuses_losses_without_residuals(output_loss, words):

@@ -395,6 +395,7 @@ BAD = [
         "SecondDerivativeError",
         ["PyFunc", "test_inputs.py, line"],
     ),
+    (lambda: hvp.laplacian(tf.sin, (X, X[:, :2])), "InvalidDataError", ["tuple", "tf.concat"]),
     (lambda: hvp.jet(tf.sin, X, X, order=0), "HvpError", ["order", "0"]),
     (lambda: hvp.jet(tf.sin, X, X, order=7), "HvpError", ["7", "6"]),
     (lambda: hvp.jet(tf.sin, X, X[:2]), "InvalidVectorError", ["(2, 3)", "(5, 3)"]),
