@@ -77,8 +77,8 @@ class Block:
     @property
     def nbytes(self) -> int:
         """The memory of eigenvectors and eigenvalues, in bytes."""
-        bases = [basis for basis in (self.left, self.right) if basis is not None]
-        return sum(int(np.prod(b.shape)) * b.dtype.size for b in bases) + self.scales.nbytes
+        sizes = [int(np.prod(tensor.shape)) * tensor.dtype.size for tensor in self.tensors]
+        return sum(sizes) + self.scales.nbytes
 
     def scaled(self, function: Callable[[np.ndarray], np.ndarray], dtype: tf.DType) -> Block:
         """Return the block with a function applied to its eigenvalues."""
