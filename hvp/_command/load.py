@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import runpy
 import sys
+import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -146,7 +147,10 @@ def load_model(path: Path, modules: list[str]) -> Any:
             "load the model in Python, and save it with model.save('model.keras')",
         )
     try:
-        model = keras.models.load_model(path)
+        with warnings.catch_warnings():
+            # The state of the optimizer is not needed.
+            warnings.filterwarnings("ignore", "Skipping variable loading for optimizer")
+            model = keras.models.load_model(path)
     except (TypeError, ValueError, OSError, KeyError) as error:
         text = str(error)
         is_custom = "register" in text or "custom_object" in text or "Could not locate" in text

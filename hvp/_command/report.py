@@ -146,15 +146,20 @@ class Curvature:
                 )
         if self.density is not None:
             low, high = self.density.bulk
-            lines += [
-                f"density             bulk from {low:.4g} to {high:.4g}; number of separate "
-                f"eigenvalues: {self.density.below} below, {self.density.above} above",
-            ]
+            bulk = "no bulk, all eigenvalues are separate or equal"
+            if low <= high:
+                bulk = (
+                    f"bulk from {low:.4g} to {high:.4g}; number of separate eigenvalues: "
+                    f"{self.density.below} below, {self.density.above} above"
+                )
+            lines.append(f"density             {bulk}")
         return "\n".join(lines)
 
     def save_json(self, path: Path) -> None:
         """Write all results to a JSON file."""
-        path.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
+        # JSON has no NaN, which the bulk is if there is none.
+        finite = json.loads(json.dumps(self.as_dict()), parse_constant=lambda _: None)
+        path.write_text(json.dumps(finite, indent=1) + "\n")
 
     def save_figure(self, file: Any, kind: str) -> None:
         """Draw all results into a file or stream, in a format of matplotlib's."""

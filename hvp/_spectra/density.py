@@ -61,7 +61,10 @@ class SpectralDensity:
 
     @property
     def bulk(self) -> tuple[float, float]:
-        """The interval of the eigenvalues that are not separate, ends included."""
+        """The interval of the eigenvalues that are not separate, ends included.
+
+        Both ends are NaN if there are none.
+        """
         ends = [
             (nodes[self.below], nodes[len(nodes) - 1 - self.above])
             for nodes, has_weight in zip(self.nodes, self.weights > NOTHING)
@@ -134,10 +137,12 @@ class SpectralDensity:
 
     def __repr__(self) -> str:
         low, high = self.bulk
+        bulk = "no bulk, all are separate or equal"
+        if low <= high:
+            bulk = f"{self.below} below and {self.above} above the bulk of {low:.4g} to {high:.4g}"
         return (
             f"SpectralDensity({self.size} eigenvalues from {self.nodes.min():.4g} to "
-            f"{self.nodes.max():.4g}; {self.below} below and {self.above} above the bulk of "
-            f"{low:.4g} to {high:.4g}; {self.products} products)"
+            f"{self.nodes.max():.4g}; {bulk}; {self.products} products)"
         )
 
     def plot(self, ax: Any = None, *, scale: Literal["linear", "log", "symlog"] = "log") -> Any:

@@ -82,6 +82,21 @@ def test_everything_is_right(files, options, capsys):
     assert figure.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_small_model_that_was_not_trained(tmp_path, capsys):
+    """All of its eigenvalues are separate, and the state of its optimizer does not matter."""
+    model = keras.Sequential([layers.Input((4,)), layers.Dense(2)])
+    model.compile("rmsprop", "mse")
+    model.save(tmp_path / "model.keras")
+    np.savez(tmp_path / "data.npz", x=X, y=Y)
+    out = tmp_path / "out.json"
+    files = [str(tmp_path / "model.keras"), str(tmp_path / "data.npz")]
+    assert main([*files, "--json", str(out)]) == 0
+    text = out.read_text()
+    assert "NaN" not in text
+    assert json.loads(text)["density"]["bulk"] == [None, None]
+    assert "no bulk" in capsys.readouterr().out
+
+
 def test_gauss_newton_and_a_part_of_the_data(files, capsys):
     _, folder, arguments = files
     out = folder / "out.json"

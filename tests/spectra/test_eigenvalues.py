@@ -185,6 +185,13 @@ def test_the_bulk_and_what_is_outside():
     assert "1 below and 3 above" in repr(density)
 
 
+def test_a_density_without_a_bulk_says_so():
+    density = hvp.spectral_density(matrix_of(np.r_[1.0, 1.0, 2.0, 4.0, 9.0]), probes=3)
+    assert np.isnan(density.bulk).all()
+    assert "no bulk" in repr(density)
+    assert "nan" not in repr(density)
+
+
 def test_eigenvalues_that_do_not_exist_are_in_no_density():
     """The space of each vector is exhausted after two steps."""
     A = matrix_of(np.repeat([5.0, 7.0], 50))
