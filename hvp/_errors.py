@@ -56,6 +56,9 @@ class HvpError(Exception):
     expected: str
     remedy: str
 
+    # Keras would replace an error from within a layer by one with the first sentence alone, unless
+    # it has this attribute, whose name is private to Keras.
+    _keras_call_info_injected = True
     # When an error passes through a tf.function, AutoGraph makes a new one of the same type only if
     # the type has no `__init__` of its own.
     __init__ = Exception.__init__

@@ -29,7 +29,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvp._graphs.graph import Graph, Sizes, data_inputs, node_of
-from hvp._graphs.sizes import add_shape, note_shapes, shape_of, size_of
+from hvp._graphs.sizes import add_shape, nbytes, note_shapes, shape_of, size_of
 from hvp._graphs.target import has_cpus_only
 
 # Products of as many entries as fit in the second-level cache of today's server processors (2 MiB).
@@ -43,12 +43,13 @@ _LARGE = 2**17 * 7 // 8
 _NARROW, _NARROW_IF_LARGE = 4, 12
 
 
-def multiply_batches_as_one(graph_def: Any) -> None:
+def multiply_batches_as_one(graph_def: Any) -> Sizes:
     """Rewrite batches of matrices that are multiplied by one matrix, in place.
 
-    The graph has no calls, and notes the shapes of results.
+    The graph has no calls, and notes the shapes of results. Return the sizes of new results, which
+    these do not tell if the size of one axis is unknown.
     """
-    nodes = Graph(graph_def).nodes
+    nodes, sizes = Graph(graph_def).nodes, {}
     for node in list(graph_def.node):
         if node.op != "BatchMatMulV2" or node.attr["adj_x"].b:
             continue
@@ -72,6 +73,9 @@ def multiply_batches_as_one(graph_def: Any) -> None:
             product.attr["transpose_b"].b = node.attr["adj_y"].b
             note_shapes(product, [tf.TensorShape([rows[0], result[-1]]).as_proto()])
             _make_reshape(graph_def, node, product.name, result, dtype)
+            for name, shape in ((flat, batch), (product.name, result)):
+                sizes[name] = [nbytes(tf.TensorSpec(shape, dtype))]
+    return sizes
 
 
 def _add_reshape(

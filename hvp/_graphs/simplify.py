@@ -26,7 +26,7 @@ def simplified(
     tensors that none of its operations computes.
     """
     fold_shapes(graph_def)
-    multiply_batches_as_one(graph_def)
+    sizes = multiply_batches_as_one(graph_def)
     merge_equal_operations(graph_def, {*map(node_of, results)})
     broadcast_instead_of_repeating(graph_def, inputs)
-    return Graph(graph_def, take_sizes(graph_def, inputs))
+    return Graph(graph_def, take_sizes(graph_def, inputs) | sizes)

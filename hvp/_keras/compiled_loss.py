@@ -184,13 +184,15 @@ def _check_kind(loss: Any, outputs: Any, labels: Any) -> None:
     )
 
 
-def _masks(losses: Any, outputs: Any) -> list[bool]:
+def _masks(model: Any, outputs: Any) -> list[bool]:
     """Return which of the outputs that have a loss have a mask."""
-    if isinstance(losses, dict) and isinstance(outputs, dict):
-        outputs = [outputs[name] for name in outputs if losses.get(name) is not None]
-    elif isinstance(losses, (list, tuple)) and isinstance(outputs, (list, tuple)):
-        outputs = [output for output, loss in zip(outputs, losses) if loss is not None]
-    return [mask_of(output) is not None for output in tf.nest.flatten(outputs)]
+    losses, flat = model.loss, tf.nest.flatten(outputs)
+    if isinstance(losses, dict):
+        names = sorted(outputs) if isinstance(outputs, dict) else model.output_names
+        losses = [losses.get(name) for name in names]
+    if isinstance(losses, (list, tuple)):
+        flat = [output for output, loss in zip(flat, losses) if loss is not None]
+    return [mask_of(output) is not None for output in flat]
 
 
 def _check_labels(model: Any, outputs: Any, labels: Any) -> None:
@@ -249,7 +251,7 @@ def loss_of_outputs(
                 "x[0] or x['name'] for one of several inputs; in place of an optimizer, which "
                 "takes no weight, use hvp.keras.optimizers.SOAP",
             )
-        if by_examples is False and len(set(_masks(model.loss, outputs))) == 2:
+        if by_examples is False and len(set(_masks(model, outputs))) == 2:
             raise InvalidLossError(
                 "one output of the model has a mask, and another has none, so that Keras averages "
                 "one over unmasked entries, and the other over examples",

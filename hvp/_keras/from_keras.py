@@ -50,9 +50,10 @@ class FromKeras:
         ------
         InvalidLossError
             If the model is not compiled, or its loss is a sum over the batch instead of a mean; if
-            an output has a mask and the data are divided without `weight`; if `reduction` is
-            ``"sum"`` and the model has regularizers; if the class takes predictions and their loss
-            separately, and a layer adds a loss that depends on the data.
+            an output has a mask and the data are divided without `weight`, or with it although
+            another output has no mask; if `reduction` is ``"sum"`` and the model has regularizers;
+            if the class takes predictions and their loss separately, and a layer adds a loss that
+            depends on the data.
         HvpError
             As raised by the class.
 

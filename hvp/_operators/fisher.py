@@ -156,6 +156,12 @@ class FisherOperator(FromKeras, SymmetricOperator):
             )
         functions = checked_model(model), checked_output_loss(output_loss)
         rule = fisher_rule(functions, checked.weight, kind, likelihood, samples, seed)
+        if kind != "monte-carlo" and samples != 1:
+            raise HvpError(
+                f"the argument samples is {samples!r}, and the kind is {kind!r}",
+                "a number of targets to draw for kind='monte-carlo', since the others draw none",
+                "pass kind='monte-carlo', or leave out samples",
+            )
         self._rule = rule
         super().__init__(evaluated(rule, variables, data, checked).damped(damping))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -70,4 +71,4 @@ def checked_output_loss(output_loss: Any) -> Callable[..., Any]:
             expected,
             "pass lambda predictions, y: keras_loss(y, predictions)",
         )
-    return retraced(output_loss)
+    return functools.partial(called, retraced(output_loss))

@@ -126,7 +126,16 @@ def test_a_weight_that_does_not_fit_all_outputs_is_refused():
     model.compile(loss={"of tokens": "mse", "of b": "mse"})
     with pytest.raises(hvp.InvalidLossError, match="mask"):
         hvp.HessianOperator.from_keras(model, (x, y), batch_size=3, weight=weight)
-    model.compile(loss={"of tokens": "mse", "of b": None})
-    whole = hvp.HessianOperator.from_keras(model, (x, y))
-    divided = hvp.HessianOperator.from_keras(model, (x, y), batch_size=3, weight=weight)
-    assert divided.value == pytest.approx(whole.value, rel=1e-5)
+    # One output has no loss, in the dict of the model or in the order of a list.
+    in_order = keras.Model(model.inputs, [outputs["of tokens"], outputs["of b"]])
+    names = in_order.output_names
+    for made, losses, labels in (
+        (model, {"of tokens": "mse", "of b": None}, y),
+        (model, [None, "mse"], y),
+        (in_order, ["mse", None], tuple(y.values())),
+        (in_order, {names[0]: "mse", names[1]: None}, tuple(y.values())),
+    ):
+        made.compile(loss=losses)
+        whole = hvp.HessianOperator.from_keras(made, (x, labels))
+        divided = hvp.HessianOperator.from_keras(made, (x, labels), batch_size=3, weight=weight)
+        assert divided.value == pytest.approx(whole.value, rel=1e-5)

@@ -118,3 +118,14 @@ def test_looking_for_names_changes_nothing():
     keras.backend.clear_session()
     assert second == [keras.layers.Dense(2).name, keras.layers.Masking().name]
     assert [name.rstrip("_0123456789") for name in first] == ["dense", "masking"]
+
+
+def test_an_error_within_a_layer_keeps_its_sentences():
+    class Layer(keras.layers.Layer):
+        def call(self, x):
+            raise hvp.HvpError("the problem", "the expected", "the remedy")
+
+    for model in (Layer(), keras.Sequential([Layer()])):
+        with pytest.raises(hvp.HvpError) as caught:
+            model(np.ones((2, 3)))
+        assert "To fix: the remedy" in str(caught.value)

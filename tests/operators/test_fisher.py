@@ -374,7 +374,9 @@ def test_arguments_that_are_refused():
         ({"likelihood": "normal"}, "'gaussian'"),
         ({"kind": "empirical", "likelihood": "categorical"}, "targets of the data"),
         ({"kind": "monte-carlo", "likelihood": "categorical", "samples": 0}, "samples is 0"),
+        ({"likelihood": "categorical", "samples": 3}, "samples is 3.*kind='monte-carlo'"),
         ({"likelihood": "categorical", "seed": -1}, "seed is -1"),
+        ({"likelihood": "categorical", "data": (x,)}, "data of 1 element"),
         ({"likelihood": "categorical", "data": None}, "There are no data"),
         ({"likelihood": "categorical", "data": {"x": x, "y": y}}, "The data are a dict"),
     ):

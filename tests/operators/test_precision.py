@@ -191,6 +191,26 @@ def test_small_products_and_residuals_stay_as_they_are(monkeypatch):
         assert relative_error(H @ v, quadratic_product(problem.data[0], v)) < 1e-6
 
 
+def test_an_unknown_number_of_examples_hides_no_other_axis(monkeypatch):
+    """As one matrix, a batch of sequences has as many rows as there are tokens."""
+    monkeypatch.undo()
+    inside.pretend_fast(monkeypatch, True)
+    kernels = [tf.Variable(random(i, 128, 128, scale=0.1)) for i in range(4)]
+    x, keep = random(9, 40, 64, 128), np.arange(40) < 30
+
+    def loss(x, keep):
+        h = tf.boolean_mask(x, keep)
+        for kernel in kernels:
+            h = tf.tanh(h @ kernel)
+        return tf.reduce_mean(h**2)
+
+    residuals = []
+    for precision in (None, "bfloat16"):
+        with hvp.HessianOperator(loss, kernels, (x, keep), precision=precision) as H:
+            residuals.append(H.stats.residual_bytes)
+    assert residuals[1] < 0.55 * residuals[0]
+
+
 def test_a_device_that_is_not_faster_says_so(monkeypatch, caplog):
     inside.pretend_fast(monkeypatch, False)
     problem, v = quadratic(), random(2, 36)
