@@ -429,7 +429,12 @@ class KFAC(FromKeras, FactoredOperator):
             ) from error
         written = [Resource.of(v) for v in all_variables(self._rule.source)]
         with restored(written):
-            return found[-1], {key: tensor.numpy() for key, tensor in compiled().items()}
+            made = {key: tensor.numpy() for key, tensor in compiled().items()}
+        with restored(written):
+            again = compiled()
+        # Predictions that draw other numbers each time tell nothing.
+        is_same = {key: np.array_equal(made[key], again[key], equal_nan=True) for key in made}
+        return found[-1], {k: v for k, v in made.items() if is_same[k] or k[0] != " "}
 
     def _refuse_mixed(self, rows: dict[str, np.ndarray], alone: dict[str, np.ndarray]) -> None:
         """Refuse layers whose rows do not belong to one example after the other."""
@@ -439,12 +444,11 @@ class KFAC(FromKeras, FactoredOperator):
             scale = np.abs(within).max(initial=0.0)
             if within.shape != one.shape or np.abs(within - one).max(initial=0.0) > 1e-2 * scale:
                 what = f"what enters the layer of {name!r} does" if name else "the predictions do"
-                leaving = f", or leave {name!r} out of the variables" if name else ""
                 raise HvpError(
                     f"{what} not belong to one example after the other",
                     "layers that treat examples independently, with the examples along the first "
                     "axis",
-                    f"pass training=False where layers normalize over the batch{leaving}",
+                    "pass training=False where layers normalize over the batch, or draw numbers",
                 )
 
     def _refuse_uncovered(self) -> None:

@@ -39,8 +39,9 @@ def checked_model(model: Any) -> Callable[..., Any]:
 
 
 def of_inputs(model: Any) -> Callable[..., Any]:
-    """Return a model as a function of its inputs, which Keras models of several take as a tuple."""
-    if len(getattr(model, "inputs", None) or ()) < 2:
+    """Return a model as a function of its inputs, which functional Keras models take as a tuple."""
+    is_functional = hasattr(model, "output_names") and hasattr(model, "inputs")
+    if not is_functional or len(model.inputs or ()) < 2:
         return model
     return lambda *inputs: model(inputs if len(inputs) > 1 else inputs[0])
 

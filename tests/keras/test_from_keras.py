@@ -102,6 +102,19 @@ def test_a_tuple_of_inputs_is_an_input_as_for_evaluate(batched):
     )
 
 
+def test_functions_of_several_inputs_are_no_models():
+    """Functions with graphs have a list of inputs as well."""
+    x, z, y = random(0, 6, 3), random(1, 6, 2), random(2, 6, 1)
+    w = tf.Variable(tf.ones((5, 1)))
+    specs = [tf.TensorSpec([None, n]) for n in (3, 2)]
+    function = tf.function(lambda x, z: tf.concat([x, z], 1) @ w).get_concrete_function(*specs)
+    options = {"curvature": "full", "noise": 1.0, "subset": [w]}
+    posterior = hvp.Laplace(function, "gaussian", ((x, z), y), **options)
+    rows = np.concatenate([x, z], axis=1)
+    expected = np.linalg.inv(rows.T @ rows + np.eye(5))
+    assert relative_error(posterior.covariance().to_dense(), expected) < 1e-4
+
+
 @pytest.mark.parametrize("kind", [hvp.HessianOperator, hvp.GaussNewtonOperator, hvp.Laplace])
 def test_missing_data_are_refused(kind):
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
@@ -115,23 +128,25 @@ def test_a_weight_that_does_not_fit_all_outputs_is_refused():
     tokens = np.array([[1, 0, 0], [2, 3, 4], [1, 2, 0], [4, 4, 4], [3, 0, 0], [2, 1, 3]])
     t, b = keras.Input((3,), dtype="int32", name="t"), keras.Input((2,), name="b")
     embedded = keras.layers.Embedding(5, 2, mask_zero=True)(t)
-    outputs = {"of tokens": keras.layers.Dense(1)(embedded), "of b": keras.layers.Dense(1)(b)}
+    outputs = {
+        name: keras.layers.Dense(1, name=name)(x)
+        for name, x in (("of_tokens", embedded), ("of_b", b))
+    }
     model = keras.Model({"t": t, "b": b}, outputs)
     x = {"t": tokens, "b": random(0, 6, 2)}
-    y = {"of tokens": random(1, 6, 3, 1), "of b": random(2, 6, 1)}
+    y = {"of_tokens": random(1, 6, 3, 1), "of_b": random(2, 6, 1)}
 
     def weight(x, y):
         return tf.math.count_nonzero(x["t"])
 
-    model.compile(loss={"of tokens": "mse", "of b": "mse"})
+    model.compile(loss={"of_tokens": "mse", "of_b": "mse"})
     with pytest.raises(hvp.InvalidLossError, match="mask"):
         hvp.HessianOperator.from_keras(model, (x, y), batch_size=3, weight=weight)
     # One output has no loss, in the dict of the model or in the order of a list.
-    in_order = keras.Model(model.inputs, [outputs["of tokens"], outputs["of b"]])
+    in_order = keras.Model(model.inputs, [outputs["of_tokens"], outputs["of_b"]])
     names = in_order.output_names
     for made, losses, labels in (
-        (model, {"of tokens": "mse", "of b": None}, y),
-        (model, [None, "mse"], y),
+        (model, {"of_tokens": "mse", "of_b": None}, y),
         (in_order, ["mse", None], tuple(y.values())),
         (in_order, {names[0]: "mse", names[1]: None}, tuple(y.values())),
     ):

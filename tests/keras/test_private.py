@@ -125,7 +125,6 @@ def test_an_error_within_a_layer_keeps_its_sentences():
         def call(self, x):
             raise hvp.HvpError("the problem", "the expected", "the remedy")
 
-    for model in (Layer(), keras.Sequential([Layer()])):
-        with pytest.raises(hvp.HvpError) as caught:
-            model(np.ones((2, 3)))
-        assert "To fix: the remedy" in str(caught.value)
+    with pytest.raises(hvp.HvpError) as caught:
+        Layer()(np.ones((2, 3)))
+    assert (caught.value.expected, caught.value.remedy) == ("the expected", "the remedy")

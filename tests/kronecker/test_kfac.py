@@ -588,6 +588,21 @@ def test_factors_precondition_inside_the_graph_of_a_solver(monkeypatch):
     assert result.iterations != plain.iterations  # it is used
 
 
+def test_noise_behind_the_weights_does_not_count():
+    """The curvature of a mean square does not depend on it, and neither do the factors."""
+    (w,), (x, y) = linear(1)[1], data_of(6)
+    numbers = tf.random.Generator.from_seed(0)
+    for kind in (hvp.KFAC, hvp.EKFAC):
+        plain = kind(lambda x: x @ w, half_squares, w, (x, y)).to_dense()
+        noisy = kind(
+            lambda x: x @ w + numbers.normal([x.shape[0], 3], dtype=tf.float64),
+            half_squares,
+            w,
+            (x, y),
+        )
+        np.testing.assert_allclose(noisy.to_dense(), plain, atol=1e-12)
+
+
 @pytest.mark.parametrize("last", [False, True])
 def test_normalization_over_a_batch_is_refused_and_leaves_the_model_as_it_was(last):
     keras.utils.set_random_seed(0)
