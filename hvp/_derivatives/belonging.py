@@ -55,12 +55,12 @@ def recorded_product(
     multiply: Callable[[Any], Any],
     vector: Any,
     variables: Sequence[tf.Variable],
-    gradient: Gradient,
+    gradient: Gradient | None,
 ) -> Any:
     """Multiply by a symmetric matrix, and record the product as a function of variables as well.
 
     `multiply` takes and returns vectors in one layout. If `gradient` raises an error, the gradient
-    in the variables raises it when it is used.
+    in the variables raises it when it is used; if it is None, it raises one as well.
     """
     handles = _handles(variables)
     with record.stop_recording():
@@ -70,8 +70,9 @@ def recorded_product(
     def backward(*upstream: tf.Tensor) -> list[Any]:
         cotangent = tf.nest.pack_sequence_as(result, upstream)
         by_vector = recorded_product(multiply, cotangent, variables, gradient)
+        by_variables: Sequence[Any] = [_Refused() for _ in handles]
         try:
-            by_variables = gradient(upstream)
+            by_variables = by_variables if gradient is None else gradient(upstream)
         except HvpError as error:
             by_variables = [_Refused(error) for _ in handles]
         return [*tf.nest.flatten(by_vector), *by_variables]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from hvp._derivatives.belonging import may_be_recorded, recorded_product
 from hvp._engines.linear_map import LinearMap, apply_in_python
 from hvp._vectors.space import Space
 
@@ -15,21 +16,32 @@ from hvp._vectors.space import Space
 class ArrayMap(LinearMap):
     """A symmetric linear map computed with NumPy.
 
-    `multiply` takes an array of shape `(k, n)` and returns the products with its rows.
+    `multiply` takes an array of shape `(k, n)` and returns the products with its rows. The gradient
+    of a product in the `variables` that the map was computed from raises an error.
     """
 
     calls_python = True
 
-    def __init__(self, multiply: Callable[[np.ndarray], np.ndarray], space: Space) -> None:
-        self._multiply = multiply
+    def __init__(
+        self,
+        multiply: Callable[[np.ndarray], np.ndarray],
+        space: Space,
+        variables: Sequence[tf.Variable] = (),
+    ) -> None:
+        self._multiply, self._variables = multiply, variables
         self.domain = self.codomain = space
 
     def apply(self, vector: Any, *, adjoint: bool = False) -> Any:
         """Multiply by a vector in any layout; inside a graph, Python runs when the graph does."""
+        if may_be_recorded() or not tf.executing_eagerly():
+            return recorded_product(self._applied, vector, self._variables, None)
+        return self._applied(vector)
+
+    def _applied(self, vector: Any) -> Any:
         if not tf.executing_eagerly():
-            return apply_in_python(lambda: self, vector, self.codomain, adjoint)
+            return apply_in_python(lambda: self, vector, self.codomain, False)
         if isinstance(vector, (list, tuple)):
-            return self.codomain.split(self.apply(self.domain.join(vector)))
+            return self.codomain.split(self._applied(self.domain.join(vector)))
         array = vector.numpy()
         product = self._multiply(array.reshape(-1, self.domain.size))
         return tf.constant(product.reshape(array.shape), self.codomain.dtype)

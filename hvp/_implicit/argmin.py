@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvp._derivatives.exact import pulled_back
-from hvp._errors import ConvergenceWarning, HvpError
+from hvp._errors import ConvergenceWarning, GraphModeError, HvpError
 from hvp._implicit.equation import Equation, Tensors, at_tensors, refuse_changes
 from hvp._implicit.unknowns import (
     TapedEquation,
@@ -266,6 +266,14 @@ def _by_operator(
 
     def solved(w: Tensors, right: Tensors, transposed: bool) -> Tensors:
         del w, transposed  # of a symmetric matrix
+        if not tf.executing_eagerly():
+            raise GraphModeError(
+                "the derivative of a minimum in variables is computed while TensorFlow traces a "
+                "graph, as tape.jacobian does",
+                "eager execution",
+                "pass experimental_use_pfor=False to tape.jacobian; or pass tensors, as in "
+                "hvp.argmin(function, start, outer)",
+            )
         make_current()
         b = evaluation_of(block).space.join([right[place] for place in order]).numpy()
         result = solve(

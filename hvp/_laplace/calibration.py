@@ -137,13 +137,19 @@ def calibration(
     if p.ndim == 1 or p.shape[1:] == (1,):
         p = np.stack([1 - p.reshape(-1), p.reshape(-1)], axis=1)
     if labels.shape == p.shape and labels.ndim == 2:
+        if not (((labels == 0) | (labels == 1)).all() and (labels.sum(axis=1) == 1).all()):
+            raise InvalidDataError("the rows of the classes are no unit vectors", "unit vectors")
         labels = labels.argmax(axis=1)
     if p.ndim != 2 or not len(p) or labels.reshape(-1).shape != (len(p),):
         raise InvalidDataError(
             f"the probabilities have shape {p.shape}, and the classes {np.shape(y)}",
             "shapes (examples, classes) and (examples,)",
         )
-    labels = labels.reshape(-1).astype(int)
+    labels = labels.reshape(-1)
+    others = labels[labels != np.round(labels)]
+    if len(others):
+        raise InvalidDataError(f"there is a class {others[0]}", "integers")
+    labels = labels.astype(int)
     if not ((p >= 0).all() and (np.abs(p.sum(axis=1) - 1) <= _ROUNDING).all()):
         raise InvalidDataError("the numbers are not probabilities", "rows that add up to one")
     wrong = labels[(labels < 0) | (labels >= p.shape[1])]

@@ -542,7 +542,8 @@ def fit(
     tied : dict of str to callable, optional
         Further parameters: functions of the dict of the others.
     maxiter : int, optional
-        The largest number of points at which the model is evaluated.
+        The largest number of points that one search evaluates the model at. Where a search of least
+        squares without bounds has not ended then, another method searches as long.
 
     Returns
     -------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import time
 from collections.abc import Callable
 from typing import Any, Literal
@@ -139,6 +140,9 @@ def minimize(
     operator_options = {key: more.pop(key) for key in list(more) if key in OPERATOR_OPTIONS}
     method_options = _merged_options(options, more)
     _check_constraints(name, bounds, constraints)
+    for key, value in {"tol": tol, **method_options}.items():
+        if isinstance(value, float) and math.isnan(value):
+            raise HvpError(f"the argument {key} is {value}", "a number")
     loss = check_operator(loss, variables, data, curvature, operator_options)
     if hessian == "dense":
         _check_size(loss, variables, name)

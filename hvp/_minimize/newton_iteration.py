@@ -211,10 +211,11 @@ class NewtonIteration:
         """Return whether the predicted decrease is lost in the rounding error of the losses."""
         if not trial.finite:
             return False
-        scale = max(abs(point.value), abs(trial.value))
+        rounding = _ROUNDINGS * self._eps * max(abs(point.value), abs(trial.value))
         # The terms of a sum may be far larger than the sum.
         is_equal = trial.value == point.value
-        return is_equal or solution.predicted < _ROUNDINGS * self._eps * scale
+        is_higher = trial.value - point.value > rounding
+        return is_equal or (solution.predicted < rounding and not is_higher)
 
     def _ratio(
         self, point: Point, trial: Point, solution: SteihaugResult, from_gradients: bool

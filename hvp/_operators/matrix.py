@@ -58,6 +58,11 @@ class Matrix:
         self._cache = Recent(_MOST_CACHED)
         self._lock = threading.RLock()
 
+    @property
+    def variables(self) -> list[tf.Variable]:
+        """The variables of a matrix of a loss, in the order of the vectors."""
+        return []
+
     def damped(self: Self, damping: float) -> Self:
         """Return the matrix plus a further multiple of the identity; it shares everything."""
         if not damping:

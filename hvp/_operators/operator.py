@@ -19,6 +19,7 @@ from hvp._operators.arithmetic import DtypePreserving
 from hvp._operators.damping import check_damping
 from hvp._operators.sparse import Sparsity, recovered, sparsity_of
 from hvp._operators.tf_operator import TensorFlowOperator
+from hvp._runtime.arguments import check_count, check_flag
 from hvp._runtime.guard import OneProcess
 from hvp._runtime.interrupts import Uninterrupted, deliver_interrupt
 from hvp._snapshots.snapshot import Snapshot
@@ -301,7 +302,7 @@ class Operator(OneProcess, DtypePreserving):
             If the matrix has more entries than that.
         """
         rows, columns = self.shape
-        if rows * columns > max_size**2:
+        if rows * columns > check_count(max_size, "max_size") ** 2:
             least = math.isqrt(rows * columns - 1) + 1
             raise TooLargeError(
                 f"a dense matrix of {rows} x {columns} numbers was asked for",
@@ -469,6 +470,8 @@ class Operator(OneProcess, DtypePreserving):
         >>> solution.x.numpy().round(5)
         array([1., 1.], dtype=float32)
         """
+        if is_positive_definite is not None:
+            check_flag(is_positive_definite, "is_positive_definite")
         return TensorFlowOperator(
             self._columns,
             self.shape,

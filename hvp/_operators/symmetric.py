@@ -12,7 +12,7 @@ from scipy.sparse.linalg import LinearOperator, aslinearoperator
 
 from hvp._engines.array_map import ArrayMap
 from hvp._engines.restricted import Entries, Restricted, Selection
-from hvp._errors import HvpError
+from hvp._errors import GraphModeError, HvpError
 from hvp._operators.damping import check_damping
 from hvp._operators.example_diagonal import example_diagonal
 from hvp._operators.matrix import Evaluation, Matrix
@@ -294,3 +294,16 @@ def matrix_of(operator: Any) -> Matrix:
         return check_product(np.ascontiguousarray(plain.matmat(rows.T).T, rows.dtype))
 
     return Matrix(ArrayMap(multiply, Space([0], ["vector"], [(plain.shape[0],)], [dtype])))
+
+
+def symmetric_matrix(A: Any, caller: str) -> Matrix:
+    """Return the matrix of an operator; refuse graphs, and operators that are stale or closed."""
+    if not tf.executing_eagerly():
+        raise GraphModeError(
+            f"the function {caller} was called while TensorFlow traces a graph",
+            "eager execution",
+            f"call {caller} outside of the tf.function",
+        )
+    matrix = matrix_of(A)
+    matrix.make_sure()
+    return matrix

@@ -69,7 +69,7 @@ def third_order_product(
 
 def _parts(vector: Any, space: Space, name: str) -> list[tf.Tensor]:
     if isinstance(vector, np.ndarray) and vector.shape == (space.size,):
-        check_array(vector, space.size, space.dtype.as_numpy_dtype, ndims=(1,))
+        check_array(vector, space.size, space.dtype.as_numpy_dtype, ndims=(1,), name=name)
     if space.is_flat(vector):
         return space.split(tf.cast(tf.convert_to_tensor(vector), space.dtype))
     return [tf.convert_to_tensor(part) for part in space.parts_of_nest(vector, name)]

@@ -19,7 +19,7 @@ from hvp._graphs.python_calls import can_wait_for_python
 from hvp._operators.damping import check_damping
 from hvp._operators.matrix import Matrix
 from hvp._operators.operator import Operator
-from hvp._operators.symmetric import matrix_of
+from hvp._operators.symmetric import symmetric_matrix
 from hvp._runtime.arguments import check_count
 from hvp._runtime.interrupts import Uninterrupted, deliver_interrupt
 from hvp._runtime.user_warning import warn
@@ -117,10 +117,10 @@ class ExactInverse(Operator):
 
     @Uninterrupted()
     def __init__(self, H: Any, *, damping: float = 0.0, max_size: int = 4096) -> None:
-        matrix = matrix_of(H)
+        matrix = symmetric_matrix(H, "ExactInverse")
         total, size = matrix.damping + check_damping(damping), matrix.size
         dtype = matrix.dtype.as_numpy_dtype
-        if size > max_size:
+        if size > check_count(max_size, "max_size"):
             raise TooLargeError(
                 f"the exact inverse was requested for a {size} x {size} matrix",
                 f"a matrix of at most {max_size} x {max_size}",
@@ -153,7 +153,7 @@ class ExactInverse(Operator):
             return (rows.astype(np.float64) @ basis * reciprocals) @ basis.T
 
         self.damping = total
-        super().__init__(ArrayMap(solve, matrix.space))
+        super().__init__(ArrayMap(solve, matrix.space, matrix.variables))
 
     @property
     def diagonal(self) -> np.ndarray:  # type: ignore[override]
@@ -346,8 +346,9 @@ class NeumannInverse(Operator):
     Raises
     ------
     HvpError
-        If an argument is invalid. A product with the inverse raises it if the series does not
-        converge, because `scale` is too small or the operator is not positive definite.
+        If an argument is invalid. A product with the inverse raises it if the series grows, because
+        `scale` is too small or the operator has negative eigenvalues. That an eigenvalue is zero is
+        not noticed: along its eigenvector, the result is proportional to `iterations`.
 
     Notes
     -----
@@ -384,7 +385,7 @@ class NeumannInverse(Operator):
         scale: float | None = None,
     ) -> None:
         check_count(iterations, "iterations")
-        matrix = matrix_of(H)
+        matrix = symmetric_matrix(H, "NeumannInverse")
         total = matrix.damping + check_damping(damping)
         if scale is None:
             scale = _SAFETY * abs(_largest_eigenvalue(matrix, total)) or 1.0
@@ -404,8 +405,12 @@ class NeumannInverse(Operator):
             advance = matrix.cached("neumann", compiled)
         arguments = iterations, self.scale, total
         self.damping = total
-        solve = lambda rows: _neumann_series(advance, rows, *arguments)  # noqa: E731
-        super().__init__(ArrayMap(solve, matrix.space))
+
+        def solve(rows: np.ndarray) -> np.ndarray:
+            matrix.make_sure()
+            return _neumann_series(advance, rows, *arguments)
+
+        super().__init__(ArrayMap(solve, matrix.space, matrix.variables))
 
 
 def _largest_eigenvalue(matrix: Matrix, damping: float) -> float:
@@ -418,6 +423,8 @@ def _largest_eigenvalue(matrix: Matrix, damping: float) -> float:
         return _damped_product(matrix, damping, x.reshape(-1, 1)).ravel()
 
     start = np.random.default_rng(0).standard_normal(size).astype(dtype)
+    if not multiply(start).any():
+        return 0.0
     damped = LinearOperator((size, size), multiply, dtype=dtype)
     return float(eigsh(damped, k=1, which="LM", tol=_TOLERANCE, v0=start)[0][0])
 

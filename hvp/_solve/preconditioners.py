@@ -19,8 +19,13 @@ from hvp._errors import HvpError, TooLargeError
 from hvp._operators.damping import check_damping
 from hvp._operators.matrix import BlockEvaluation, Matrix
 from hvp._operators.operator import Operator
-from hvp._operators.symmetric import SymmetricOperator, evaluation_of, matrix_of
-from hvp._runtime.arguments import check_count
+from hvp._operators.symmetric import (
+    SymmetricOperator,
+    evaluation_of,
+    matrix_of,
+    symmetric_matrix,
+)
+from hvp._runtime.arguments import check_count, check_seed
 from hvp._runtime.interrupts import Uninterrupted, deliver_interrupt
 from hvp._solve.nystrom import NystromSketch, nystrom_factors
 from hvp._vectors.space import Space
@@ -233,7 +238,7 @@ class NystromPreconditioner(Preconditioner):
     def __init__(
         self, H: Any, rank: int | None = None, *, damping: float = 0.0, seed: int = 0
     ) -> None:
-        matrix = matrix_of(H)
+        matrix, seed = symmetric_matrix(H, "NystromPreconditioner"), check_seed(seed)
         total = matrix.damping + check_damping(damping)
         if rank is not None:
             check_count(rank, "rank")
@@ -304,7 +309,7 @@ class DiagonalPreconditioner(Preconditioner):
         self, H: Any, *, samples: int = _SAMPLES, damping: float = 0.0, seed: int = 0
     ) -> None:
         check_count(samples, "samples")
-        matrix = matrix_of(H)
+        matrix, seed = symmetric_matrix(H, "DiagonalPreconditioner"), check_seed(seed)
         total = matrix.damping + check_damping(damping)
         self.products = samples
         self.diagonal: Any = _diagonal(matrix, samples, (seed, 0))

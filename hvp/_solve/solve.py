@@ -260,9 +260,17 @@ def solve(
         choices.update(method=method, M=M, x0=start, progress=progress, checkpoint=file)
         return solve_with(H, right, None, **choices)
 
+    return on_tapes(H, b, solved, x0, checkpoint)
+
+
+def on_tapes(H: Any, b: Any, solved: Callable[..., SolveResult], *given: Any) -> SolveResult:
+    """Solve, so that tapes see the solution as a function of tensors `b` and of variables of `H`.
+
+    `solved` takes a right-hand side, and `given` as well if that is `b`.
+    """
     if not may_be_recorded():
-        return solved(b, x0, checkpoint)
-    result = in_another_thread(solved, b, x0, checkpoint)
+        return solved(b, *given)
+    result = in_another_thread(solved, b, *given)
     if not any(map(tf.is_tensor, tf.nest.flatten(b))):
         return result
     return replace(
@@ -296,7 +304,7 @@ def solve_with(
         raise GraphModeError("a solver was called while TensorFlow traces a graph", "hvp.solve")
     matrix = matrix_of(H)
     matrix.make_sure()
-    _check(method, damping, rtol, atol, maxiter, M)
+    check_arguments(method, damping, rtol, atol, maxiter, M)
     check_progress(progress)
     right_hand_sides = RightHandSides(matrix, b, "b")
     columns = right_hand_sides.rows
@@ -424,7 +432,7 @@ def _solve_in_graph(
     maxiter: Any,
 ) -> SolveResult:
     """Solve inside the graph being traced."""
-    _check(method, damping, rtol, atol, maxiter, None)
+    check_arguments(method, damping, rtol, atol, maxiter, None)
     others = [name for name, value in given.items() if value is not None]
     iterative = {m.name: m for m in (CONJUGATE_GRADIENTS, MINRES)} | {"auto": CONJUGATE_GRADIENTS}
     if others or method not in iterative or not isinstance(H, Operator):
@@ -484,7 +492,8 @@ def _solve_in_graph(
     )
 
 
-def _check(method: Any, damping: Any, rtol: Any, atol: Any, maxiter: Any, M: Any) -> None:
+def check_arguments(method: Any, damping: Any, rtol: Any, atol: Any, maxiter: Any, M: Any) -> None:
+    """Refuse arguments of `solve` that are invalid."""
     check_choice(method, "method", _NAMES)
     check_damping(damping)
     check_number(rtol, "rtol")
@@ -580,7 +589,8 @@ def _precondition(matrix: Matrix, M: Any, damping: float) -> tuple[TensorFunctio
         if function is not None:
             return function, products
     operator = aslinearoperator(M)
-
+    if np.dtype(operator.dtype).kind == "c":
+        raise HvpError(f"M has the dtype {operator.dtype}", "a real preconditioner")
     foreign = ArrayMap(lambda rows: operator.matmat(rows.T).T, matrix.space)
     return TensorFunction(UNKNOWN, [], lambda block, tensors: foreign.apply(block)), products
 

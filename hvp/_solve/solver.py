@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hvp._operators.damping import check_damping
-from hvp._operators.symmetric import matrix_of
+from hvp._operators.symmetric import symmetric_matrix
 from hvp._runtime.arguments import check_choice, check_count
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._solve.recycled import RecycledSpace
-from hvp._solve.solve import SolveResult, solve_with
+from hvp._solve.solve import SolveResult, on_tapes, solve_with
 
 # The default capacity, and the bytes that directions and their products may take.
 _CAPACITY, _BYTES = 512, 2**30
@@ -106,7 +106,7 @@ class Solver:
     """
 
     def __init__(self, H: Any, *, capacity: int | None = None) -> None:
-        matrix = matrix_of(H)
+        matrix = symmetric_matrix(H, "Solver")
         if capacity is None:
             fit = _BYTES // (2 * matrix.size * matrix.dtype.size)
             capacity = max(1, min(_CAPACITY, fit))
@@ -170,26 +170,30 @@ class Solver:
         size = round(math.log10(damping)) if damping > 0 else None
         kind = size, rtol, tuple(getattr(b, "shape", ()))
         costs = self._costs.setdefault(kind, _Costs())
-        pays, is_used = costs.recycling_pays, len(self._space) > 0 and costs.recycling_pays
-        try:
-            result = solve_with(
-                self._H,
-                b,
-                self._space,
-                preconditions=pays,
-                method=method,
-                damping=damping,
-                rtol=rtol,
-                atol=atol,
-                maxiter=maxiter,
-                x0=x0,
-                progress=progress,
-            )
-        finally:
-            self._space.end_solve()
-        self.products += result.products
-        costs.add(result.products, recycled=is_used, has_changed=self._has_changed)
-        return result
+
+        def solved(right: Any, start: Any = None) -> SolveResult:
+            pays, is_used = costs.recycling_pays, len(self._space) > 0 and costs.recycling_pays
+            try:
+                result = solve_with(
+                    self._H,
+                    right,
+                    self._space,
+                    preconditions=pays,
+                    method=method,
+                    damping=damping,
+                    rtol=rtol,
+                    atol=atol,
+                    maxiter=maxiter,
+                    x0=start,
+                    progress=progress,
+                )
+            finally:
+                self._space.end_solve()
+            self.products += result.products
+            costs.add(result.products, recycled=is_used, has_changed=self._has_changed)
+            return result
+
+        return on_tapes(self._H, b, solved, x0)
 
     def changed(self) -> None:
         """Tell the solver that a scipy operator has changed.

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import scipy.sparse
-from scipy.sparse.linalg import spilu, splu
+from scipy.sparse.linalg import LinearOperator, spilu, splu
 
 from hvp._engines.array_map import ArrayMap
 from hvp._errors import HvpError, NonFiniteError
 from hvp._operators.damping import check_damping
 from hvp._operators.operator import Operator, sparsity_of_few
-from hvp._operators.symmetric import matrix_of
+from hvp._operators.symmetric import symmetric_matrix
 from hvp._runtime.arguments import check_flag, check_number
 from hvp._runtime.interrupts import Uninterrupted, deliver_interrupt
 from hvp._vectors.selection import entries_of
@@ -99,12 +99,22 @@ class SparseInverse(Operator):
     ) -> None:
         damping, positive = check_damping(damping), check_flag(positive, "positive")
         drop = check_number(drop, "drop", below=1)
-        evaluated = matrix_of(H)
+        evaluated = symmetric_matrix(H, "SparseInverse")
         space = evaluated.space
         # It is the inverse of this evaluation of the operator, unless it is a preconditioner.
         is_exact = not (positive or drop)
         make_sure = functools.partial(evaluated.make_sure_evaluated, evaluated.evaluations)
-        matrix = scipy.sparse.csc_array(H.to_sparse() if isinstance(H, Operator) else H)
+        if isinstance(H, LinearOperator) and not isinstance(H, Operator):
+            raise HvpError(
+                f"the operator is {type(H).__name__}, whose pattern is not known",
+                "an operator of this package, or a matrix",
+                "pass H.to_sparse() of the operators that it is made of, as a matrix; or use "
+                "another method",
+            )
+        plain = H.to_sparse() if isinstance(H, Operator) else H
+        matrix = scipy.sparse.csc_array(
+            plain if scipy.sparse.issparse(plain) else np.asarray(plain, np.float64)
+        )
         wrong = int(np.sum(~np.isfinite(matrix.data)))
         if wrong:
             raise NonFiniteError(f"the matrix has {wrong} entries that are not finite", "numbers")
@@ -138,7 +148,7 @@ class SparseInverse(Operator):
             return ((solved + factors.solve(columns, "T")) / 2 if drop else solved).T
 
         self._solve = solve
-        super().__init__(ArrayMap(self._solve, space))
+        super().__init__(ArrayMap(self._solve, space, evaluated.variables))
 
     @Uninterrupted()
     def standard_errors(self, which: Any = None) -> np.ndarray:

@@ -8,11 +8,11 @@ from typing import Any, Literal
 import numpy as np
 
 from hvp._errors import ConvergenceWarning, HvpError, TooLargeError
-from hvp._operators.symmetric import matrix_of
+from hvp._operators.symmetric import symmetric_matrix
 from hvp._runtime.interrupts import Uninterrupted, deliver_interrupt
 from hvp._runtime.progress import check_progress, progress_bar
 from hvp._solve.inverses import ExactInverse
-from hvp._solve.solve import SolveResult, solve
+from hvp._solve.solve import SolveResult, check_arguments, solve
 from hvp._solve.sparse import sparse_inverse
 from hvp._vectors.selection import entries_of
 
@@ -76,7 +76,8 @@ def standard_errors(
     array([0.999975, 0.999975])
     """
     check_progress(progress)
-    matrix = matrix_of(H)
+    check_arguments("block_cg", 0.0, rtol, 0.0, maxiter, M)
+    matrix = symmetric_matrix(H, "standard_errors")
     places = np.arange(matrix.size) if which is None else entries_of(which, matrix.size)
     if matrix.size <= _DENSE:
         return ExactInverse(H).standard_errors()[places]

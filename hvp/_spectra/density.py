@@ -9,12 +9,12 @@ from typing import Any, Literal
 import numpy as np
 
 from hvp._errors import HvpError
+from hvp._operators.symmetric import symmetric_matrix
 from hvp._runtime.arguments import check_choice, check_count
 from hvp._runtime.figures import COLOR, OTHER, axes
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._spectra.lanczos import NOTHING, Quadrature, quadratures
 from hvp._spectra.probes import probing
-from hvp._spectra.symmetric import symmetric_matrix
 
 # A Ritz value is an eigenvalue by itself if its residual is this part of the distance to the next.
 _SEPARATE = 0.05

@@ -9,14 +9,14 @@ import numpy as np
 
 from hvp._errors import HvpError
 from hvp._operators.operator import known_diagonal
-from hvp._runtime.arguments import check_choice, check_seed
+from hvp._operators.symmetric import symmetric_matrix
+from hvp._runtime.arguments import check_choice, check_flag, check_seed
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.progress import check_progress
 from hvp._spectra.estimate import Estimate, estimate_of
 from hvp._spectra.leave_one_out import ROUNDING, LeaveOneOut
 from hvp._spectra.probes import Probes, probing, refuse_non_finite
 from hvp._spectra.sampling import Stopping
-from hvp._spectra.symmetric import symmetric_matrix
 
 DiagonalMethod = Literal["auto", "exact", "bekas", "xdiag"]
 
@@ -63,8 +63,8 @@ def diagonal(
         The estimate has converged when the Euclidean norm of all standard errors is at most
         `max(rtol * norm(estimate), atol)`.
     max_products : int, optional
-        Upper bound on the number of products, at least 32, or `n` if that is less. By default it is
-        1000 for an estimate.
+        Upper bound on the number of products, at least 32; or `n` if that is less, unless a method
+        that samples is asked for. By default it is 1000 for an estimate.
     seed : int, optional
         The random seed.
     progress : bool or "always", optional
@@ -105,10 +105,12 @@ def diagonal(
     """
     matrix = symmetric_matrix(A, "diagonal")
     check_choice(method, "method", get_args(DiagonalMethod))
-    if absolute and method == "xdiag":
+    if check_flag(absolute, "absolute") and method == "xdiag":
         raise HvpError("absolute is True with the method 'xdiag'", "another method")
     size = matrix.size
-    stopping = Stopping.of(rtol, atol, max_products or _MOST, min(2 * _FEWEST, size))
+    fewest = size if method in ("auto", "exact") else 2 * _FEWEST
+    allowed = _MOST if max_products is None else max_products
+    stopping = Stopping.of(rtol, atol, allowed, min(2 * _FEWEST, fewest))
     most = _MOST_EXACT if max_products is None else stopping.max_products
     check_progress(progress)
     check_seed(seed)

@@ -10,6 +10,7 @@ import numpy as np
 import scipy.linalg
 
 from hvp._errors import ConvergenceWarning, HvpError
+from hvp._operators.symmetric import symmetric_matrix
 from hvp._runtime.arguments import check_choice, check_count, check_number
 from hvp._runtime.figures import COLOR, axes
 from hvp._runtime.interrupts import Uninterrupted
@@ -17,7 +18,6 @@ from hvp._runtime.user_warning import warn
 from hvp._spectra.eigenvalues import CHOICES, BlockLanczos, EigenPairs
 from hvp._spectra.near_zero import NearZero
 from hvp._spectra.probes import Probes, probing
-from hvp._spectra.symmetric import symmetric_matrix
 from hvp._vectors.arrays import check_array
 from hvp._vectors.nests import unflattened
 from hvp._vectors.space import Space
@@ -155,7 +155,8 @@ def eigsh(
         default 1e-4 in float32, and 1e-8 in float64. The error of a separate eigenvalue is of the
         order of the square of this.
     max_products : int, optional
-        Upper bound on the number of products; by default `10 * n`, and at least 1000.
+        Upper bound on the number of products; by default `10 * n`, and at least 1000. A run for
+        ``"near 0"`` ends after the step that reaches it, which may take some more.
     v0 : array_like, optional
         Vectors to begin with, of shape `(n,)` or `(n, m)`, such as the eigenvectors of an earlier
         point. They do not change the result, only how soon it is found.

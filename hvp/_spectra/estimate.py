@@ -10,6 +10,7 @@ import numpy as np
 import scipy.special
 
 from hvp._errors import HvpError
+from hvp._runtime.arguments import check_number
 from hvp._runtime.figures import COLOR, axes
 from hvp._spectra.pictures import plot_layers
 from hvp._spectra.sampling import Stopping
@@ -58,7 +59,13 @@ class Estimate:
         -------
         tuple of two floats or ndarrays
             The ends of the interval.
+
+        Raises
+        ------
+        HvpError
+            If `level` is not between 0 and 1.
         """
+        check_number(level, "level", positive=True, below=1)
         if self.degrees_of_freedom < 1:
             return self.estimate, self.estimate
         width = self.standard_error * scipy.special.stdtrit(

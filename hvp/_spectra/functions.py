@@ -8,14 +8,15 @@ from typing import Any, Literal
 import numpy as np
 
 from hvp._errors import HvpError
-from hvp._runtime.arguments import check_choice, check_count
+from hvp._operators.symmetric import symmetric_matrix
+from hvp._runtime.arguments import check_choice, check_count, check_seed
 from hvp._runtime.interrupts import Uninterrupted
+from hvp._runtime.progress import check_progress
 from hvp._solve.sparse import SparseInverse, sparse_inverse
 from hvp._spectra.estimate import Estimate, estimate_of
 from hvp._spectra.lanczos import NOTHING, Quadrature, quadratures
 from hvp._spectra.probes import probing
 from hvp._spectra.sampling import Stopping
-from hvp._spectra.symmetric import symmetric_matrix
 from hvp._vectors.arrays import check_array
 
 _FEWEST = 8
@@ -190,6 +191,8 @@ def logdet(
     steps = min(steps, matrix.size)
     stopping = Stopping.of(rtol, atol, max_products, _FEWEST * steps)
     check_choice(method, "method", ("auto", "sparse", "lanczos"))
+    check_progress(progress)
+    check_seed(seed)
     if method != "lanczos":
         inverse = SparseInverse(A) if method == "sparse" else sparse_inverse(A)
         if inverse is not None and (method == "sparse" or inverse.negative is not None):

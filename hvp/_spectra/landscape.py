@@ -9,13 +9,12 @@ from typing import Any, Literal
 import numpy as np
 import tensorflow as tf
 
-from hvp._errors import HvpError, NonFiniteError
-from hvp._operators.symmetric import evaluation_of
+from hvp._errors import HvpError, NonFiniteError, StaleOperatorError
+from hvp._operators.symmetric import evaluation_of, symmetric_matrix
 from hvp._runtime.arguments import check_count, check_number
 from hvp._runtime.figures import COLOR, OTHER, axes
 from hvp._runtime.interrupts import Uninterrupted, deliver_interrupt
 from hvp._runtime.progress import check_progress, progress_bar
-from hvp._spectra.symmetric import symmetric_matrix
 from hvp._vectors.arrays import check_array
 
 
@@ -148,6 +147,12 @@ def loss_slice(
     matrix = symmetric_matrix(H, "loss_slice")
     if matrix.snapshot is None:
         raise HvpError(f"the operator is {type(H).__name__}", "an operator of this package")
+    if matrix.snapshot.changed():
+        raise StaleOperatorError(
+            "variables have changed since the operator was evaluated, and on_stale is 'ignore'",
+            "an operator of the point that the slice goes through",
+            "call refresh()",
+        )
     if matrix.snapshot.facts.draws:
         raise HvpError(
             "the loss draws random numbers, which are others at each point",

@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvp._data.elements import convert_batch
 from hvp._engines.options import NAMES
 from hvp._errors import ConvergenceWarning, HvpError, InvalidDataError, NonFiniteError
 from hvp._operators.hessian import HessianOperator
@@ -81,16 +82,16 @@ class CurvatureMonitor(keras.callbacks.Callback):
     history : list of dict
         All measurements: the quantities and their errors (``"largest_error"`` is a residual norm,
         ``"trace_error"`` a standard error), ``"epoch"``, ``"batch"`` (counted from the start of
-        training), ``"seconds"`` and ``"products"``. Quantities are NaN if the loss is not
-        finite.
+        training), ``"seconds"`` and ``"products"``. If the loss is not finite, numbers are NaN, and
+        a density and a slice are None.
 
     Raises
     ------
     InvalidDataError
-        If `sample` is given and the data are not arrays.
+        If `sample` is given and the data are not arrays, or not of one length.
     HvpError
         If another argument is invalid, or tensorboard is not installed. Errors in the model or the
-        data are raised when the training begins.
+        data are raised when the training begins, and so is that of a loss that is not finite then.
 
     Notes
     -----
@@ -139,6 +140,8 @@ class CurvatureMonitor(keras.callbacks.Callback):
                 f"the argument quantities is {quantities!r}",
                 f"some of {', '.join(map(repr, _QUANTITIES))}",
             )
+        if not isinstance(prefix, str):
+            raise HvpError(f"the argument prefix is {prefix!r}", "a string")
         if every != "epoch":
             check_count(every, "every")
         self._every = every
@@ -218,6 +221,8 @@ class CurvatureMonitor(keras.callbacks.Callback):
         except NonFiniteError:  # a training that diverges is not ended here
             numbers = [name for name in self._quantities if name in _NUMBERS]
             measured = {key: np.nan for name in numbers for key in (name, f"{name}_error")}
+            others = {"density": "density" in self._quantities, "slice": self._radius is not None}
+            measured |= {name: None for name, is_wanted in others.items() if is_wanted}
         if self._writer is not None:
             write_summaries(self._writer, measured, self._batch, self._prefix)
         self._seconds = time.perf_counter() - before
@@ -289,7 +294,7 @@ def _subset(data: Any, sample: Any, seed: int) -> Any:
             "a tuple of arrays",
             "leave out sample, and pass the examples themselves",
         )
-    count = len(data[0])
+    count = convert_batch(data, "data").examples
     if count <= sample:
         return data
     places = np.sort(np.random.default_rng(seed).choice(count, sample, replace=False))

@@ -7,12 +7,12 @@ from typing import Any, Literal
 import numpy as np
 
 from hvp._errors import HvpError
+from hvp._operators.symmetric import symmetric_matrix
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._spectra.eigsh import eigsh
 from hvp._spectra.estimate import Estimate
 from hvp._spectra.probes import probing
 from hvp._spectra.sampling import Stopping, mean_and_error
-from hvp._spectra.symmetric import symmetric_matrix
 
 _FEWEST = 16
 

@@ -10,13 +10,13 @@ import scipy.linalg
 
 from hvp._errors import HvpError
 from hvp._operators.matrix import Matrix
+from hvp._operators.symmetric import symmetric_matrix
 from hvp._runtime.arguments import check_choice
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._spectra.estimate import Estimate, estimate_of
 from hvp._spectra.leave_one_out import LeaveOneOut
 from hvp._spectra.probes import Probes, probing
 from hvp._spectra.sampling import Stopping, mean_and_error
-from hvp._spectra.symmetric import symmetric_matrix
 from hvp._vectors.selection import groups
 
 TraceMethod = Literal["auto", "exact", "hutchinson", "hutch++", "xtrace"]
@@ -65,7 +65,8 @@ def trace(
         The estimate has converged when its standard error is at most
         `max(rtol * abs(estimate), atol)`.
     max_products : int, optional
-        Upper bound on the number of products, at least 72, or `n` if that is less.
+        Upper bound on the number of products, at least 72; or `n` if that is less, unless a method
+        that samples is asked for.
     seed : int, optional
         The random seed.
     progress : bool or "always", optional
@@ -113,8 +114,9 @@ def trace(
     """
     matrix = symmetric_matrix(A, "trace")
     check_choice(method, "method", get_args(TraceMethod))
-    stopping = Stopping.of(rtol, atol, max_products, min(FEWEST_PRODUCTS, matrix.size))
     size = matrix.size
+    fewest = size if method in ("auto", "exact") else FEWEST_PRODUCTS
+    stopping = Stopping.of(rtol, atol, max_products, min(FEWEST_PRODUCTS, fewest))
     if method == "exact" and size > max_products:
         raise HvpError(
             f"the exact trace of a {size} x {size} matrix takes {size} products",

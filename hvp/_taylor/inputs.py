@@ -523,8 +523,19 @@ def _real(x: Any) -> tf.Tensor:
     return x
 
 
+def _converted(value: Any, dtype: tf.DType, name: str) -> tf.Tensor:
+    try:
+        tensor = tf.convert_to_tensor(value)
+        if not (tensor.dtype.is_floating or tensor.dtype.is_integer):
+            raise TypeError(f"it has the type {tensor.dtype.name}")
+    except (TypeError, ValueError) as error:
+        problem = f"{name} cannot be converted to {dtype.name} ({error})"
+        raise InvalidVectorError(problem, "real numbers") from error
+    return tf.cast(tensor, dtype)
+
+
 def _like(directions: Any, x: tf.Tensor, name: str) -> tf.Tensor:
-    directions = tf.convert_to_tensor(directions, x.dtype)
+    directions = _converted(directions, x.dtype, name)
     rank = directions.shape.rank
     fits = rank in (x.shape.rank, x.shape.rank + 1) and directions.shape[
         rank - x.shape.rank :
@@ -539,7 +550,7 @@ def _like(directions: Any, x: tf.Tensor, name: str) -> tf.Tensor:
 
 
 def _matrix(matrix: Any, x: tf.Tensor, *, square: bool) -> tf.Tensor:
-    matrix = tf.convert_to_tensor(matrix, x.dtype)
+    matrix = _converted(matrix, x.dtype, "the matrix")
     shape = matrix.shape
     size = x.shape[1]
     fits = shape.rank in (2, 3) and shape[-2] == size and (not square or shape[-1] == size)

@@ -61,7 +61,8 @@ class SOAP(keras.optimizers.Optimizer):
     Notes
     -----
     A kernel with more than two axes is a matrix with as many columns as its last axis is long.
-    Vectors have Adam alone. The first step measures gradients, and leaves the weights as they are.
+    Vectors have Adam alone. The first step of a matrix measures gradients, and changes no weight of
+    it.
 
     A step takes six products of matrices more than Adam does, for each matrix of weights, and every
     `interval` steps six others and two QR factorizations: one step of the power method brings the

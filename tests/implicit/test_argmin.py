@@ -375,3 +375,16 @@ def test_damping_is_for_derivatives_alone():
         )
     assert float(best) == pytest.approx(9.0)
     assert float(tape.gradient(best, t)) == pytest.approx(6e-4 / (2e-4 + 1.0))
+
+
+def test_jacobians_by_vectorization_or_not():
+    """`w**3 = t` has the derivative `1 / (3 w**2)`."""
+    t, v = tf.Variable(2.0), tf.Variable([1.0, 1.0])
+    with tf.GradientTape() as tape:
+        found = hvp.root(lambda w: w**3 - t, tf.ones(2), t)
+    np.testing.assert_allclose(tape.jacobian(found, t), np.full(2, 2 ** (-2 / 3) / 3), rtol=1e-4)
+    with tf.GradientTape(persistent=True) as tape:
+        found = hvp.argmin(lambda: tf.reduce_sum((v - t) ** 2), v, t)
+    with pytest.raises(hvp.GraphModeError, match="experimental_use_pfor"):
+        tape.jacobian(found, t)
+    np.testing.assert_allclose(tape.jacobian(found, t, experimental_use_pfor=False), [1, 1])

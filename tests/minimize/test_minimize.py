@@ -404,6 +404,8 @@ def test_bad_arguments_are_refused_before_any_work():
     for arguments, error, message in (
         ({"method": "Nelder-Mead"}, hvp.HvpError, "a gradient: trust-krylov"),
         ({"method": None}, hvp.HvpError, "argument method is None"),
+        ({"tol": float("nan")}, hvp.HvpError, "tol is nan"),
+        ({"gtol": float("nan")}, hvp.HvpError, "gtol is nan"),
         ({"options": {"gtol": 1}, "gtol": 1}, hvp.HvpError, "Given twice"),
         ({"progress": "yes"}, hvp.HvpError, "progress is 'yes'"),
         ({"options": [1]}, hvp.HvpError, "options is list"),

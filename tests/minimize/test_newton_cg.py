@@ -668,3 +668,15 @@ def test_a_block_is_refused():
         with pytest.raises(hvp.HvpError, match="block of another"):
             minimize(H.block("b"))
     np.testing.assert_array_equal(a, [1, 2])
+
+
+@pytest.mark.parametrize(("dtype", "radius"), [("float32", 1e3), ("float64", 1e8)])
+def test_a_radius_that_is_far_too_large_is_reduced(dtype, radius):
+    """Next to the loss at the end of such a step, any decrease is below rounding."""
+    w = tf.Variable([-1.2, 1.0], dtype=dtype)
+
+    def loss():
+        return (1 - w[0]) ** 2 + 100 * (w[1] - w[0] ** 2) ** 2
+
+    assert hvp.NewtonCG(loss, w, radius=radius).minimize().success
+    np.testing.assert_allclose(w, [1, 1], atol=1e-3)

@@ -289,3 +289,80 @@ def test_an_inverse_belongs_to_the_point_of_its_operator():
 def test_a_short_series_that_grows_is_refused():
     with pytest.raises(hvp.HvpError, match=r"20 iterations.*scale \(now 4\)"):
         hvp.NeumannInverse(np.diag([1.0, 10.0]), iterations=20, scale=4.0) @ [0.0, 1.0]
+
+
+def test_neumann_of_zero_and_of_an_operator_that_was_closed():
+    assert hvp.NeumannInverse(np.zeros((4, 4))).scale == 1
+    w = tf.Variable(np.arange(1.0, 6.0))
+    H = hvp.HessianOperator(lambda: tf.reduce_sum(w**4), w)
+    inverse = hvp.NeumannInverse(H, iterations=5)
+    w.assign(2 * w)
+    with pytest.raises(hvp.StaleOperatorError, match="have changed"):
+        inverse @ np.ones(5)
+    H.close()
+    with pytest.raises(hvp.ClosedOperatorError):
+        inverse @ np.ones(5)
+
+
+def test_what_is_refused():
+    A, far = np.eye(3), aslinearoperator(np.eye(3))
+    for call, said in (
+        (lambda: hvp.SparseInverse(far), "pattern is not known"),
+        (lambda: hvp.solve(far, np.ones(3), method="sparse"), "pattern is not known"),
+        (lambda: hvp.ExactInverse(A, max_size=None), "max_size is None"),
+        (lambda: hvp.DiagonalPreconditioner(A, seed="x"), "seed is 'x'"),
+        (lambda: hvp.NystromPreconditioner(A, seed=None), "seed is None"),
+        (lambda: hvp.standard_errors(A, rtol="x"), "rtol is 'x'"),
+        (lambda: hvp.standard_errors(A, maxiter=-1), "maxiter is -1"),
+    ):
+        with pytest.raises(hvp.HvpError, match=said):
+            call()
+    assert hvp.SparseInverse(A.astype("float16")) @ np.ones(3) == pytest.approx(np.ones(3))
+
+
+def test_graphs_are_refused():
+    w = tf.Variable(np.arange(1.0, 6.0))
+    H = hvp.HessianOperator(lambda: tf.reduce_sum(w**4), w)
+    solver = hvp.Solver(H)
+    for call in (
+        lambda: hvp.ExactInverse(H),
+        lambda: hvp.NeumannInverse(H),
+        lambda: hvp.SparseInverse(H),
+        lambda: hvp.DiagonalPreconditioner(H),
+        lambda: hvp.NystromPreconditioner(H),
+        lambda: hvp.standard_errors(H),
+        lambda: solver.solve(tf.ones(5)),
+    ):
+        with pytest.raises(hvp.GraphModeError):
+            tf.function(lambda call=call: call() and 0)()
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_solution_is_a_function_of_the_right_hand_side_and_not_of_the_point(graph):
+    w = tf.Variable([1.0, 2.0, 3.0])
+    H = hvp.HessianOperator(lambda: tf.reduce_sum(w**4) / 12, w)
+    ways = [
+        hvp.ExactInverse(H).product,
+        hvp.NeumannInverse(H, iterations=200).product,
+        hvp.SparseInverse(H).product,
+        hvp.ExactInverse(H).as_tf_operator().matvec,
+        *([] if graph else [lambda v: hvp.Solver(H).solve(v).x]),
+    ]
+
+    def gradient_of(way):
+        def gradient():
+            v = tf.ones(3)
+            with tf.GradientTape(watch_accessed_variables=False) as tape:
+                tape.watch(v)
+                loss = tf.reduce_sum(way(v) ** 2)
+            return tape.gradient(loss, v)
+
+        return tf.function(gradient)() if graph else gradient()
+
+    for way in ways:
+        np.testing.assert_allclose(gradient_of(way), 2 / w.numpy() ** 4, rtol=1e-4)
+    for way in ways[:3]:
+        with pytest.raises(hvp.SecondDerivativeError):  # by tf.function at once
+            with tf.GradientTape() as tape:
+                product = tf.function(way)(tf.ones(3)) if graph else way(tf.ones(3))
+            tf.reduce_sum(tape.gradient(product, w))

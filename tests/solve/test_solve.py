@@ -433,6 +433,7 @@ INVALID = {
     "maxiter": ({"maxiter": 0}, hvp.HvpError, "maxiter is 0"),
     "M name": ({"M": "jacobi"}, hvp.HvpError, "'auto' or 'nystrom' or 'diagonal'"),
     "M shape": ({"M": np.eye(3)}, hvp.HvpError, r"of shape \(3, 3\)"),
+    "M complex": ({"M": 1j * np.eye(N)}, hvp.HvpError, "dtype complex128"),
     "M kind": ({"M": 3}, hvp.HvpError, "M is int"),
     "M block": ({"M": "nystrom", "method": "exact"}, hvp.HvpError, "leave M or method out"),
     "progress": ({"progress": 2}, hvp.HvpError, "progress is 2"),

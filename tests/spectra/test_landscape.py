@@ -67,6 +67,17 @@ def test_closed_forms_and_losses_that_are_not_finite():
                 call()
 
 
+def test_an_operator_of_another_point_has_no_slice():
+    w = tf.Variable([1.0, 2.0])
+    H = hvp.HessianOperator(lambda: tf.reduce_sum(w**4), w, on_stale="ignore")
+    w.assign_add([1.0, 0.0])
+    with pytest.raises(hvp.StaleOperatorError, match="refresh"):
+        hvp.loss_slice(H, np.ones(2))
+    H.refresh()
+    found = hvp.loss_slice(H, np.ones(2), points=3)
+    assert found.losses[1] == found.quadratic[1] == 32
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_pictures(count):
     matplotlib = pytest.importorskip("matplotlib")

@@ -167,11 +167,14 @@ def test_what_is_refused():
         ({"seed": -1}, "seed is -1"),
         ({"sample": 0}, "sample is 0"),
         ({"slice_radius": 0.0}, "slice_radius is 0"),
+        ({"prefix": None}, "prefix is None"),
     ):
         with pytest.raises(hvp.HvpError, match=said):
             hvp.keras.CurvatureMonitor((X, Y), **options)
     with pytest.raises(hvp.InvalidDataError, match="a tuple of arrays"):
         hvp.keras.CurvatureMonitor([(X, Y)], sample=3)
+    with pytest.raises(hvp.InvalidDataError, match="first axes"):
+        hvp.keras.CurvatureMonitor((X, Y[:-1]), sample=3)
     model = make("float32")
     before = model.get_weights()
     with pytest.raises(hvp.HvpError):
@@ -183,8 +186,10 @@ def test_what_is_refused():
 def test_a_training_that_diverges_is_not_ended():
     model = make("float32")
     model.compile(keras.optimizers.SGD(1e30), "mse")
-    monitor = hvp.keras.CurvatureMonitor((X, Y), budget=1e6)
+    names = ["largest", "trace", "density"]
+    monitor = hvp.keras.CurvatureMonitor((X, Y), budget=1e6, quantities=names, slice_radius=0.1)
     history = model.fit(X, Y, epochs=3, verbose=0, callbacks=[monitor]).history
+    assert monitor.history[-1]["density"] is monitor.history[-1]["slice"] is None
     assert np.isnan(history["loss"][-1])
     assert np.isnan(history["curvature_largest"][-1])
     assert np.isnan(monitor.history[-1]["trace_error"])

@@ -399,6 +399,8 @@ BAD = [
     (lambda: hvp.jet(tf.sin, X, X, order=0), "HvpError", ["order", "0"]),
     (lambda: hvp.jet(tf.sin, X, X, order=7), "HvpError", ["7", "6"]),
     (lambda: hvp.jet(tf.sin, X, X[:2]), "InvalidVectorError", ["(2, 3)", "(5, 3)"]),
+    (lambda: hvp.jet(tf.sin, X, 1j * np.ones(X.shape)), "InvalidVectorError", ["complex128"]),
+    (lambda: hvp.hessian_trace(tf.sin, X, "A"), "InvalidVectorError", ["string"]),
     (lambda: hvp.hessian_trace(tf.sin, X, np.eye(2)), "InvalidVectorError", ["(2, 2)"]),
     (lambda: hvp.hessian_trace(tf.sin, X, X, factor=X), "InvalidVectorError", ["A and factor"]),
     (
