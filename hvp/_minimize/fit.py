@@ -121,7 +121,7 @@ class FitProblem:
     def predict(self, x: Any, vector: Any) -> tf.Tensor:
         """Return what the model says of inputs."""
         with exact_functions():
-            predicted = tf.convert_to_tensor(self.model(x, **self.named(vector)))
+            predicted = _converted(self.model(x, **self.named(vector)), "the model")
         if predicted.dtype.is_complex:
             raise InvalidDataError(
                 "the model returns complex numbers",
@@ -151,7 +151,7 @@ class FitProblem:
             return tf.reduce_sum(self._residuals_of(vector) ** 2) / 2
         with exact_functions():
             value = self.loss(self.predict(self.x, vector), self.y)
-        return tf.cast(tf.convert_to_tensor(value), tf.float64)
+        return tf.cast(_converted(value, "the loss"), tf.float64)
 
     def value_at(self, vector: np.ndarray) -> float:
         """Return the loss at values of the free entries."""
@@ -635,6 +635,17 @@ def fit(
     return _result(problem, *problem.minimized(at))
 
 
+def _converted(value: Any, what: str) -> tf.Tensor:
+    """Return what a function of the caller returned as a tensor of numbers."""
+    try:
+        tensor = tf.convert_to_tensor(value)
+    except (TypeError, ValueError):
+        tensor = tf.constant("")
+    if tensor.dtype == tf.string:
+        raise InvalidLossError(f"{what} returns {type(value).__name__}", "a tensor of numbers")
+    return tensor
+
+
 def _checked(
     model: Any,
     parameters: Any,
@@ -660,21 +671,26 @@ def _checked(
         raise HvpError(
             "both sigma and a loss are given", "one of them", "let the loss contain the errors"
         )
-    start = {name: np.array(value, np.float64) for name, value in parameters.items()}
+    try:
+        start = {str(name): np.array(value, np.float64) for name, value in parameters.items()}
+    except (TypeError, ValueError) as error:
+        raise HvpError(f"the parameters are {parameters!r} ({error})", "real numbers") from error
     if not all(np.isfinite(value).all() for value in start.values()):
         raise HvpError("a parameter is not finite at the start", "finite numbers")
     if not isinstance(bounds or {}, Mapping):
         raise HvpError(
             f"bounds is {type(bounds).__name__}", "a dict of pairs", "pass {'rate': (0.0, 9.0)}"
         )
-    if isinstance(fixed, Mapping):
+    if not isinstance(tied or {}, Mapping):
+        raise HvpError(f"tied is {type(tied).__name__}", "a dict of names and functions")
+    if isinstance(fixed, Mapping) or not isinstance(fixed, Collection):
         raise HvpError(
             f"fixed is {fixed!r}",
             "a list of names of parameters, which keep their values at the start",
-            f"pass fixed={list(fixed)}",
+            f"pass fixed={list(fixed)}" if isinstance(fixed, Mapping) else "pass fixed=['rate']",
         )
     for what, names in (("bounds", bounds or {}), ("fixed", fixed)):
-        unknown = [name for name in names if name not in start]
+        unknown = [name for name in names if name not in list(start)]
         if unknown:
             raise HvpError(
                 f"{what} names {', '.join(map(repr, unknown))}",

@@ -287,6 +287,12 @@ def test_a_figure():
         ({"sigma": 0.0}, ["sigma"]),
         ({"sigma": np.ones(7)}, ["igma", "7"]),
         ({"model": 3}, ["int"]),
+        ({"fixed": 3}, ["ixed is 3"]),
+        ({"fixed": [["rate"]]}, ["['rate']"]),
+        ({"tied": 3}, ["ied is int"]),
+        ({"parameters": {"height": 1j, "rate": 1.0}}, ["1j", "real"]),
+        ({"model": lambda x, height, rate: None}, ["model returns NoneType"]),
+        ({"loss": lambda p, y: "a"}, ["loss returns str"]),
     ],
 )
 def test_refuses_arguments(change, words):
