@@ -285,7 +285,7 @@ def _by_operator(
             M=M,
             x0=kept.get("solution"),
         )
-        if result.negative_curvature is not None:
+        if result.negative_curvature is not None or "least squares" in result.outcomes:
             raise not_a_minimum(result.products)
         kept["solution"] = result.x
         parts = evaluation_of(block).space.split(tf.constant(result.x))

@@ -267,7 +267,8 @@ def not_a_minimum(products: int) -> HvpError:
     """Return the error for a Hessian with negative curvature at a solution."""
     return HvpError(
         "the Hessian at the solution is not positive definite: the linear system for the "
-        f"derivative met negative curvature, in {products} products, so that this is no minimum",
+        f"derivative met negative curvature or none, in {products} products, so that this is no "
+        "strict minimum",
         "a strict minimum, where the solution is a function of the outer variables",
         "start closer to a minimum, or pass damping",
     )

@@ -388,3 +388,13 @@ def test_jacobians_by_vectorization_or_not():
     with pytest.raises(hvp.GraphModeError, match="experimental_use_pfor"):
         tape.jacobian(found, t)
     np.testing.assert_allclose(tape.jacobian(found, t, experimental_use_pfor=False), [1, 1])
+
+
+@pytest.mark.filterwarnings("ignore::hvp.ConvergenceWarning")
+@pytest.mark.parametrize("loss", [lambda w, t: -w * t, lambda w, t: (w - t) ** 2 * [1.0, 0.0]])
+def test_a_derivative_without_curvature_is_refused(loss):
+    t, w = tf.Variable([3.0, 1.0]), tf.Variable([1.0, 1.0])
+    with tf.GradientTape() as tape:
+        found = hvp.argmin(lambda: tf.reduce_sum(loss(w, t)), w, t)
+    with pytest.raises(hvp.HvpError, match="negative curvature or none"):
+        tape.gradient(found, t)
