@@ -9,11 +9,12 @@ from typing import Any, Literal
 import numpy as np
 
 from hvp._errors import HvpError, InvalidDataError
-from hvp._runtime.arguments import check_count, check_number
+from hvp._runtime.arguments import check_count, check_number, check_seed
 from hvp._runtime.checkpoint import Checkpoint
 from hvp._runtime.digest import digest
 from hvp._runtime.interrupts import Uninterrupted, deliver_interrupt
-from hvp._runtime.progress import progress_bar
+from hvp._runtime.progress import check_progress, progress_bar
+from hvp._vectors.arrays import make_array
 
 # Draws of subsets and test examples for standard errors.
 _DRAWS = 400
@@ -134,14 +135,17 @@ def linear_datamodeling_score(
     >>> round(hvp.linear_datamodeling_score(retrain, scores, subsets=30).score, 6)
     1.0
     """
+    check_progress(progress)
+    seed = check_seed(seed)
     named = dict(scores) if isinstance(scores, Mapping) else {"": scores}
-    named = {name: np.asarray(value, np.float64) for name, value in named.items()}
+    named = {name: make_array(value) for name, value in named.items()}
     shapes = sorted({value.shape for value in named.values()})
-    is_finite = all(np.isfinite(value).all() for value in named.values())
+    is_real = all(value.dtype.kind in "fiub" for value in named.values())
+    is_finite = is_real and all(np.isfinite(value).all() for value in named.values())
     if len(shapes) != 1 or len(shapes[0]) != 2 or not is_finite:
         raise InvalidDataError(
             f"the scores have the shapes {shapes}{'' if is_finite else ', and are not all finite'}",
-            "finite numbers, of one shape (tests, examples)",
+            "finite real numbers, of one shape (tests, examples)",
         )
     tests, examples = shapes[0]
     if isinstance(retrain, DatamodelingScore):
@@ -171,7 +175,7 @@ def linear_datamodeling_score(
     chosen = [[rng.integers(0, size, size) for size in sizes] for _ in range(_DRAWS)]
     by_test, draws = {}, {}
     for name, value in named.items():
-        predictions = left_out @ value.T
+        predictions = left_out @ value.T.astype(np.float64)
         by_test[name] = _correlations(predictions, outcomes)
         draws[name] = np.array(
             [

@@ -17,7 +17,7 @@ from hvp._kronecker.factored_map import FactoredMap
 from hvp._kronecker.factors import Factors
 from hvp._operators.damping import check_damping
 from hvp._operators.operator import Operator
-from hvp._runtime.arguments import check_count
+from hvp._runtime.arguments import check_count, check_seed
 from hvp._vectors.selection import select
 from hvp._vectors.space import Space
 from hvp._vectors.variables import VariableNest
@@ -178,7 +178,7 @@ class FactoredOperator(Operator):
         check_count(count, "count")
         check_count(examples, "examples")
         root = self.inverse(damping).sqrt()
-        normal = np.random.default_rng(seed).standard_normal((self.shape[0], count))
+        normal = np.random.default_rng(check_seed(seed)).standard_normal((self.shape[0], count))
         return root @ (normal / np.sqrt(examples)).astype(self.dtype)
 
     def block(self, variables: Any) -> FactoredOperator:

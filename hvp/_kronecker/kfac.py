@@ -38,7 +38,7 @@ from hvp._operators.fisher import fisher_rule
 from hvp._operators.matrix import evaluated
 from hvp._operators.predictions import checked_model, checked_output_loss, refuse_dict
 from hvp._operators.symmetric import SymmetricOperator
-from hvp._runtime.arguments import check_count, check_number
+from hvp._runtime.arguments import check_count, check_number, check_seed
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.strategies import outside_strategies
 from hvp._snapshots.problem import Problem
@@ -368,7 +368,7 @@ class KFAC(FromKeras, FactoredOperator):
         blocks = self._factors.held()
         own = FactoredOperator(self._space, self._nest, Factors(lambda: blocks))
         true = self._true_operator()
-        random = np.random.default_rng(seed)
+        random = np.random.default_rng(check_seed(seed))
         distances = {}
         for block in blocks:
             places = block.entries.reshape(-1)

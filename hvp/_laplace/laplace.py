@@ -30,7 +30,7 @@ from hvp._laplace.posterior import Posterior, checked_precisions
 from hvp._laplace.targets import TARGETS, Targets, bridged
 from hvp._laplace.tuning import maximize_evidence, refuse_distance, validate, warn_of_caution
 from hvp._laplace.weights import Weights
-from hvp._runtime.arguments import check_choice, check_count, check_number
+from hvp._runtime.arguments import check_choice, check_count, check_number, check_seed
 from hvp._runtime.checkpoint import write_npz
 from hvp._runtime.files import replacing
 from hvp._runtime.guard import OneProcess
@@ -161,7 +161,7 @@ class Laplace(FromKeras, OneProcess):
             self._check_noise(noise)
         if prior_precision is not None:
             checked_precisions(prior_precision)
-        if isinstance(data, tuple):
+        if data is None or isinstance(data, tuple):
             _pair(data)
         self._data = data
         weights, targets = self._weights, self._targets
@@ -282,7 +282,7 @@ class Laplace(FromKeras, OneProcess):
         """Draw weights, as columns of an array of shape `(n, count)`."""
         check_count(count, "count")
         root = self._posterior.function(lambda precision: 1 / np.sqrt(precision))
-        normal = np.random.default_rng(seed).standard_normal((root.shape[1], count))
+        normal = np.random.default_rng(check_seed(seed)).standard_normal((root.shape[1], count))
         return self.mean[:, np.newaxis] + root @ normal.astype(root.dtype)
 
     def weight_decay(self) -> dict[str, float]:
@@ -451,7 +451,7 @@ class Laplace(FromKeras, OneProcess):
             return bridged(mean, covariance)
         values, vectors = np.linalg.eigh(covariance)
         root = vectors * np.sqrt(np.maximum(values, 0))[:, np.newaxis]
-        flat, rng = mean.reshape(len(mean), -1), np.random.default_rng(seed)
+        flat, rng = mean.reshape(len(mean), -1), np.random.default_rng(check_seed(seed))
         mixed = np.zeros(mean.shape)
         for _ in range(samples):
             moved = np.einsum("eij,ej->ei", root, rng.standard_normal(flat.shape))

@@ -347,6 +347,8 @@ def test_what_is_refused():
         (lambda: made(curvature="dense"), "'dense'.*'kfac'"),
         (lambda: made(likelihood="normal"), "'normal'.*'gaussian'"),
         (lambda: made(likelihood=["gaussian"]), r"\['gaussian'\]"),
+        (lambda: made(data=None), "not a pair"),
+        (lambda: la.sample(2, seed=-1), "seed is -1"),
         (lambda: made(likelihood="poisson", noise=1.0), "noise"),
         (lambda: made(subset="all"), r"subset=\[w, b\]"),
         (lambda: made(data=(x,)), r"\(x, y\)"),
