@@ -165,11 +165,11 @@ class Laplace(FromKeras, OneProcess):
             _pair(data)
         self._data = data
         weights, targets = self._weights, self._targets
+        count = self._outputs.measure(x for x, _ in self._pairs())
         arguments = self._outputs.function, targets.loss, weights.nest.source, data
         choices: dict[str, Any] = {"likelihood": targets.likelihood, "rank": rank}
         self._make = curvature_of(curvature, arguments, options, weights.matrix_of, **choices)
         matrix, loss = self._make()
-        count = self._outputs.measure(x for x, _ in self._pairs())
         weights.remember()
         loss, normal = count * loss, 0
         if targets.is_gaussian:
@@ -199,7 +199,9 @@ class Laplace(FromKeras, OneProcess):
         """Iterate over the data in small parts."""
         is_whole = isinstance(self._data, tuple)
         for batch in Batches(self._data, _EXAMPLES if is_whole else None, None):
-            yield _pair(batch.elements.as_data())
+            x, y = _pair(batch.elements.as_data())
+            self._targets.check(y)
+            yield x, y
 
     @classmethod
     def _of_compiled(cls, compiled: CompiledModel, variables: Any) -> Sequence[Any]:

@@ -11,12 +11,20 @@ import numpy as np
 import scipy.special
 import tensorflow as tf
 
-from hvp._errors import HvpError
+from hvp._errors import HvpError, InvalidDataError
 
 # The factor in MacKay's approximation of the mean of a sigmoid.
 _PROBIT = np.pi / 8
 # Variances of logits are not taken for smaller than this part of the largest.
 _ROUNDING = 1e-12
+
+
+# Of each likelihood, which targets there are.
+_POSSIBLE: dict[Any, tuple[Callable[[np.ndarray], np.ndarray], str]] = {
+    "categorical": (lambda y: y == np.round(y), "classes as integers"),
+    "bernoulli": (lambda y: (y >= 0) & (y <= 1), "numbers from 0 to 1"),
+    "poisson": (lambda y: y >= 0, "counts"),
+}
 
 
 @dataclass(frozen=True)
@@ -41,6 +49,16 @@ class Targets:
     loss: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
     mean: Callable[[np.ndarray], np.ndarray] = np.asarray
     flattened: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None
+
+    def check(self, y: Any) -> None:
+        """Refuse targets that the likelihood gives no probability."""
+        values = np.asarray(y)
+        if self.likelihood not in _POSSIBLE or values.dtype.kind not in "fiub":
+            return
+        is_possible, expected = _POSSIBLE[self.likelihood]
+        wrong = values[~is_possible(values)]
+        if len(wrong):
+            raise InvalidDataError(f"there is a target {wrong[0]:g}", expected)
 
     def multiple(self, shape: Sequence[int]) -> float:
         """Return how much larger `loss` is than that of Keras, for outputs of a shape.

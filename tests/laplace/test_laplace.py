@@ -348,6 +348,8 @@ def test_what_is_refused():
         (lambda: made(likelihood="normal"), "'normal'.*'gaussian'"),
         (lambda: made(likelihood=["gaussian"]), r"\['gaussian'\]"),
         (lambda: made(data=None), "not a pair"),
+        (lambda: made(likelihood="bernoulli", data=(x, np.full(y.shape, 2))), "a target 2"),
+        (lambda: made(likelihood="poisson", data=(x, -np.ones(y.shape))), "a target -1"),
         (lambda: la.sample(2, seed=-1), "seed is -1"),
         (lambda: made(likelihood="poisson", noise=1.0), "noise"),
         (lambda: made(subset="all"), r"subset=\[w, b\]"),
