@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from hvp._data.elements import NO_DATA, checked_loss, convert_batch
 from hvp._taylor.third import third_derivative
-from hvp._vectors.arrays import check_array
+from hvp._vectors.arrays import check_array, check_product
 from hvp._vectors.space import Space
 from hvp._vectors.variables import collect_variables
 
@@ -40,6 +40,8 @@ def third_order_product(
     ------
     InvalidVectorError
         If a vector has the wrong shape or type.
+    NonFiniteError
+        If `u` is an array, and the product is not finite.
     SecondDerivativeError
         If there is a loop or branch on tensors between the variables and the loss, or an operation
         without derivatives.
@@ -64,7 +66,7 @@ def third_order_product(
     if not space.is_flat(u):
         return space.nest_of_parts(products)
     flat = space.join(products)
-    return flat.numpy() if isinstance(u, np.ndarray) else flat
+    return check_product(flat.numpy()) if isinstance(u, np.ndarray) else flat
 
 
 def _parts(vector: Any, space: Space, name: str) -> list[tf.Tensor]:

@@ -291,3 +291,9 @@ def test_third_derivatives_of_products_with_zeros(at):
     for axis in (None, 1, [1, 0]):
         found = hvp.third_order_product(lambda a=axis: tf.reduce_sum(tf.reduce_prod(w, a)), w, u, v)
         np.testing.assert_allclose(found, expected)
+
+
+def test_a_third_derivative_that_is_not_finite_is_refused():
+    w = tf.Variable([1.0, 2.0, 3.0])
+    with pytest.raises(hvp.NonFiniteError, match="1 entries"):
+        hvp.third_order_product(lambda: tf.reduce_sum(tf.sqrt(w - 1)), w, np.ones(3), np.ones(3))
