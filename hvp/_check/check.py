@@ -154,7 +154,7 @@ def _checked(
 ) -> CheckReport:
     """Run all steps and assemble the report."""
     products_before, peak_before = H.stats.products, peak_nbytes()
-    inspected = InspectedOperator(H, np.random.default_rng(check_seed(seed)))
+    inspected = InspectedOperator(H, np.random.default_rng(seed))
     products, gradients = ProductInspection(inspected), GradientInspection(inspected)
     steps: list[Callable[[], Iterator[Finding]]] = [
         products.properties,

@@ -70,9 +70,9 @@ def recorded_product(
     def backward(*upstream: tf.Tensor) -> list[Any]:
         cotangent = tf.nest.pack_sequence_as(result, upstream)
         by_vector = recorded_product(multiply, cotangent, variables, gradient)
-        by_variables: Sequence[Any] = [_Refused() for _ in handles]
+        by_variables: Sequence[Any]
         try:
-            by_variables = by_variables if gradient is None else gradient(upstream)
+            by_variables = [_Refused() for _ in handles] if gradient is None else gradient(upstream)
         except HvpError as error:
             by_variables = [_Refused(error) for _ in handles]
         return [*tf.nest.flatten(by_vector), *by_variables]

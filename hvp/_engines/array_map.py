@@ -33,7 +33,7 @@ class ArrayMap(LinearMap):
 
     def apply(self, vector: Any, *, adjoint: bool = False) -> Any:
         """Multiply by a vector in any layout; inside a graph, Python runs when the graph does."""
-        if may_be_recorded() or not tf.executing_eagerly():
+        if may_be_recorded() or (self._variables and not tf.executing_eagerly()):
             return recorded_product(self._applied, vector, self._variables, None)
         return self._applied(vector)
 

@@ -191,9 +191,9 @@ def logdet(
     steps = min(steps, matrix.size)
     stopping = Stopping.of(rtol, atol, max_products, _FEWEST * steps)
     check_choice(method, "method", ("auto", "sparse", "lanczos"))
-    check_progress(progress)
-    check_seed(seed)
     if method != "lanczos":
+        check_progress(progress)
+        check_seed(seed)
         inverse = SparseInverse(A) if method == "sparse" else sparse_inverse(A)
         if inverse is not None and (method == "sparse" or inverse.negative is not None):
             return _of_factors(inverse)

@@ -11,7 +11,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvp._data.elements import convert_batch
 from hvp._engines.options import NAMES
 from hvp._errors import ConvergenceWarning, HvpError, InvalidDataError, NonFiniteError
 from hvp._operators.hessian import HessianOperator
@@ -294,7 +293,12 @@ def _subset(data: Any, sample: Any, seed: int) -> Any:
             "a tuple of arrays",
             "leave out sample, and pass the examples themselves",
         )
-    count = convert_batch(data, "data").examples
+    lengths = sorted({len(part) for part in data})
+    if len(lengths) != 1:
+        raise InvalidDataError(
+            f"the first axes of the data have the lengths {lengths}", "one length"
+        )
+    [count] = lengths
     if count <= sample:
         return data
     places = np.sort(np.random.default_rng(seed).choice(count, sample, replace=False))

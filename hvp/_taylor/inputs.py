@@ -524,8 +524,10 @@ def _real(x: Any) -> tf.Tensor:
 
 
 def _converted(value: Any, dtype: tf.DType, name: str) -> tf.Tensor:
+    # The hint keeps all digits of Python's numbers; of arrays it would drop imaginary parts.
+    hint = None if isinstance(value, np.ndarray) else dtype
     try:
-        tensor = tf.convert_to_tensor(value)
+        tensor = tf.convert_to_tensor(value, dtype_hint=hint)
         if not (tensor.dtype.is_floating or tensor.dtype.is_integer):
             raise TypeError(f"it has the type {tensor.dtype.name}")
     except (TypeError, ValueError) as error:

@@ -425,6 +425,12 @@ def test_bad_input_is_refused(call, error, words):
         assert word in str(caught.value)
 
 
+def test_directions_as_lists_keep_all_digits():
+    x = tf.constant([[1.0, 2.0]], tf.float64)
+    first = hvp.jet(lambda x: tf.reduce_sum(x, 1), x, [[0.1, 0.2]])[1]
+    assert float(first[0]) == pytest.approx(0.3, rel=1e-14)
+
+
 @pytest.mark.parametrize("name", ["silu", "gelu", "relu6", "softplus", "elu", "selu"])
 def test_functions_to_which_tensorflow_or_keras_gives_a_gradient(name):
     function = getattr(keras.ops, name)
