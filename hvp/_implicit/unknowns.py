@@ -208,7 +208,8 @@ class TapedEquation:
     def _solved(self, w: Tensors, right: Tensors, transposed: bool) -> Tensors:
         parts = self._unknowns.parts if self._unknowns.are_variables else w
         flat = self._unknowns.join(right)
-        if tf.executing_eagerly():
+        # Outside of the graph that tape.jacobian traces.
+        with tf.init_scope():
             refuse_changes(self._watch.changed())
         x, found = self._krylov(parts, flat, self._rtol, transposed, self._damping)
         outcome = found.outcome[0]

@@ -383,6 +383,12 @@ def test_jacobians_by_vectorization_or_not():
     with tf.GradientTape() as tape:
         found = hvp.root(lambda w: w**3 - t, tf.ones(2), t)
     np.testing.assert_allclose(tape.jacobian(found, t), np.full(2, 2 ** (-2 / 3) / 3), rtol=1e-4)
+    scale = tf.Variable(1.0)  # is read, and is no outer variable
+    with tf.GradientTape() as tape:
+        found = hvp.root(lambda w: w**3 - t * scale, tf.ones(2), t)
+    scale.assign(4.0)
+    with pytest.raises(hvp.StaleOperatorError, match="have changed"):
+        tape.jacobian(found, t)
     with tf.GradientTape(persistent=True) as tape:
         found = hvp.argmin(lambda: tf.reduce_sum((v - t) ** 2), v, t)
     with pytest.raises(hvp.GraphModeError, match="experimental_use_pfor"):
