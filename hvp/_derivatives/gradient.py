@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvp._derivatives.suspects import derivative_errors
-from hvp._errors import InvalidLossError
+from hvp._errors import InvalidLossError, InvalidVariablesError, quoted
 
 
 def value_and_gradient(
@@ -37,6 +37,16 @@ def densify(gradient: Any, shape: Sequence[int]) -> tf.Tensor | None:
         shape = gradient.dense_shape
     dense = tf.math.unsorted_segment_sum(gradient.values, gradient.indices, shape[0])
     return tf.reshape(dense, shape)
+
+
+def without_dependence(names: Sequence[str]) -> InvalidVariablesError:
+    """Return the error for a loss that depends on none of the variables."""
+    return InvalidVariablesError(
+        f"the loss depends on none of the variables {quoted(names)}",
+        "a loss that reads at least one of them",
+        "check that the loss uses these very variables, through TensorFlow operations; "
+        "functions of NumPy and float() have no derivatives",
+    )
 
 
 def check_scalar(value: Any) -> tf.Tensor:

@@ -110,6 +110,8 @@ class GraphMap(LinearMap):
         """Multiply by each row of a block, many rows in one call."""
         width, space = self.rows_at_once, product.codomain
         assert space is not None
+        if rows.shape[0] == 0:
+            return tf.zeros([0, space.size], space.dtype)
         single = lambda row: self.run(product.flat, row, *zeros)  # noqa: E731
         few = rows.shape[0] is not None and rows.shape[0] <= _FEW and (self.nbytes or 0) < _SMALL
         few = few and not self.place.is_remote  # where one call costs more than its product

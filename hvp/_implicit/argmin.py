@@ -10,11 +10,13 @@ import numpy as np
 import tensorflow as tf
 
 from hvp._derivatives.exact import pulled_back
+from hvp._derivatives.gradient import check_scalar
 from hvp._errors import ConvergenceWarning, GraphModeError, HvpError
 from hvp._implicit.equation import Equation, Tensors, at_tensors, refuse_changes
 from hvp._implicit.unknowns import (
     TapedEquation,
     Unknowns,
+    check_search,
     not_a_minimum,
     tolerance_of,
     unconnected,
@@ -23,7 +25,6 @@ from hvp._minimize.newton_cg import NewtonCG
 from hvp._operators.damping import check_damping
 from hvp._operators.hessian import HessianOperator
 from hvp._operators.symmetric import evaluation_of
-from hvp._runtime.arguments import check_count, check_number
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.strategies import in_another_thread
 from hvp._runtime.user_warning import warn
@@ -136,10 +137,7 @@ def argmin(
     (1.5, 0.5)
     """
     check_damping(damping)
-    if rtol is not None:
-        check_number(rtol, "rtol", positive=True)
-    if maxiter is not None:
-        check_count(maxiter, "maxiter")
+    check_search(solver, rtol, maxiter)
     is_operator = isinstance(loss, HessianOperator)
     if not (is_operator or callable(loss)):
         raise HvpError(f"the loss is {type(loss).__name__}", "a function or a HessianOperator")
@@ -158,7 +156,7 @@ def argmin(
         )
 
     def value(parts: Sequence[Any]) -> tf.Tensor:
-        result = tf.convert_to_tensor(unknowns.called(loss, parts))
+        result = check_scalar(unknowns.called(loss, parts))
         return result if result.dtype == unknowns.dtype else tf.cast(result, unknowns.dtype)
 
     def gradient(parts: Sequence[Any]) -> Tensors:

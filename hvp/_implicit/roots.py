@@ -10,8 +10,7 @@ import tensorflow as tf
 from hvp._errors import HvpError
 from hvp._implicit.argmin import sources_of
 from hvp._implicit.equation import Tensors
-from hvp._implicit.unknowns import TapedEquation, Unknowns
-from hvp._runtime.arguments import check_count, check_number
+from hvp._implicit.unknowns import TapedEquation, Unknowns, check_search
 from hvp._runtime.interrupts import Uninterrupted
 
 
@@ -145,16 +144,14 @@ def _root(
 ) -> Any:
     if not callable(function):
         raise HvpError(f"the equation is {type(function).__name__}", "a function")
-    if rtol is not None:
-        check_number(rtol, "rtol", positive=True)
-    if maxiter is not None:
-        check_count(maxiter, "maxiter")
+    check_search(solver, rtol, maxiter)
     unknowns = Unknowns(inner, "the inner variables")
 
     def force(parts: Sequence[Any]) -> Tensors:
-        values = [
-            tf.convert_to_tensor(v) for v in tf.nest.flatten(unknowns.called(function, parts))
-        ]
+        results = tf.nest.flatten(unknowns.called(function, parts))
+        if any(result is None for result in results):
+            raise HvpError("the function returns None", "what is to become zero")
+        values = [tf.convert_to_tensor(result) for result in results]
         shapes = [tuple(value.shape) for value in values]
         if len(shapes) != len(parts) or not all(
             value.shape.is_compatible_with(part.shape) for value, part in zip(values, parts)

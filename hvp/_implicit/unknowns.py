@@ -12,6 +12,7 @@ from hvp._derivatives.exact import exact_functions, pulled_back
 from hvp._errors import ConvergenceWarning, HvpError, InvalidVariablesError, quoted
 from hvp._implicit.equation import Equation, Tensors, at_tensors, refuse_changes
 from hvp._implicit.newton import newton
+from hvp._runtime.arguments import check_count, check_number
 from hvp._runtime.user_warning import warn
 from hvp._solve.conjugate_gradients import CONJUGATE_GRADIENTS
 from hvp._solve.in_graph import RowSolution, solve_in_graph
@@ -29,6 +30,16 @@ _FORCING = 1e-3
 def tolerance_of(rtol: float | None, dtype: tf.DType) -> float:
     """Return the tolerance, by default one that is a little above rounding errors."""
     return float(np.finfo(dtype.as_numpy_dtype).eps ** (2 / 3)) if rtol is None else float(rtol)
+
+
+def check_search(solver: Any, rtol: Any, maxiter: Any) -> None:
+    """Raise `HvpError` unless the arguments of a search are None or right."""
+    if not (solver is None or callable(solver)):
+        raise HvpError(f"the argument solver is {solver!r}", "a function")
+    if rtol is not None:
+        check_number(rtol, "rtol", positive=True)
+    if maxiter is not None:
+        check_count(maxiter, "maxiter")
 
 
 class Unknowns:
@@ -121,18 +132,21 @@ class TapedEquation:
         return self._unknowns.nest_of(equation.solution(find))
 
     def _refuse_unconnected(self) -> None:
-        """Refuse sources that the function does not read: a gradient of zero would hide that."""
+        """Refuse unknowns and sources without influence: gradients of zero would hide that."""
         parts, of_all = self._unknowns.parts, self._loss or self._force
+        names = [f"inner tensor {place}" for place in range(len(parts))]
+        names += [f"outer tensor {place}" for place in range(len(self._sources))]
+        whole = [*parts, *self._sources]
         with exact_functions():
             with tf.GradientTape() as tape:
-                tape.watch(self._sources)
+                tape.watch(whole)
                 result = of_all(parts)
-            slopes = tape.gradient(result, list(self._sources))
+            slopes = tape.gradient(result, whole)
         if tf.executing_eagerly():
             self._watch = Watch([Resource.of(v) for v in tape.watched_variables()])
         unused = [
-            getattr(source, "name", "") if isinstance(source, tf.Variable) else f"tensor {place}"
-            for place, (source, slope) in enumerate(zip(self._sources, slopes))
+            part.name if isinstance(part, tf.Variable) else name
+            for name, part, slope in zip(names, whole, slopes)
             if slope is None
         ]
         if unused:
@@ -154,7 +168,7 @@ class TapedEquation:
             solver()
             return [tf.convert_to_tensor(variable) for variable in unknowns.parts]
         found = tf.nest.flatten(solver(unknowns.nest_of(unknowns.parts)))
-        shapes = [tuple(part.shape) for part in found]
+        shapes = [None if part is None else tuple(part.shape) for part in found]
         if shapes != [tuple(part.shape) for part in unknowns.parts]:
             raise HvpError(f"the solver returns tensors of shapes {shapes}", "those of the start")
         return [tf.cast(part, unknowns.dtype) for part in found]
@@ -255,10 +269,10 @@ class TapedEquation:
 
 
 def unconnected(names: Sequence[str]) -> HvpError:
-    """Return the error for outer variables that the function does not depend on."""
+    """Return the error for inner or outer variables that the function does not depend on."""
     return HvpError(
-        f"the function does not depend on {quoted(names)} of the outer variables",
-        "variables and tensors that it reads",
+        f"the function does not depend on {quoted(names)}",
+        "inner and outer variables, or tensors, that it reads",
         "if it reads a tensor that was computed from these, list that tensor: a tape around the "
         "call finds the way from there",
     )

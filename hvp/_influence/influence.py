@@ -29,7 +29,7 @@ from hvp._operators.gauss_newton import GaussNewtonOperator
 from hvp._operators.hessian import HessianOperator
 from hvp._operators.matrix import evaluated
 from hvp._operators.symmetric import SymmetricOperator, evaluation_of
-from hvp._runtime.arguments import check_count, refuse_unknown
+from hvp._runtime.arguments import check_count, check_number, refuse_unknown
 from hvp._runtime.guard import OneProcess
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.strategies import outside_strategies
@@ -233,6 +233,7 @@ class InfluenceFunctions(FromKeras, OneProcess):
         **options: Any,
     ) -> None:
         check_solver(solver)
+        check_number(rtol, "rtol")
         _check_projection(projection, gradients)
         checked = Options.of("InfluenceFunctions", options, _OPTIONS, _INSTEAD)
         processes = process_count(strategy_of(collect_variables(variables).variables))

@@ -101,6 +101,8 @@ def mapped_array(
     killed by the operating system. A file that cannot be written, or that holds another array, is
     refused.
     """
+    if not isinstance(out, (str, os.PathLike)):
+        raise HvpError(f"the argument out is {out!r}", "the path of a file")
     path = Path(out)
     try:
         if resume:

@@ -63,6 +63,8 @@ def box_of(bounds: Any, fixed: Any, position: Position) -> Box | None:
             "bounds=(lower, upper)",
         )
     mask = np.zeros(position.size) if fixed is None else position.vector_of(fixed, "fixed")
+    if not np.isin(mask, (0, 1)).all():
+        raise HvpError("the argument fixed has entries that are neither true nor false", "a mask")
     x = position.read().numpy()
     outside = int(np.sum(~((lower.astype(x.dtype) <= x) & (x <= upper.astype(x.dtype)))))
     if outside and not (mask != 0).all():

@@ -137,6 +137,8 @@ def minimize(
     refuse_forks()
     hessian = METHODS[name]
     check_progress(progress)
+    if not (callback is None or callable(callback)):
+        raise HvpError(f"the argument callback is {callback!r}", "a function")
     operator_options = {key: more.pop(key) for key in list(more) if key in OPERATOR_OPTIONS}
     method_options = _merged_options(options, more)
     _check_constraints(name, bounds, constraints)

@@ -12,9 +12,9 @@ from scipy.sparse.linalg import LinearOperator
 
 from hvp._errors import InvalidVectorError
 from hvp._graphs.compiled import Compiled
-from hvp._vectors.arrays import check_array
+from hvp._vectors.arrays import check_array, make_array
 from hvp._vectors.resources import restored
-from hvp._vectors.space import Space
+from hvp._vectors.space import Space, check_numeric
 from hvp._vectors.variables import VariableNest, collect_variables
 
 # Tracing a function takes as long as some hundred operations.
@@ -42,6 +42,10 @@ class Position:
 
         Infinities are allowed. The errors call the argument by its `name`.
         """
+        for leaf in tf.nest.flatten(value):
+            check_numeric(
+                leaf if hasattr(leaf, "dtype") else make_array(leaf), f"the argument {name}"
+            )
         if isinstance(value, (list, tuple)) and all(np.ndim(entry) == 0 for entry in value):
             value = np.asarray(value)
         if not tf.nest.is_nested(value) and np.ndim(value) == 0:

@@ -269,8 +269,10 @@ class Operator(OneProcess, DtypePreserving):
         """
         if self._sparsity is None and self.shape[0] <= most:
             return None, 0
-        sparsity = self._sparsity_of_few(min(most, self.shape[0] // 2))
-        return (None, 0) if sparsity is None else (self.to_sparse().diagonal(), sparsity.products)
+        sparsity = self._sparsity_of_few(min(most - 1, self.shape[0] // 2))
+        if sparsity is None:
+            return None, 0
+        return self.to_sparse().diagonal(), sparsity.products + 1  # which checks the pattern
 
     def _sparsity_of_few(self, most: int) -> Sparsity | None:
         """Return the sparsity, which is kept, or None unless it takes few products."""

@@ -11,7 +11,7 @@ import scipy.sparse
 import tensorflow as tf
 
 from hvp._engines.linear_map import LinearMap
-from hvp._errors import FailedCheckError
+from hvp._errors import FailedCheckError, HvpError
 from hvp._vectors.space import rounding_of
 
 # How far products with a sparse matrix and with its operator may be apart in a row, relative to
@@ -104,7 +104,10 @@ class Sparsity:
 
 def sparsity_of(pattern: Any, symmetric: bool) -> Sparsity:
     """Return a pattern with the coloring that needs the fewest products."""
-    pattern = scipy.sparse.csr_array(pattern, dtype=bool)
+    try:
+        pattern = scipy.sparse.csr_array(pattern, dtype=bool)
+    except (TypeError, ValueError) as error:
+        raise HvpError(f"the argument pattern is {pattern!r}", "a sparse matrix") from error
     pattern.sum_duplicates()
     if symmetric:
         pattern = scipy.sparse.csr_array(pattern + pattern.T)

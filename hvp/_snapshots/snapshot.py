@@ -21,6 +21,7 @@ import tensorflow as tf
 
 from hvp._data.budget import out_of_memory
 from hvp._derivatives.belonging import belonging_to
+from hvp._derivatives.gradient import without_dependence
 from hvp._engines.finite import check_finite
 from hvp._engines.graph_map import GraphMap
 from hvp._engines.graph_program import Results
@@ -34,7 +35,6 @@ from hvp._errors import (
     ClosedOperatorError,
     GraphModeError,
     HvpError,
-    InvalidVariablesError,
     SecondDerivativeError,
     StaleOperatorError,
     quoted,
@@ -416,12 +416,7 @@ class Snapshot(OneProcess, LinearMap):
     def _check(self, results: Results) -> None:
         names = self.plan.nest.names
         if results.gradient is not None and all(part is None for part in results.gradient):
-            raise InvalidVariablesError(
-                f"the loss depends on none of the variables {quoted(names)}",
-                "a loss that reads at least one of them",
-                "check that the loss uses these very variables, through TensorFlow operations; "
-                "functions of NumPy and float() have no derivatives",
-            )
+            raise without_dependence(names)
         if results.gradient is not None:  # a function may have values that are not finite
             check_finite(results, names)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +19,7 @@ from hvp._operators.damping import check_damping
 from hvp._operators.matrix import Matrix
 from hvp._operators.operator import Operator
 from hvp._operators.symmetric import symmetric_matrix
-from hvp._runtime.arguments import check_count
+from hvp._runtime.arguments import check_count, check_number
 from hvp._runtime.interrupts import Uninterrupted, deliver_interrupt
 from hvp._runtime.user_warning import warn
 
@@ -389,8 +388,8 @@ class NeumannInverse(Operator):
         total = matrix.damping + check_damping(damping)
         if scale is None:
             scale = _SAFETY * abs(_largest_eigenvalue(matrix, total)) or 1.0
-        elif not (math.isfinite(scale) and scale > 0):
-            raise HvpError(f"the argument scale is {scale}", "a positive number")
+        else:
+            check_number(scale, "scale", positive=True)
         self.scale = float(scale)
         block = tf.TensorSpec([None, matrix.size], matrix.dtype)
         integer, number = tf.TensorSpec([], tf.int32), tf.TensorSpec([], matrix.dtype)

@@ -7,7 +7,7 @@ preconditioner that needs only products.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -374,6 +374,8 @@ class BlockDiagonalPreconditioner(Preconditioner):
             )
         damping = check_damping(damping)
         check_count(max_size, "max_size")
+        if blocks is not None and (isinstance(blocks, str) or not isinstance(blocks, Iterable)):
+            raise HvpError(f"the argument blocks is {blocks!r}", "a list of blocks")
         chosen = list(H.blocks().values()) if blocks is None else [H.block(b) for b in blocks]
         parts = [_entries_of(part) for part in chosen]
         order = np.concatenate(parts) if parts else np.zeros(0, int)

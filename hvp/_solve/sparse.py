@@ -59,7 +59,7 @@ class SparseInverse(Operator):
     shift : float
         The multiple of the identity that was added to make it positive definite.
     products : int
-        The number of products that the matrix took.
+        The number of products that the matrix took, the last of which checks it.
     log_determinant : float
         The logarithm of the absolute value of the determinant; NaN if the factors are incomplete.
 
@@ -134,7 +134,7 @@ class SparseInverse(Operator):
                 "add damping",
             )
         kept = sparsity_of_few(H, space.size)
-        self.products = 0 if kept is None else kept.products
+        self.products = 0 if kept is None else kept.products + 1
         self.log_determinant = float(np.log(np.abs(pivots)).sum())
         if drop:
             self.negative, self.log_determinant = None, np.nan

@@ -8,9 +8,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from hvp._errors import HvpError
 from hvp._operators.symmetric import symmetric_matrix
-from hvp._runtime.arguments import check_choice, check_count
+from hvp._runtime.arguments import check_choice, check_count, check_number
 from hvp._runtime.figures import COLOR, OTHER, axes
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._spectra.lanczos import NOTHING, Quadrature, quadratures
@@ -84,7 +83,9 @@ class SpectralDensity:
         """
         margin = _MARGIN * self.bandwidth
         low, high = self.nodes.min() - margin, self.nodes.max() + margin
-        if points is None:
+        if points is not None:
+            check_count(points, "points")
+        else:
             points = max(_POINTS, math.ceil((high - low) / self.bandwidth) + 1)
         return np.linspace(low, high, points)
 
@@ -118,16 +119,17 @@ class SpectralDensity:
         x = np.asarray(x, np.float64)
         order = np.argsort(self.nodes, axis=None)
         cumulative = np.append(0, np.cumsum(self.weights.ravel()[order]) / len(self.nodes))
-        return cumulative[np.searchsorted(self.nodes.ravel()[order], x, side="right")]
+        fraction = cumulative[np.searchsorted(self.nodes.ravel()[order], x, side="right")]
+        return np.where(np.isnan(x), np.nan, fraction)[()]
 
     def moment(self, power: int) -> float:
         """Return the mean of a power of all eigenvalues."""
         return float(np.mean(np.sum(self.weights * self.nodes**power, axis=1)))
 
     def _of_each(self, x: Any, bandwidth: float | None) -> np.ndarray:
-        sigma = self.bandwidth if bandwidth is None else bandwidth
-        if not sigma > 0:
-            raise HvpError(f"the argument bandwidth is {sigma!r}", "a positive number")
+        sigma = self.bandwidth
+        if bandwidth is not None:
+            sigma = check_number(bandwidth, "bandwidth", positive=True)
         x = np.asarray(x, np.float64)
         result = np.zeros((len(self.nodes), *x.shape))
         for total, nodes, weights in zip(result, self.nodes, self.weights):

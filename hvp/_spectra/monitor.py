@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import keras
@@ -132,7 +133,7 @@ class CurvatureMonitor(keras.callbacks.Callback):
         refuse_unknown(options, "CurvatureMonitor", {*NAMES, "variables", "training", "damping"})
         if quantities is None:
             quantities = _NUMBERS if log_dir is None else _QUANTITIES
-        self._quantities = list(quantities)
+        self._quantities = list(quantities) if isinstance(quantities, Iterable) else []
         unknown = [name for name in self._quantities if name not in _QUANTITIES]
         if unknown or not self._quantities:
             raise HvpError(

@@ -41,11 +41,11 @@ def plot_layers(layers: Mapping[str, Any], ax: Any = None) -> Any:
     >>> H = hvp.HessianOperator(lambda: tf.reduce_sum(a**4) + tf.reduce_sum(b**3), [a, b])
     >>> hvp.plot_layers(hvp.trace(H).layers)  # doctest: +SKIP
     """
-    if not isinstance(layers, Mapping) or not layers:
+    names = list(layers)[::-1] if isinstance(layers, Mapping) else []
+    values = np.array([getattr(layers[n], "estimate", layers[n]) for n in names])
+    if not names or values.dtype.kind not in "fiu":
         raise HvpError(f"the layers are {layers!r}", "a mapping from names to estimates or numbers")
-    names = list(layers)[::-1]
     ax = axes(ax, height=max(1.6, 0.8 + 0.24 * min(len(names), _MOST_LABELS)))
-    values = np.array([float(getattr(layers[n], "estimate", layers[n])) for n in names])
     errors = np.array([float(getattr(layers[n], "standard_error", 0.0)) for n in names])
     ax.barh(np.arange(len(names)), values, xerr=2 * errors, color=COLOR, height=0.7, capsize=2)
     ax.axvline(0, color="0.6", linewidth=0.8)

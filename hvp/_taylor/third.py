@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import tensorflow as tf
 
-from hvp._derivatives.gradient import check_scalar, densify
+from hvp._derivatives.gradient import check_scalar, densify, without_dependence
 from hvp._taylor.curves import Curves
 from hvp._taylor.series import Series
 from hvp._taylor.traced import TracedFunction
@@ -32,7 +32,9 @@ def third_derivative(loss: Callable[[], Any], nest: VariableNest) -> Callable[..
         pairs = zip(values, first, second)
         inputs = [Series(x, (tf.stack([a + b, a - b]), None)) for x, a, b in pairs]
         [result] = traced.push(inputs, curves)
-        curvature = result.terms[1]
+        slope, curvature = result.terms
+        if slope is None:
+            raise without_dependence(nest.names)
         if curvature is None:
             return [tf.zeros_like(value) for value in values]
         zeros = tf.UnconnectedGradients.ZERO

@@ -64,6 +64,9 @@ class TracedFunction:
         definition = graph_def_with_shapes(self.concrete.graph)
         flat, rename = inline_calls(replace_operations(definition))
         self.structure = self.concrete.structured_outputs
+        leaves = tf.nest.flatten(self.structure)
+        if not leaves or any(leaf is None for leaf in leaves):
+            raise InvalidLossError(f"the function returns {self.structure!r}", "tensors")
         self._specs = list(specs)
         self._inputs = [rename(tensor.name) for tensor in self.concrete.inputs[: len(specs)]]
         self._results = [rename(tensor.name) for tensor in self.concrete.outputs]

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvp._vectors.arrays import make_array
 from hvp._vectors.space import Space, check_numeric
 
 
@@ -23,7 +24,7 @@ def unflattened(space: Space, vector: Any) -> Any:
     A block of columns, of shape `(n, k)`, gives parts with a further last axis of length `k`.
     """
     is_tensor = tf.is_tensor(vector)
-    vector = vector if is_tensor else np.asarray(vector)
+    vector = vector if is_tensor else make_array(vector)
     check_numeric(vector, "the vector")
     if len(vector.shape) == 2 and vector.shape[0] == space.size:
         rows = space.split(tf.cast(tf.transpose(vector), space.dtype))

@@ -269,6 +269,8 @@ def test_scores_are_written_to_a_file(tmp_path):
     scores = influence.scores(TEST, out=tmp_path / "scores.npy")
     assert isinstance(scores, np.memmap)
     np.testing.assert_array_equal(np.load(tmp_path / "scores.npy"), influence.scores(TEST))
+    with pytest.raises(hvp.HvpError, match="out is 3"):
+        influence.scores(TEST, out=3)
     with pytest.raises(hvp.HvpError, match="cannot be written"):
         influence.scores(TEST, out=tmp_path / "nowhere" / "scores.npy")
     with pytest.raises(hvp.HvpError, match=r"scores.npy exists.*remove it"):
@@ -540,6 +542,7 @@ WRONG = {
     "reduction": ({"reduction": "sum"}, "no argument reduction"),
     "progress": ({"progress": 3}, "progress is 3"),
     "damping": ({"damping": np.nan}, "damping is nan"),
+    "rtol": ({"rtol": "small"}, "rtol is 'small'"),
 }
 
 

@@ -216,6 +216,8 @@ def test_a_new_run_follows_other_variables():
         ({"bounds": (np.nan, 1.0)}, ["NaN"]),
         ({"bounds": (-1.0, np.ones(3))}, ["3", "12"]),
         ({"fixed": np.zeros(3, bool)}, ["3", "12"]),
+        ({"fixed": np.linspace(0, 1, 12)}, ["fixed", "mask"]),
+        ({"bounds": ("low", "high")}, ["bounds", "real numbers"]),
         ({"x_scale": 0.0}, ["x_scale"]),
         ({"x_scale": 2.0, "preconditioner": "nystrom"}, ["x_scale", "preconditioner"]),
         ({"bounds": (-1.0, 1.0), "preconditioner": "nystrom"}, ["bounds", "preconditioner"]),

@@ -408,6 +408,7 @@ def test_bad_arguments_are_refused_before_any_work():
         ({"gtol": float("nan")}, hvp.HvpError, "gtol is nan"),
         ({"options": {"gtol": 1}, "gtol": 1}, hvp.HvpError, "Given twice"),
         ({"progress": "yes"}, hvp.HvpError, "progress is 'yes'"),
+        ({"callback": 3}, hvp.HvpError, "callback is 3"),
         ({"options": [1]}, hvp.HvpError, "options is list"),
         ({"hessp": rosen_hess_prod}, hvp.HvpError, "derivatives are computed"),
         ({"args": (1.0,)}, hvp.HvpError, "loss's arguments as data"),

@@ -293,7 +293,11 @@ def test_third_derivatives_of_products_with_zeros(at):
         np.testing.assert_allclose(found, expected)
 
 
-def test_a_third_derivative_that_is_not_finite_is_refused():
+def test_a_third_derivative_that_does_not_exist_is_refused():
     w = tf.Variable([1.0, 2.0, 3.0])
+    with pytest.raises(hvp.InvalidVariablesError, match="depends on none"):
+        hvp.third_order_product(lambda: tf.constant(1.0), w, np.ones(3), np.ones(3))
+    linear = hvp.third_order_product(lambda: tf.reduce_sum(w), w, np.ones(3), np.ones(3))
+    np.testing.assert_array_equal(linear, np.zeros(3))
     with pytest.raises(hvp.NonFiniteError, match="1 entries"):
         hvp.third_order_product(lambda: tf.reduce_sum(tf.sqrt(w - 1)), w, np.ones(3), np.ones(3))

@@ -241,6 +241,8 @@ def test_patterns_that_are_given():
         H.to_sparse(pattern=too_small)
     with pytest.raises(hvp.HvpError, match="15"):
         H.to_sparse(pattern=np.ones((3, 3)))
+    with pytest.raises(hvp.HvpError, match="pattern is 'band'"):
+        H.to_sparse(pattern="band")
 
 
 def test_a_small_entry_that_is_missing_is_noticed():

@@ -69,8 +69,9 @@ def test_neumann_refuses_a_scale_that_is_too_small():
     inverse = hvp.NeumannInverse(shared(matrix(np.linspace(1, 10, N))), scale=4.0)
     with pytest.raises(hvp.HvpError, match="grows"):
         inverse @ columns(N, 1)
-    with pytest.raises(hvp.HvpError, match="scale"):
-        hvp.NeumannInverse(shared(np.eye(N)), scale=-1.0)
+    for wrong in (-1.0, "large"):
+        with pytest.raises(hvp.HvpError, match=f"scale is {wrong!r}"):
+            hvp.NeumannInverse(shared(np.eye(N)), scale=wrong)
 
 
 def test_nystrom_adapts_its_rank_to_the_damping():

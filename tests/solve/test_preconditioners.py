@@ -64,6 +64,9 @@ def test_blocks_of_entries():
     blocks = [np.array([3, 0]), np.array([1, 4])]
     with pytest.raises(hvp.HvpError, match="in no block"):
         hvp.BlockDiagonalPreconditioner(H, blocks)
+    for wrong in (1, "w"):
+        with pytest.raises(hvp.HvpError, match=f"blocks is {wrong!r}"):
+            hvp.BlockDiagonalPreconditioner(H, wrong)
     M = hvp.BlockDiagonalPreconditioner(H, [*blocks, np.array([2])])
     dense = H.to_dense()
     dense[1, 2] = dense[2, 1] = 0

@@ -143,6 +143,8 @@ def test_what_has_not_converged_is_said():
         (lambda: hvp.eigsh(A, 2).nests, "no variables"),
         (lambda: hvp.spectral_density(A, probes=0), "probes is 0"),
         (lambda: hvp.spectral_density(A).density(0.0, bandwidth=0.0), "bandwidth is 0"),
+        (lambda: hvp.spectral_density(A).density(0.0, bandwidth="wide"), "bandwidth is 'wide'"),
+        (lambda: hvp.spectral_density(A).grid(-1), "points is -1"),
     ):
         with pytest.raises(hvp.HvpError, match=f"(?i){said}"):
             call()
@@ -200,6 +202,7 @@ def test_eigenvalues_that_do_not_exist_are_in_no_density():
     assert np.allclose(density.weights.sum(axis=1), 1)
     assert density.grid().min() == pytest.approx(5 - 6 * density.bandwidth)
     assert "from 5 to 7" in repr(density)
+    np.testing.assert_allclose(density.distribution([4, np.nan, 8]), [0, np.nan, 1])
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
@@ -318,3 +321,5 @@ def test_without_matplotlib(monkeypatch):
         hvp.plot_layers({"a": 1.0})
     with pytest.raises(hvp.HvpError, match="a mapping from names"):
         hvp.plot_layers([1.0])
+    with pytest.raises(hvp.HvpError, match="a mapping from names"):
+        hvp.plot_layers({"a": "large"})

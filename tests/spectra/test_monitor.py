@@ -162,6 +162,7 @@ def test_what_is_refused():
     for options, said in (
         ({"quantities": ["sharpness"]}, "'largest', 'smallest'"),
         ({"quantities": []}, "quantities is"),
+        ({"quantities": 5}, "quantities is 5"),
         ({"every": 0}, "every is 0"),
         ({"budget": -1}, "budget is -1"),
         ({"seed": -1}, "seed is -1"),

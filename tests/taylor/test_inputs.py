@@ -376,6 +376,8 @@ BAD = [
     ),
     (lambda: hvp.laplacian(lambda x: x - x[-1:], X), "InvalidLossError", ["mixes"]),
     (lambda: hvp.laplacian(tf.reduce_sum, X), "InvalidLossError", ["()", "5"]),
+    (lambda: hvp.laplacian(lambda x: None, X), "InvalidLossError", ["None"]),
+    (lambda: hvp.bilaplacian(lambda x: (), X), "InvalidLossError", ["()"]),
     (lambda: hvp.laplacian(tf.sin, [[1, 2]]), "InvalidDataError", ["int32", "tf.cast"]),
     (lambda: hvp.laplacian(tf.sin, 1.0), "InvalidDataError", ["()"]),
     (lambda: hvp.laplacian(tf.sin, X, probes=0), "HvpError", ["probes", "0"]),
