@@ -90,7 +90,7 @@ def _invert(matrix: tf.Tensor, directions: tf.Tensor) -> tuple[tf.Tensor, tf.Ten
     """Invert the projected matrix `P A P^T`, of shape `(k, k)` in float64, by its eigenvalues.
 
     Directions that depend on the others, to rounding, are left out of the inverse. The second
-    result tells whether an eigenvalue is negative. Each row of the third, of shape `(k, k)`, holds
+    result tells whether an eigenvalue is negative, or all are zero. Each row of the third, of shape `(k, k)`, holds
     the coefficients of the lowest eigenvalue's direction in terms of the rows of `directions`.
     """
     dtype = directions.dtype
@@ -105,7 +105,9 @@ def _invert(matrix: tf.Tensor, directions: tf.Tensor) -> tuple[tf.Tensor, tf.Ten
     coefficients = scale[:, tf.newaxis] * vectors
     inverse = tf.matmul(coefficients * reciprocals, coefficients, transpose_b=True)
     combination = tf.ones_like(matrix)[:, :1] * coefficients[:, 0]
-    return tf.cast(inverse, dtype), values[0] < -rounding, tf.cast(combination, dtype)
+    # Without any curvature there is no step.
+    flat = (largest == 0) & tf.reduce_any(lengths > 0)
+    return tf.cast(inverse, dtype), (values[0] < -rounding) | flat, tf.cast(combination, dtype)
 
 
 def orthonormal(

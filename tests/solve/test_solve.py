@@ -160,6 +160,14 @@ def test_a_tolerance_below_rounding_is_reported():
         assert (result.residual_norms < np.linalg.norm(b, axis=0)).all()
 
 
+@unconverged
+def test_a_matrix_without_curvature_is_noticed_at_once():
+    for method in ("cg", "block_cg"):
+        result = hvp.solve(np.zeros((N, N)), columns(N, 2), method=method)
+        assert set(result.outcomes) == {"negative curvature"}
+        assert result.products == 2
+
+
 def test_a_block_needs_fewer_products():
     A = matrix(np.geomspace(1e-3, 1, 300))
     H, b = shared(A), columns(300, 16)
