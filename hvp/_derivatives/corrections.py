@@ -11,12 +11,18 @@ from hvp._derivatives import (
     repeated_indices,
     wrong,
 )
-from hvp._derivatives.registry import TENSORFLOWS, corrected_derivatives, is_linearizing
+from hvp._derivatives.registry import (
+    TENSORFLOWS,
+    corrected_derivatives,
+    corrected_graph,
+    is_linearizing,
+)
 
 __all__ = [
     "TENSORFLOWS",
     "batched_products",
     "corrected_derivatives",
+    "corrected_graph",
     "formulas",
     "fourier",
     "is_linearizing",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,6 +40,43 @@ _by_formula("SoftsignGrad", lambda g, x: g / tf.square(1 + tf.abs(x)))
 _by_formula("Xlogy", xlogy)
 _by_formula("Xlog1py", xlog1py)
 _by_formula("Xdivy", xdivy)
+
+
+def _by_series(
+    kind: str, at: float, radius: float, coefficients: Sequence[float], elsewhere: Any
+) -> None:
+    """Differentiate a function of entries, which has a derivative that is a power series near `at`.
+
+    `elsewhere` takes the entries and the operation. TensorFlow's derivative is 0 / 0 at that point,
+    which it replaces by a constant, so that its second derivative there is wrong.
+    """
+
+    @gradient_of(kind)
+    def gradient(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
+        [x] = operation.inputs
+        is_near = tf.abs(x - at) < radius
+        near = tf.where(is_near, x - at, tf.zeros_like(x))
+        series = tf.zeros_like(x)
+        for coefficient in reversed(coefficients):
+            series = series * near + tf.constant(coefficient, x.dtype)
+        two = tf.constant(2, x.dtype)
+        away = elsewhere(tf.where(is_near, tf.fill(tf.shape(x), two), x), operation)
+        return [upstream * tf.where(is_near, series, away)]
+
+
+def _of_order_one(sign: int) -> list[float]:
+    """Return coefficients of the derivative of a Bessel function of order one at zero."""
+    terms = [
+        (sign / 4) ** k * (k + 0.5) / (math.factorial(k) * math.factorial(k + 1)) for k in range(12)
+    ]
+    return [number for term in terms for number in (term, 0.0)]
+
+
+_i0, _j0 = tf.math.bessel_i0, tf.math.special.bessel_j0
+_by_series("BesselI1", 0, 1, _of_order_one(1), lambda x, op: _i0(x) - op.outputs[0] / x)
+_by_series("BesselJ1", 0, 1, _of_order_one(-1), lambda x, op: _j0(x) - op.outputs[0] / x)
+_of_log = [-((-1) ** k) / (k + 1) for k in range(20)]
+_by_series("Spence", 1, 0.1, _of_log, lambda x, op: tf.math.log(x) / (1 - x))
 
 
 @gradient_of("LRNGrad")
@@ -216,10 +254,14 @@ def _pow(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
         return TENSORFLOWS["Pow"](operation, upstream)
     base, exponent = tf.math.conj(x), tf.math.conj(y)
     matters = tf.not_equal(exponent, 0)
-    safe = tf.where(matters, exponent, tf.ones_like(exponent))
-    slope = tf.where(matters, exponent * tf.pow(base, safe - 1), tf.zeros_like(base))
-    if exponents is not None:  # constants
+    if exponents is not None and not hasattr(y, "numpy"):  # constants of a graph
+        safe = tf.where(matters, exponent, tf.ones_like(exponent))
+        slope = tf.where(matters, exponent * tf.pow(base, safe - 1), tf.zeros_like(base))
         return _as(upstream * slope, x), None
+    # Where only the exponent is zero, the slope depends on it.
+    matters |= tf.not_equal(base, 0)
+    safe = tf.where(matters, base, tf.ones_like(base))
+    slope = tf.where(matters, exponent * tf.pow(safe, exponent - 1), tf.zeros_like(base))
     is_inside = tf.not_equal(base, 0) if x.dtype.is_complex else base > 0
     logarithm = tf.math.log(tf.where(is_inside, base, tf.ones_like(base)))
     logarithm = tf.where(is_inside, logarithm, tf.zeros_like(base))

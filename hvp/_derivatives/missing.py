@@ -118,7 +118,6 @@ _PRODUCT = "multiply the entries one by one, or add logarithms"
 # What is right to first order, and at all values.
 RIGHT_ONCE = frozenset({"EagerPyFunc", "SegmentProd", "UnsortedSegmentProd"})
 WRONG_AT_VALUES = {
-    "BesselI1": ("zeros", "use its series near zero: x / 2 + x**3 / 16"),
     "Eig": ("equal values", _APART),
     "SegmentProd": ("zeros", _PRODUCT),
     "SelfAdjointEigV2": ("equal values", _APART),

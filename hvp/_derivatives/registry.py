@@ -22,6 +22,7 @@ from hvp._runtime.context import assigned
 # keeps only those inputs and results of the operation that TensorFlow's own gradient uses.
 GradientFunction = Callable[..., Sequence[Any]]
 
+_PREFIX = "hvp."
 _in_force = contextvars.ContextVar("hvp_derivatives", default=False)
 # TensorFlow's own gradients of corrected operations. Where it has none, a function that does the
 # same as TensorFlow without a gradient.
@@ -31,6 +32,15 @@ TENSORFLOWS: dict[str, GradientFunction] = {}
 def corrected_derivatives() -> contextlib.AbstractContextManager[None]:
     """Use the registered gradients in this context."""
     return assigned(_in_force, True)
+
+
+def corrected_graph() -> contextlib.AbstractContextManager[None]:
+    """Give what is added to the current graph the registered gradients, for whoever asks later.
+
+    That is so in the gradients themselves, too.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    return graph.gradient_override_map({kind: _PREFIX + kind for kind in TENSORFLOWS})
 
 
 def is_linearizing() -> bool:
@@ -54,6 +64,11 @@ def _register(kind: str, function: GradientFunction) -> None:
         if _in_force.get():
             return function(operation, *map(dense, upstream))
         return tensorflows(operation, *upstream)
+
+    @tf.RegisterGradient(_PREFIX + kind)
+    def corrected(operation: Any, *upstream: Any) -> Sequence[Any]:
+        with corrected_derivatives(), corrected_graph():
+            return function(operation, *map(dense, upstream))
 
     def missing(operation: Any, *upstream: Any) -> Sequence[Any]:
         raise LookupError(f"gradient registry has no entry for: {kind}")

@@ -90,8 +90,9 @@ def _invert(matrix: tf.Tensor, directions: tf.Tensor) -> tuple[tf.Tensor, tf.Ten
     """Invert the projected matrix `P A P^T`, of shape `(k, k)` in float64, by its eigenvalues.
 
     Directions that depend on the others, to rounding, are left out of the inverse. The second
-    result tells whether an eigenvalue is negative, or all are zero. Each row of the third, of shape `(k, k)`, holds
-    the coefficients of the lowest eigenvalue's direction in terms of the rows of `directions`.
+    result tells whether an eigenvalue is negative, or all are zero. Each row of the third, of shape
+    `(k, k)`, holds the coefficients of the lowest eigenvalue's direction in terms of the rows of
+    `directions`.
     """
     dtype = directions.dtype
     lengths = tf.cast(tf.norm(directions, axis=1), tf.float64)

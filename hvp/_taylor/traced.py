@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -10,12 +11,12 @@ import numpy as np
 import tensorflow as tf
 
 from hvp._derivatives.exact import exact_functions
-from hvp._derivatives.missing import MISSING_DERIVATIVES
+from hvp._derivatives.missing import MISSING_DERIVATIVES, WRONG_AT_VALUES
 from hvp._derivatives.pools import may_keep_the_size
 from hvp._derivatives.replace import replace_operations
 from hvp._errors import InvalidLossError, SecondDerivativeError
 from hvp._graphs.concrete import captures, concrete_function
-from hvp._graphs.dataflow import CALLS, CONTROL_FLOW, output_dtypes
+from hvp._graphs.dataflow import CALLS, CONTROL_FLOW, RECOMPUTED_GRADIENT, output_dtypes
 from hvp._graphs.graph import (
     Graph,
     TensorName,
@@ -161,6 +162,8 @@ class TracedFunction:
                     results = push(operation, inputs, curves)
                 except LookupError as error:
                     self._refuse(operation, str(error), "replace the operation by others")
+                if WRONG_AT_VALUES.get(operation.type, ("",))[0] == "zeros":
+                    results = [_unless_zero(result, inputs[0].value) for result in results]
                 known.update({self._name(t): r for t, r in zip(operation.outputs, results)})
         return [known[name] for name in self._results]
 
@@ -244,6 +247,9 @@ class TracedFunction:
             self._refuse(operation, problem, "use tf.pad with padding='VALID', or strided slices")
         # TensorFlow's and Keras's own are the derivatives of what they compute.
         kind = operation.node_def.attr[GRADIENT_TYPE].s.decode() if _has_own(operation) else ""
+        if kind.startswith(RECOMPUTED_GRADIENT):
+            problem = "derivatives along curves pass through hvp.recompute"
+            self._refuse(operation, problem, "leave out hvp.recompute")
         if kind and module_of_gradient(kind).partition(".")[0] not in _TRUSTED:
             problem = "a tf.custom_gradient says how to differentiate once, and not along a curve"
             self._refuse(operation, problem, "write the function without tf.custom_gradient")
@@ -258,6 +264,15 @@ class TracedFunction:
 
     def _line(self, operation: tf.Operation) -> str:
         return source_line(self.concrete.graph, operation.name[len(_SCOPE) + 1 :])
+
+
+def _unless_zero(series: Series, entering: tf.Tensor) -> Series:
+    """Make derivatives NaN if there are zeros, at which TensorFlow has them wrong."""
+    is_wrong = tf.reduce_any(tf.equal(entering, 0))
+    terms = [
+        t if t is None else tf.where(is_wrong, tf.cast(math.nan, t.dtype), t) for t in series.terms
+    ]
+    return Series(series.value, tuple(terms))
 
 
 def _has_own(operation: tf.Operation) -> bool:

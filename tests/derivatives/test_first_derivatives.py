@@ -69,6 +69,9 @@ def moments(w, version, data_format):
 
 # The type of the operation: functions of so many numbers.
 CASES = {
+    "BesselI1": {"zero": (3, lambda w: tf.math.bessel_i1(zero_at(w, 1)) * tf.sin(w))},
+    "BesselJ1": {"zero": (3, lambda w: tf.math.special.bessel_j1(2 * zero_at(w, 1)) ** 2 * tf.sin(w))},
+    "Spence": {"one": (3, lambda w: tf.math.special.spence(1 + zero_at(w, 1) / 9) * tf.sin(w))},
     "Cumprod": {
         "zeros": (5, lambda w: tf.math.cumprod(zero_at(w, 1) * [1.0, 1.0, 2.0, 3.0, 1.0]) * tf.sin(w)),
         "exclusive": (4, lambda w: tf.math.cumprod(zero_at(w, 2), exclusive=True, reverse=True) * tf.sin(w)),
@@ -119,6 +122,7 @@ CASES = {
     "Pow": {
         "exponent zero": (3, lambda w: zero_at(w, 0) ** tf.constant([0.0, 1.0, 3.0], F) * tf.sin(w)),
         "variable exponent": (3, lambda w: (1 + w**2) ** w),
+        "variable exponent zero": (3, lambda w: (1 + w**2) ** (zero_at(w, 1) / 9)),
     },
     "RGBToHSV": {
         "zero": (3, lambda w: tf.image.rgb_to_hsv(square(tf.concat([w[:2] ** 2 + 0.1, zero_at(w, 2)[2:]], 0), 1, 1, 3))[..., 1:] ** 2),
@@ -199,6 +203,23 @@ def check(kind, name, way):
         assert np.abs(H.to_dense() - hessian).max() < 1e-6 * scale
         v = random(4, len(gradient), dtype="float64")
         assert np.abs(H @ v - hessian @ v).max() < 1e-5 * scale
+
+
+@pytest.mark.parametrize(("kind", "name"), [p for p in NAMES if "TensorList" not in p[0]])
+@pytest.mark.few(9)
+def test_third_derivatives_are_right(kind, name):
+    """Those along a line are compared with a polynomial through values of the function."""
+    w, loss = problem(kind, name)
+    start, u = w.numpy(), np.linspace(-1, 1, w.shape[0]) + 0.1
+    u /= np.linalg.norm(u)
+    third = np.asarray(hvp.third_order_product(lambda: tf.sin(loss() / 9), w, u, u)) @ u
+    t = 0.05 * np.cos(np.pi * (np.arange(12) + 0.5) / 12)
+    values = []
+    for step in t:
+        w.assign(start + step * u)
+        values.append(np.sin(float(loss()) / 9))
+    polynomial = np.polynomial.Chebyshev.fit(t, values, 11)
+    assert third == pytest.approx(polynomial.deriv(3)(0.0), rel=1e-4, abs=1e-4)
 
 
 ENGINES = [pair + (way,) for pair in NAMES for way in ("graph", "tape")]
@@ -305,6 +326,7 @@ def test_tensorflow_is_wrong():
 RIGHT = {
     ("Cumprod", "unknown size"),
     ("Pow", "variable exponent"),
+    ("Pow", "variable exponent zero"),
     ("RGBToHSV", "others"),
     ("SparseAdd", "repeated"),
 }
