@@ -283,7 +283,6 @@ def test_solvers_of_a_block_are_compiled_once_whatever_its_damping():
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.few(1)
-@pytest.mark.long
 def test_blocks_of_entries(way):
     model, loss, data, want = make()
 
