@@ -597,3 +597,57 @@ def test_inputs_of_another_type_than_the_variables():
     with pytest.raises(hvp.InvalidDataError, match=r"float64: .*tf.cast\(x, 'float32'\)"):
         hvp.laplacian(f, np.ones((3, 2)))
     assert hvp.laplacian(f, tf.cast(np.ones((3, 2)), "float32")).laplacian.shape == (3, 1)
+
+
+def test_products_of_segments_with_zeros_are_not_numbers():
+    """TensorFlow has their second derivatives wrong; without zeros they are right."""
+
+    def product(x):
+        parts = tf.transpose(tf.concat([x, x, x + 2.0], 1))
+        return tf.transpose(tf.math.unsorted_segment_prod(parts, [0, 0, 0], 1))
+
+    z = tf.zeros([1, 1], tf.float64)
+    terms = np.ravel(hvp.jet(product, z + 1, z + 1, 3))  # x**3 + 2 x**2
+    np.testing.assert_allclose(terms, [3, 7, 10, 6])
+    assert np.isnan(np.ravel(hvp.jet(product, z, z + 1, 3)[1:])).all()
+
+
+def complex_product(x):
+    return tf.sin(tf.math.imag(tf.math.cumprod(tf.complex(x, x**2), axis=1)[:, -1]) + 0.3)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    "f",
+    [
+        complex_product,
+        lambda x: tf.sin(tf.nn.softmax_cross_entropy_with_logits(tf.nn.softmax(tf.sin(x)), x)),
+        lambda x: tf.sin(tf.reduce_sum(tf.nn.softsign(x), axis=1)),
+        lambda x: tf.sin(tf.math.cumprod(x - 0.2, axis=1)[:, -1] + 0.3),
+    ],
+    ids=["complex", "labels", "softsign", "zero"],
+)
+def test_gradients_of_laplacians_are_right(f, compiled):
+    """Of operations whose derivatives TensorFlow has wrong or lacks; by differences of values."""
+    x, h = np.array([[0.3, 0.2, 0.7]]), 0.02
+    value = tf.function(f)
+
+    def second(at, direction):
+        shifts = np.arange(-3, 4)[:, np.newaxis] * h * direction
+        weights = np.array([2, -27, 270, -490, 270, -27, 2]) / (180 * h**2)
+        return weights @ value(tf.constant(at + shifts)).numpy()
+
+    def laplacian(at):
+        return sum(second(at, direction) for direction in np.eye(3))
+
+    def gradient(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            result = hvp.laplacian(f, x).laplacian
+        return tape.gradient(result, x)
+
+    found = (tf.function(gradient) if compiled else gradient)(tf.constant(x)).numpy()[0]
+    for entry, direction in zip(found, np.eye(3)):
+        weights = np.array([-1, 9, -45, 45, -9, 1]) / (60 * h)
+        along = [laplacian(x + k * h * direction) for k in (-3, -2, -1, 1, 2, 3)]
+        assert entry == pytest.approx(weights @ along, rel=1e-5, abs=1e-6)

@@ -21,7 +21,7 @@ REFUSED = {
     ("layers", "lstm"): "While|TensorList",
     ("layers", "gru"): "While|TensorList",
     ("layers", "custom gradient"): "custom_gradient",
-    ("layers", "recomputed"): "custom_gradient",
+    ("layers", "recomputed"): "hvp.recompute",
     ("layers", "same max pool"): "SAME",
     ("layers", "max pool 1d"): "SAME",
     ("layers", "strided max pool"): "SAME",
