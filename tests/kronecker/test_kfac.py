@@ -617,3 +617,17 @@ def test_normalization_over_a_batch_is_refused_and_leaves_the_model_as_it_was(la
             hvp.KFAC.from_keras(model, data, training=True, fisher=fisher)
     for weight, earlier in zip(model.get_weights(), before):
         np.testing.assert_array_equal(weight, earlier)
+
+
+def test_the_number_of_predictions_may_be_unknown_for_a_single_example():
+    w = tf.Variable(random(2, 4, 3, dtype="float64"))
+    x, y = random(0, 8, 4, dtype="float64"), random(1, 8, 3, dtype="float64")
+
+    def model(x):
+        rows = tf.boolean_mask(x @ w, tf.reduce_all(x == x, axis=1))
+        return rows + tf.zeros_like(x[:, :1])  # of shape (2, 3), but (None, 3) for one example
+
+    plain, found = (
+        hvp.KFAC(f, half_squares, w, (x, y)).to_dense() for f in (lambda x: x @ w, model)
+    )
+    np.testing.assert_allclose(found, plain, atol=1e-12)
