@@ -207,11 +207,10 @@ def test_methods_with_gradients_alone_refuse_what_has_a_wrong_gradient():
         for method in ("BFGS", "L-BFGS-B"):
             with pytest.raises(hvp.SecondDerivativeError, match=kind):
                 hvp.minimize(loss, w, method=method)
-    w.assign([0.0, 2.0, 3.0])
-    with pytest.raises(hvp.SecondDerivativeError, match="SegmentProd"):
-        hvp.minimize(lambda: squares(tf.math.segment_prod(w, [0, 0, 1])), w, method="BFGS")
     for right in (
         lambda: squares(tf.py_function(tf.square, [w], tf.float64)),
+        lambda: squares(tf.math.bessel_i1(w) + 1),
+        lambda: squares(tf.math.segment_prod(w, [0, 0, 1])),
         lambda: squares(tf.math.segment_prod(w + 1, [0, 0, 1])),
         lambda: (tf.reduce_sum(tf.math.cumprod(w)) - 4) ** 2,
         lambda: (tf.reduce_prod(w) - 4) ** 2 + w[1] ** 2,
