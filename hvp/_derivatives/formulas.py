@@ -254,7 +254,7 @@ def _pow(operation: Any, upstream: tf.Tensor) -> Sequence[Any]:
         return TENSORFLOWS["Pow"](operation, upstream)
     base, exponent = tf.math.conj(x), tf.math.conj(y)
     matters = tf.not_equal(exponent, 0)
-    if exponents is not None and not hasattr(y, "numpy"):  # constants of a graph
+    if exponents is not None and tf.is_symbolic_tensor(y):  # constants of a graph
         safe = tf.where(matters, exponent, tf.ones_like(exponent))
         slope = tf.where(matters, exponent * tf.pow(base, safe - 1), tf.zeros_like(base))
         return _as(upstream * slope, x), None

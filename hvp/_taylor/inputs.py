@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from hvp._derivatives.corrections import corrected_graph
 from hvp._errors import HvpError, InvalidDataError, InvalidVectorError, line_of
 from hvp._runtime.arguments import check_count, check_seed
 from hvp._taylor.curves import Curves
@@ -624,8 +623,7 @@ def _compiled(f: Any, key: tuple[Any, ...], compute: Callable[..., Any]) -> Any:
 
         def call(*arguments: Any, **options: Any) -> Any:
             # By a weak reference, because what is kept for `f` must not keep it.
-            with corrected_graph():
-                return compute(refer(), *arguments, **options)
+            return compute(refer(), *arguments, **options)
 
         # A partial function, because TensorFlow counts traces of one definition together.
         kept[key] = tf.function(functools.partial(call), autograph=False)

@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import tensorflow as tf
 
-from hvp._derivatives.corrections import corrected_derivatives
 from hvp._derivatives.gradient import check_scalar, densify, without_dependence
 from hvp._taylor.curves import Curves
 from hvp._taylor.series import Series
@@ -39,8 +38,7 @@ def third_derivative(loss: Callable[[], Any], nest: VariableNest) -> Callable[..
         if curvature is None:
             return [tf.zeros_like(value) for value in values]
         zeros = tf.UnconnectedGradients.ZERO
-        with corrected_derivatives():
-            gradients = tf.gradients(curvature, values, unconnected_gradients=zeros)
+        gradients = tf.gradients(curvature, values, unconnected_gradients=zeros)
         return [densify(gradient, x.shape) for gradient, x in zip(gradients, values)]
 
     # A partial function, since TensorFlow counts traces of all functions from here together.

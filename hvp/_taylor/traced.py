@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import numpy as np
 import tensorflow as tf
 
+from hvp._derivatives.corrections import corrected_graph
 from hvp._derivatives.exact import exact_functions
 from hvp._derivatives.missing import MISSING_DERIVATIVES, WRONG_AT_VALUES
 from hvp._derivatives.pools import may_keep_the_size
@@ -146,7 +147,10 @@ class TracedFunction:
         return self._names.get(tensor.name) or tensor.name[len(_SCOPE) + 1 :]
 
     def push(self, inputs: Sequence[Series], curves: Curves) -> list[Series]:
-        """Add the series of the results to the graph being traced."""
+        """Add the series of the results to the graph being traced.
+
+        Gradients of them are right as well, whoever asks for these later.
+        """
         for variable in self.concrete.variables:
             variable.value()  # so that tapes around the call watch it
         known = dict(zip(self._inputs, inputs))
@@ -154,7 +158,7 @@ class TracedFunction:
             known[name] = curves.constant(tf.compat.v1.get_default_graph().capture(outside))
         values = self._fixed.imported(self._captured, self._constants)
         known.update({n: curves.constant(v) for n, v in zip(self._constants, values)})
-        with exact_functions():
+        with exact_functions(), corrected_graph():
             for operation in self._operations:
                 inputs = [known[self._name(tensor)] for tensor in operation.inputs]
                 self._refuse_unsupported(operation, inputs)

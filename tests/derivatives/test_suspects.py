@@ -207,6 +207,13 @@ def test_methods_with_gradients_alone_refuse_what_has_a_wrong_gradient():
         for method in ("BFGS", "L-BFGS-B"):
             with pytest.raises(hvp.SecondDerivativeError, match=kind):
                 hvp.minimize(loss, w, method=method)
+    w.assign([2.0, 0.0, 2.0])
+    with pytest.raises(hvp.SecondDerivativeError, match="SelfAdjointEigV2"):
+        hvp.minimize(
+            lambda: squares(tf.linalg.eigvalsh(tf.reshape(tf.gather(w, [0, 1, 1, 2]), (2, 2)))),
+            w,
+            method="BFGS",
+        )
     for right in (
         lambda: squares(tf.py_function(tf.square, [w], tf.float64)),
         lambda: squares(tf.math.bessel_i1(w) + 1),
