@@ -261,7 +261,7 @@ class TapedEquation:
             row = rows[0]
             return (pulled(row) if self._loss is not None else second(first(row)))[tf.newaxis]
 
-        tolerance = rtol * tf.norm(right)[tf.newaxis]
+        tolerance = rtol * tf.norm(right, keepdims=True)
         most = tf.minimum(_ITERATIONS * tf.size(right), _MOST_ITERATIONS)
         most = most if self._maxiter is None else self._maxiter
         found = solve_in_graph(CONJUGATE_GRADIENTS, multiply, right[tf.newaxis], tolerance, most)

@@ -395,9 +395,11 @@ def test_damping_is_for_derivatives_alone():
 def test_jacobians_by_vectorization_or_not():
     """`w**3 = t` has the derivative `1 / (3 w**2)`."""
     t, v = tf.Variable(2.0), tf.Variable([1.0, 1.0])
-    with tf.GradientTape() as tape:
-        found = hvp.root(lambda w: w**3 - t, tf.ones(2), t)
-    np.testing.assert_allclose(tape.jacobian(found, t), np.full(2, 2 ** (-2 / 3) / 3), rtol=1e-4)
+    for shape in ((), (2,), (1, 1)):
+        with tf.GradientTape() as tape:
+            found = hvp.root(lambda w: w**3 - t, tf.ones(shape), t)
+        expected = np.full(shape, 2 ** (-2 / 3) / 3)
+        np.testing.assert_allclose(tape.jacobian(found, t), expected, rtol=1e-4)
     scale = tf.Variable(1.0)  # is read, and is no outer variable
     with tf.GradientTape() as tape:
         found = hvp.root(lambda w: w**3 - t * scale, tf.ones(2), t)
