@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 from hvp._derivatives.missing import (
@@ -124,6 +125,21 @@ def find_suspects(flow: Dataflow, sources: Iterable[Vertex], targets: Iterable[V
         sorted(suspect_of(flow, vertex) for vertex in wrong_at_values),
         sorted(custom),
     )
+
+
+def is_wrong_at(kind: str, entering: tf.Tensor, leaving: tf.Tensor) -> tf.Tensor:
+    """Return whether an operation of `WRONG_AT_VALUES` is at such values, of input or output 0.
+
+    TensorFlow takes `x / (x**2 + 1e-20)` for the reciprocal of a difference `x` of eigenvalues, or
+    of squared singular values, by which it divides.
+    """
+    if WRONG_AT_VALUES[kind][0] == "zeros":
+        return tf.reduce_any(tf.equal(entering, 0))
+    values = leaving**2 if kind == "Svd" else leaving
+    apart = tf.abs(values[..., tf.newaxis] - values[..., tf.newaxis, :])
+    largest = tf.reduce_max(tf.abs(values), -1)[..., tf.newaxis, tf.newaxis]
+    near = apart <= tf.maximum(10 * np.finfo(apart.dtype.as_numpy_dtype).eps * largest, 1e-7)
+    return tf.reduce_any(tf.linalg.set_diag(near, tf.zeros_like(values, tf.bool)))
 
 
 def stopped_gradients(

@@ -7,15 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
-from hvp._derivatives.missing import BY_NAME, RIGHT_ONCE, WRONG_AT_VALUES
+from hvp._derivatives.missing import BY_NAME, RIGHT_ONCE
 from hvp._derivatives.pools import has_risky_pools
 from hvp._derivatives.suspects import (
     SuspectOperation,
     Suspects,
     find_suspects,
+    is_wrong_at,
     stopped_gradients,
     suspect_of,
 )
@@ -301,38 +301,16 @@ def _at_wrong_values(
     if not suspects:
         return None
     operations = [concrete.graph.get_operation_by_name(suspect.name) for suspect in suspects]
-    at_zeros = [WRONG_AT_VALUES[suspect.kind][0] == "zeros" for suspect in suspects]
-    tensors = [
-        (operation.inputs if at_zero else operation.outputs)[0].name
-        for operation, at_zero in zip(operations, at_zeros)
-    ]
+    tensors = [tensor.name for op in operations for tensor in (op.inputs[0], op.outputs[0])]
     # Without what runs only for its effect.
     part = Graph(graph_def).computing(tensors)
 
     def at_wrong_values() -> tf.Tensor:
         known = {inside.name: outside for inside, outside in captures(concrete)}
-        values = part.imported(known, tensors)
-        return tf.stack(
-            [
-                tf.reduce_any(tf.equal(value, 0)) if at_zero else _are_equal(value, operation.type)
-                for value, at_zero, operation in zip(values, at_zeros, operations)
-            ]
-        )
+        values = iter(part.imported(known, tensors))
+        return tf.stack([is_wrong_at(op.type, next(values), next(values)) for op in operations])
 
     return Compiled(at_wrong_values, [], False, pure=True)
-
-
-def _are_equal(values: tf.Tensor, kind: str) -> tf.Tensor:
-    """Return whether two eigen- or singular values are too close to divide by their difference.
-
-    TensorFlow takes `x / (x**2 + 1e-20)` for the reciprocal of a difference `x`, of squares in a
-    singular value decomposition.
-    """
-    values = values**2 if kind == "Svd" else values
-    apart = tf.abs(values[..., tf.newaxis] - values[..., tf.newaxis, :])
-    largest = tf.reduce_max(tf.abs(values), -1)[..., tf.newaxis, tf.newaxis]
-    near = apart <= tf.maximum(10 * np.finfo(apart.dtype.as_numpy_dtype).eps * largest, 1e-7)
-    return tf.reduce_any(tf.linalg.set_diag(near, tf.zeros_like(values, tf.bool)))
 
 
 def _bytes_between(

@@ -15,6 +15,7 @@ from hvp._derivatives.exact import exact_functions
 from hvp._derivatives.missing import MISSING_DERIVATIVES, WRONG_AT_VALUES
 from hvp._derivatives.pools import may_keep_the_size
 from hvp._derivatives.replace import replace_operations
+from hvp._derivatives.suspects import is_wrong_at
 from hvp._errors import InvalidLossError, SecondDerivativeError
 from hvp._graphs.concrete import captures, concrete_function
 from hvp._graphs.dataflow import CALLS, CONTROL_FLOW, RECOMPUTED_GRADIENT, output_dtypes
@@ -166,8 +167,9 @@ class TracedFunction:
                     results = push(operation, inputs, curves)
                 except LookupError as error:
                     self._refuse(operation, str(error), "replace the operation by others")
-                if WRONG_AT_VALUES.get(operation.type, ("",))[0] == "zeros":
-                    results = [_unless_zero(result, inputs[0].value) for result in results]
+                if operation.type in WRONG_AT_VALUES:
+                    wrong = is_wrong_at(operation.type, inputs[0].value, results[0].value)
+                    results = [_unless(wrong, result) for result in results]
                 known.update({self._name(t): r for t, r in zip(operation.outputs, results)})
         return [known[name] for name in self._results]
 
@@ -270,12 +272,10 @@ class TracedFunction:
         return source_line(self.concrete.graph, operation.name[len(_SCOPE) + 1 :])
 
 
-def _unless_zero(series: Series, entering: tf.Tensor) -> Series:
-    """Make derivatives NaN if there are zeros, at which TensorFlow has them wrong."""
-    is_wrong = tf.reduce_any(tf.equal(entering, 0))
-    terms = [
-        t if t is None else tf.where(is_wrong, tf.cast(math.nan, t.dtype), t) for t in series.terms
-    ]
+def _unless(is_wrong: tf.Tensor, series: Series) -> Series:
+    """Make derivatives, and gradients of them, NaN at values at which TensorFlow has them wrong."""
+    factor = tf.where(is_wrong, math.nan, 1.0)
+    terms = (t if t is None else t * tf.cast(factor, t.dtype) for t in series.terms)
     return Series(series.value, tuple(terms))
 
 

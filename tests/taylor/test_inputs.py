@@ -610,6 +610,35 @@ def test_products_of_segments_with_zeros_are_not_numbers():
     terms = np.ravel(hvp.jet(product, z + 1, z + 1, 3))  # x**3 + 2 x**2
     np.testing.assert_allclose(terms, [3, 7, 10, 6])
     assert np.isnan(np.ravel(hvp.jet(product, z, z + 1, 3)[1:])).all()
+    w = tf.Variable(z)
+    with pytest.raises(hvp.NonFiniteError):
+        hvp.third_order_product(lambda: tf.reduce_sum(product(w)), w, np.ones(1), np.ones(1))
+
+
+@pytest.mark.parametrize("kind", ["eigh", "eig", "svd"])
+def test_derivatives_of_equal_eigenvalues_are_not_numbers(kind):
+    """TensorFlow divides by their differences. The cubes of eigenvalues add up to `tr X**3`."""
+
+    def sum_of_powers(rows):
+        x = tf.reshape(rows, [-1, 3, 3])
+        if kind == "svd":
+            return tf.reduce_sum(tf.linalg.svd(x, compute_uv=False) ** 2, axis=-1)
+        x = (x + tf.linalg.matrix_transpose(x)) / 2
+        values = tf.linalg.eigvalsh(x) if kind == "eigh" else tf.linalg.eigvals(x)
+        return tf.math.real(tf.reduce_sum(values**3, axis=-1))
+
+    x = np.diag([1.0, 2.0, 4.0]).reshape(1, 9)
+    d = np.arange(9.0).reshape(1, 9)
+    symmetric = (d.reshape(3, 3) + d.reshape(3, 3).T) / 2
+    terms = np.ravel(hvp.jet(sum_of_powers, x, d, 2))
+    second = 6 * np.trace(np.diag([1, 2, 4]) @ symmetric @ symmetric)
+    assert terms[2] == pytest.approx(2 * (d**2).sum() if kind == "svd" else second, rel=1e-9)
+    x = np.diag([1.0, 1.0, 4.0]).reshape(1, 9)
+    assert np.isnan(np.ravel(hvp.jet(sum_of_powers, x, d, 2)[1:])).all()
+    assert np.isnan(hvp.laplacian(sum_of_powers, x).laplacian).all()
+    w = tf.Variable(x)
+    with pytest.raises(hvp.NonFiniteError):
+        hvp.third_order_product(lambda: tf.reduce_sum(sum_of_powers(w)), w, d[0], d[0])
 
 
 def complex_product(x):
