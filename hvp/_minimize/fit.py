@@ -39,6 +39,10 @@ _POLISHING = 4
 _GTOL = 1e-7
 # Newton steps are not taken where a scaled eigenvalue of the Hessian is smaller.
 _SINGULAR = 1e-12
+# So often a search goes on from a saddle, after a step of this length.
+_SADDLES, _DOWN = 3, 0.01
+# What is nearer to a bound, in standard errors, is at the bound.
+_NEAR = 1e-8
 # A parameter is not determined if the rest of a column that others do not explain is smaller.
 _UNDETERMINED = 1e-11
 # A measurement does not depend on a parameter if a change by the parameter's size changes it by a
@@ -201,7 +205,8 @@ class FitProblem:
         units = np.sqrt(np.abs(matrix.diagonal()))
         units[units == 0] = 1
         values, vectors = np.linalg.eigh(matrix / np.outer(units, units))
-        rows = np.sqrt(np.maximum(values, 0))[:, np.newaxis] * vectors.T * units
+        known = np.where(values > _SINGULAR * values[-1], values, 0)
+        rows = np.sqrt(known)[:, np.newaxis] * vectors.T * units
         return gradient[movable], rows, values[0] > -math.sqrt(_SINGULAR) * values[-1]
 
     def minimized(self, at: np.ndarray) -> tuple[np.ndarray, np.ndarray, bool, str]:
@@ -209,25 +214,45 @@ class FitProblem:
         if not len(at):
             return at, np.zeros(0), True, "no parameter is free"
         search = self._least_squares if self.loss is None else self._likelihood
-        at, active, success, message = search(at)
-        at = np.where(active < 0, self.lower, np.where(active > 0, self.upper, at))
-        movable = active == 0
-        polished = self._polished(at, movable) if success and movable.any() else at
-        inside = ((self.lower <= polished) & (polished <= self.upper)).all()
-        return (polished if inside else at), active, success, message
+        for _ in range(_SADDLES):
+            at, active, success, message = search(at)
+            at = np.where(active < 0, self.lower, np.where(active > 0, self.upper, at))
+            if not success or active.all():
+                return at, active, success, message
+            polished, down = self._polished(at, active == 0)
+            if down is None:
+                inside = ((self.lower <= polished) & (polished <= self.upper)).all()
+                return (polished if inside else at), active, True, message
+            both = [np.clip(at + step, self.lower, self.upper) for step in (down, -down)]
+            at = min(both, key=self.value_at)
+        return at, active, False, "the search came to saddle points: the Hessian is indefinite"
 
     def _least_squares(self, at: np.ndarray) -> tuple[np.ndarray, np.ndarray, bool, str]:
-        options: dict[str, Any] = {"bounds": (self.lower, self.upper), "x_scale": "jac"}
+        # In units of standard errors, as scipy compares distances from bounds with one.
+        units = np.linalg.norm(self.jacobian_at(at), axis=0)
+        units = 1 / np.where(units > 0, units, 1)
+        lower, upper = self.lower / units, self.upper / units
+        options: dict[str, Any] = {"bounds": (lower, upper), "x_scale": "jac"}
         options |= {"xtol": 1e-14, "ftol": 1e-14, "gtol": 1e-14, "max_nfev": self.maxiter}
+        search = functools.partial(
+            scipy.optimize.least_squares,
+            lambda z: self.residuals_at(z * units),
+            np.clip(at / units, lower, upper),
+            lambda z: self.jacobian_at(z * units) * units,
+        )
         with np.errstate(over="ignore", invalid="ignore"):  # of steps that are then rejected
-            search = functools.partial(scipy.optimize.least_squares, self.residuals_at, at)
-            found = search(self.jacobian_at, **options)
-            is_free = not (np.isfinite(self.lower) | np.isfinite(self.upper)).any()
+            found = search(**options)
+            is_free = not (np.isfinite(lower) | np.isfinite(upper)).any()
             if found.status <= 0 and is_free and len(found.fun) >= len(at):
                 # From some starts MINPACK, whose steps differ, comes to a minimum.
-                other = search(self.jacobian_at, **{**options, "method": "lm"})
+                other = search(**{**options, "method": "lm"})
                 found = other if other.status > 0 and other.cost < found.cost else found
-        return found.x, found.active_mask, found.status > 0, found.message
+        z, slope = found.x, found.grad
+        near = _NEAR + 4 * np.finfo(np.float64).eps * np.abs(z)
+        active = np.where((z - lower <= near) & (slope >= 0), -1, 0)
+        active = np.where((upper - z <= near) & (slope <= 0), 1, active)
+        at = np.clip(z * units, self.lower, self.upper)
+        return at, active, found.status > 0, found.message
 
     def _likelihood(self, at: np.ndarray) -> tuple[np.ndarray, np.ndarray, bool, str]:
         """Minimize by Newton's method, in units in which the Hessian has ones on its diagonal."""
@@ -248,8 +273,13 @@ class FitProblem:
         active = np.where(at - self.lower <= near, -1, np.where(self.upper - at <= near, 1, 0))
         return at, active, bool(result.success), result.message
 
-    def _polished(self, vector: np.ndarray, movable: np.ndarray) -> np.ndarray:
-        """Take Newton steps with the exact Hessian, as long as they make the gradient smaller."""
+    def _polished(
+        self, vector: np.ndarray, movable: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """Take Newton steps with the exact Hessian, as long as they make the gradient smaller.
+
+        At a saddle, a small step along its most negative eigenvector is returned, too.
+        """
         best, following, scale = vector, vector, None
         for _ in range(_POLISHING):
             try:
@@ -257,19 +287,22 @@ class FitProblem:
             except SecondDerivativeError:
                 if self.loss is not None:
                     raise
-                return best  # least squares need first derivatives alone
+                return best, None  # least squares need first derivatives alone
             gradient, matrix = gradient[movable], matrix[np.ix_(movable, movable)]
             units = np.sqrt(np.abs(matrix.diagonal()))
             if not units.all():
                 break
             size = np.linalg.norm(gradient / units)
-            scaled = matrix / np.outer(units, units)
-            grows = scale is not None and size >= scale
-            if grows or np.linalg.eigvalsh(scaled)[0] <= _SINGULAR:
+            values, vectors = np.linalg.eigh(matrix / np.outer(units, units))
+            if scale is None and values[0] < -math.sqrt(_SINGULAR) * abs(values[-1]):
+                down = np.zeros_like(vector)
+                down[movable] = _DOWN * vectors[:, 0] / units
+                return best, down
+            if (scale is not None and size >= scale) or values[0] <= _SINGULAR:
                 break
             best, scale, following = following, size, following.copy()
-            following[movable] -= np.linalg.solve(scaled, gradient / units) / units
-        return best
+            following[movable] -= vectors @ (vectors.T @ (gradient / units) / values) / units
+        return best, None
 
 
 def _entries(name: str, shape: Sequence[int]) -> list[str]:
@@ -563,7 +596,8 @@ def fit(
     Notes
     -----
     scipy's trust-region method for least squares finds the minimum, from exact Jacobians; a few
-    Newton steps with the exact Hessian then make it as accurate as rounding allows. The covariance
+    Newton steps with the exact Hessian then make it as accurate as rounding allows. Where that has
+    a negative eigenvalue, the search goes on along its eigenvector, at most twice. The covariance
     is the inverse of the Gauss-Newton matrix, as that of `scipy.optimize.curve_fit`, from the
     singular values of the scaled Jacobian. A `loss` is minimized by `NewtonCG`, in units in which
     its Hessian has ones on the diagonal at the start, and the same Newton steps. The covariance is

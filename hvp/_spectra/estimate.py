@@ -64,6 +64,11 @@ class Estimate:
         ------
         HvpError
             If `level` is not between 0 and 1.
+
+        Notes
+        -----
+        Sampling ends at a tolerance, and so rather where the standard error happens to come out
+        small. The interval of few samples then covers the true value a few percent less often.
         """
         check_number(level, "level", positive=True, below=1)
         if self.degrees_of_freedom < 1:

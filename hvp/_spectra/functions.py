@@ -220,11 +220,13 @@ def _of_factors(inverse: SparseInverse) -> Estimate:
 
 
 def _refuse_indefinite(quadrature: Quadrature) -> None:
-    lowest = quadrature.nodes[quadrature.weights > NOTHING].min()
-    if lowest <= 0:
+    nodes = quadrature.nodes[quadrature.weights > NOTHING]
+    lowest = nodes.min()
+    rounding = len(nodes) * np.finfo(np.float64).eps * np.abs(nodes).max()
+    if lowest <= rounding:
         raise HvpError(
             f"the operator is not positive definite: it has an eigenvalue of {lowest:.3g} or below",
             "a positive definite operator, whose determinant has a logarithm",
-            f"damp the operator by more than {-lowest:.3g}, as in A.damped(...), or use "
+            f"damp the operator by more than {rounding - lowest:.3g}, as in A.damped(...), or use "
             "hvp.GaussNewtonOperator and some damping",
         )

@@ -521,3 +521,56 @@ def test_what_others_take_is_refused_by_name(options, text):
     x = np.linspace(0, 10, 50)
     with pytest.raises(hvp.HvpError, match=text):
         hvp.fit(bump, {"height": 1.0, "center": 2.0}, (x, x), **options)
+
+
+@pytest.mark.parametrize("size", [1e-20, 1e-15, 1e15])
+def test_bounds_of_parameters_of_any_size(size):
+    """Near a bound means near in standard errors. The oracle is linear least squares."""
+    x = np.linspace(0, 5, 50)
+    y = 2 * x + 1 + 0.1 * np.cos(9 * x)
+    model = lambda x, slope, offset: slope * x / size + offset  # noqa: E731
+    start, ends = {"slope": size, "offset": 0.5}, {"slope": (0, np.inf)}
+    result = hvp.fit(model, start, (x, y), sigma=0.1, bounds=ends)
+    rows = np.stack([x, np.ones(50)], axis=1) / 0.1
+    expected = np.linalg.lstsq(rows, y / 0.1, rcond=None)[0] * [size, 1]
+    errors = np.sqrt(np.linalg.inv(rows.T @ rows).diagonal()) * [size, 1]
+    np.testing.assert_allclose(result.vector, expected, rtol=1e-9)
+    np.testing.assert_allclose(list(result.errors.values()), errors, rtol=1e-9)
+    assert result.success
+    assert not result.notes
+
+
+@pytest.mark.parametrize("beyond", [1e-6, 1e-3, 1.0])
+def test_a_minimum_beyond_a_bound_by_little(beyond):
+    x, y = points()
+    best = float((x @ y) / (x @ x))
+    result = hvp.fit(lambda x, b: b * x, {"b": best + 2}, (x, y), bounds={"b": (best + beyond, 9)})
+    assert result.parameters["b"] == best + beyond
+    assert result.errors["b"] == 0
+    assert result.notes == ["b is at its bound"]
+    assert result.degrees_of_freedom == len(y)
+
+
+@pytest.mark.parametrize("loss", [None, lambda p, y: tf.reduce_sum((p - y) ** 2) / 2])
+def test_a_start_at_a_maximum(loss):
+    """The distance of `(p, p**2)` from `(0, 5)` has a maximum at zero, and is least at `√4.5`."""
+    curve = lambda x, p: tf.stack([p, p**2])  # noqa: E731
+    result = hvp.fit(curve, {"p": 0.0}, (np.arange(2.0), [0.0, 5.0]), loss=loss)
+    assert result.success
+    assert abs(result.parameters["p"]) == pytest.approx(4.5**0.5)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_a_likelihood_does_not_determine_is_said(seed):
+    """The smallest eigenvalue of the Hessian is a rounding error of either sign."""
+    rng = np.random.default_rng(seed)
+    x = rng.uniform(0, 5, 20)
+    result = hvp.fit(
+        lambda x, a, b, c: (a + b) * x + c,
+        {"a": 1.0, "b": 1.0, "c": 2.0},
+        (x, rng.poisson(3 + 2 * x).astype(float)),
+        loss=lambda mean, y: tf.reduce_sum(mean - y * tf.math.log(mean)),
+    )
+    assert np.isinf([result.errors["a"], result.errors["b"]]).all()
+    assert result.errors["c"] < 2
+    assert result.notes == [f"the data do not determine {name}" for name in "ab"]

@@ -288,3 +288,12 @@ def test_a_diagonal_whose_range_may_not_be_known_has_not_converged():
     assert not result.converged
     assert np.isinf(result.standard_error).all()
     assert result.products <= 32
+
+
+@pytest.mark.parametrize("seed", range(6, 9))
+def test_the_determinant_of_a_singular_matrix_has_no_logarithm(seed):
+    """Its smallest Ritz value is a rounding error of either sign."""
+    basis, _ = np.linalg.qr(np.random.default_rng(seed).standard_normal((2, 2)))
+    matrix = np.outer(basis[:, 0], basis[:, 0])
+    with pytest.raises(hvp.HvpError, match="not positive definite"):
+        hvp.logdet(aslinearoperator(matrix))
