@@ -21,10 +21,6 @@ _KIND = "IdentityN"
 _MARK = tf.uint16
 
 
-# Takes the cotangents of a product, and returns its gradients in the variables.
-Gradient = Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]]
-
-
 def belonging_to(
     result: Any, variables: Sequence[tf.Variable], evaluated: Sequence[Any] = ()
 ) -> Any:
@@ -55,12 +51,13 @@ def recorded_product(
     multiply: Callable[[Any], Any],
     vector: Any,
     variables: Sequence[tf.Variable],
-    gradient: Gradient | None,
+    gradient: Callable[[Any, Any], Sequence[tf.Tensor]] | None,
 ) -> Any:
     """Multiply by a symmetric matrix, and record the product as a function of variables as well.
 
-    `multiply` takes and returns vectors in one layout. If `gradient` raises an error, the gradient
-    in the variables raises it when it is used; if it is None, it raises one as well.
+    `multiply` takes and returns vectors in one layout. `gradient` takes a vector and a cotangent in
+    it, and returns the gradients in the variables. If it raises an error, these raise it when they
+    are used; if it is None, they raise one as well.
     """
     handles = _handles(variables)
     with record.stop_recording():
@@ -70,9 +67,9 @@ def recorded_product(
     def backward(*upstream: tf.Tensor) -> list[Any]:
         cotangent = tf.nest.pack_sequence_as(result, upstream)
         by_vector = recorded_product(multiply, cotangent, variables, gradient)
-        by_variables: Sequence[Any]
+        by_variables: Sequence[Any] = [_Refused() for _ in handles]
         try:
-            by_variables = [_Refused() for _ in handles] if gradient is None else gradient(upstream)
+            by_variables = gradient(vector, cotangent) if gradient else by_variables
         except HvpError as error:
             by_variables = [_Refused(error) for _ in handles]
         return [*tf.nest.flatten(by_vector), *by_variables]
@@ -108,9 +105,11 @@ def recorded_solution(
 
 
 def recorded_result(
-    result: Sequence[tf.Tensor], variables: Sequence[tf.Variable], gradient: Gradient
+    result: Sequence[tf.Tensor],
+    variables: Sequence[tf.Variable],
+    gradient: Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]],
 ) -> list[tf.Tensor]:
-    """Return tensors, and record them as a function of variables with this gradient."""
+    """Return tensors, recorded as a function of variables; `gradient` takes cotangents."""
     handles = _handles(variables)
     with record.stop_recording():
         linked = _linked(result, handles)

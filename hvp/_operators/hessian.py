@@ -161,11 +161,10 @@ class HessianOperator(FromKeras, SymmetricOperator):
         variables = snapshot.plan.nest.variables
         values = [variable.read_value() for variable in variables]
 
-        def gradient(upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        def gradient(*pair: Any) -> list[tf.Tensor]:
             is_eager = tf.executing_eagerly()
             if is_eager:
                 snapshot.make_sure()
-            pair = (upstream[0] if tf.is_tensor(vector) else upstream), vector
             parts = [space.split(v) if tf.is_tensor(v) else v for v in pair]
             cast = [[tf.cast(p, x.dtype) for p, x in zip(of_one, values)] for of_one in parts]
             with snapshot.with_seeds() if is_eager else contextlib.nullcontext():

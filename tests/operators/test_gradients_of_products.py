@@ -67,6 +67,39 @@ def test_the_gradient_in_the_variables_is_a_third_derivative(name, in_graph):
     del kept
 
 
+@pytest.mark.parametrize("is_nest", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"engine": "tape"}, {"jit_compile": True}, {"damping": 0.3}],
+    ids=str,
+)
+@pytest.mark.few(2)
+def test_tapes_around_tapes_know_vectors_that_depend_on_the_variables(options, is_nest):
+    """The Hessian is `diag(w**2)`. Its products with powers of `w` are powers, to any order."""
+    w = tf.Variable(W)
+    H = hvp.HessianOperator(lambda: tf.reduce_sum(w**4) / 12, [w], **options)
+    damping = options.get("damping", 0.0)
+
+    def product(v):
+        return H.product([v])[0] if is_nest else H.product(v)
+
+    def derivative(function, order):
+        if not order:
+            return function()
+        with tf.GradientTape() as tape:
+            inner = derivative(function, order - 1)
+        return tape.gradient(inner, w)
+
+    for order, expected in enumerate([W**4, 4 * W**3, 12 * W**2, 24 * W, 24 + 0 * W]):
+        of_damping = damping * [W**2, 2 * W, 2, 0, 0][order]
+        once = derivative(lambda: product(w**2), order)
+        np.testing.assert_allclose(once, expected + of_damping, rtol=1e-9, atol=1e-9)
+        of_gradient = derivative(lambda: product(3 * H.gradient_tensors()[0]), order)
+        third = damping * [W**3, 3 * W**2, 6 * W, 6 + 0 * W, 0 * W][order]
+        fifth = [W**5, 5 * W**4, 20 * W**3, 60 * W**2, 120 * W][order]
+        np.testing.assert_allclose(of_gradient, fifth + third, rtol=1e-9, atol=1e-9)
+
+
 def network():
     rng = np.random.default_rng(0)
     a, b = (tf.Variable(rng.standard_normal(shape) / 2) for shape in [(3, 4), (4, 1)])
