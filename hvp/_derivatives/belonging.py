@@ -83,24 +83,23 @@ def recorded_solution(
     solve: Callable[[tf.Tensor], tf.Tensor],
     multiply: Callable[[tf.Tensor], tf.Tensor],
     right: tf.Tensor,
-    variables: Sequence[tf.Variable],
 ) -> tf.Tensor:
     """Solve a symmetric system, and record the solution as a function of variables as well.
 
-    `multiply` is a product with the matrix, as tapes around it see it.
+    `multiply` is a product with the matrix, as tapes around it see it: it says which variables.
     """
-    handles = _handles(variables)
     with record.stop_recording():
-        (solution,) = _linked([solve(right)], handles)
+        solution = tf.identity(solve(right))
+    # Before it is needed: within a gradient that a forward accumulator asks for, no tape records.
+    with tf.GradientTape(persistent=True) as tape:
+        product = multiply(solution)
+    variables = tape.watched_variables()
 
     def backward(upstream: tf.Tensor) -> list[Any]:
-        adjoint = recorded_solution(solve, multiply, upstream, variables)
-        with tf.GradientTape(watch_accessed_variables=False) as tape:
-            tape.watch(variables)
-            product = multiply(solution)
-        return [adjoint, *tape.gradient(product, list(variables), -adjoint)]
+        adjoint = recorded_solution(solve, multiply, upstream)
+        return [adjoint, *tape.gradient(product, variables, -adjoint)]
 
-    record.record_operation("Solution", [solution], [right, *handles], backward)
+    record.record_operation("Solution", [solution], [right, *_handles(variables)], backward)
     return solution
 
 

@@ -31,6 +31,11 @@ class ArrayMap(LinearMap):
         self._multiply, self._variables = multiply, variables
         self.domain = self.codomain = space
 
+    @property
+    def variables(self) -> Sequence[tf.Variable]:
+        """What the map was computed from."""
+        return self._variables
+
     def apply(self, vector: Any, *, adjoint: bool = False) -> Any:
         """Multiply by a vector in any layout; inside a graph, Python runs when the graph does."""
         if may_be_recorded() or (self._variables and not tf.executing_eagerly()):

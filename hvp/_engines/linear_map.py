@@ -76,6 +76,11 @@ class LinearMap(abc.ABC):
         """Whether Python runs for each product, even inside a graph."""
         return any(part.calls_python for part in self.made_of)
 
+    @property
+    def variables(self) -> Sequence[tf.Variable]:
+        """What products are functions of besides the vector, as far as it is known."""
+        return [variable for part in self.made_of for variable in part.variables]
+
     @abc.abstractmethod
     def apply(self, vector: Any, *, adjoint: bool = False) -> Any:
         """Multiply by a vector in any layout, now or in the graph being traced.

@@ -56,7 +56,8 @@ class FactoredOperator(Operator):
         self._space, self._nest, self._factors = space, nest, factors
         self._origin = origin
         # Functions of the same matrix share what is compiled: they differ in eigenvalues only.
-        self._factored = FactoredMap(space, factors, {} if compiled is None else compiled)
+        compiled = {} if compiled is None else compiled
+        self._factored = FactoredMap(space, factors, compiled, nest.variables)
         super().__init__(self._factored)
 
     @property

@@ -24,9 +24,20 @@ class FactoredMap(LinearMap):
     share `compiled`, their compiled functions.
     """
 
-    def __init__(self, space: Space, factors: Factors, compiled: dict[str, Compiled]) -> None:
+    def __init__(
+        self,
+        space: Space,
+        factors: Factors,
+        compiled: dict[str, Compiled],
+        variables: Sequence[tf.Variable],
+    ) -> None:
         self.domain = self.codomain = space
-        self._factors, self.compiled = factors, compiled
+        self._factors, self.compiled, self._variables = factors, compiled, variables
+
+    @property
+    def variables(self) -> Sequence[tf.Variable]:
+        """The variables of the model."""
+        return self._variables
 
     @property
     def version(self) -> int:  # type: ignore[override]

@@ -41,7 +41,7 @@ _GTOL = 1e-7
 _SINGULAR = 1e-12
 # So often a search goes on from a saddle, after a step of this length.
 _SADDLES, _DOWN = 3, 0.01
-# What is nearer to a bound, in standard errors, is at the bound.
+# What is nearer to a bound is at the bound: this part of what changes residuals by their size.
 _NEAR = 1e-8
 # A parameter is not determined if the rest of a column that others do not explain is smaller.
 _UNDETERMINED = 1e-11
@@ -228,17 +228,19 @@ class FitProblem:
         return at, active, False, "the search came to saddle points: the Hessian is indefinite"
 
     def _least_squares(self, at: np.ndarray) -> tuple[np.ndarray, np.ndarray, bool, str]:
-        # In units of standard errors, as scipy compares distances from bounds with one.
+        # In units in which the residuals and columns of the Jacobian are of size one at the start:
+        # scipy compares gradients, and distances from bounds, with absolute numbers.
+        size = np.linalg.norm(self.residuals_at(at)) or 1.0
         units = np.linalg.norm(self.jacobian_at(at), axis=0)
-        units = 1 / np.where(units > 0, units, 1)
+        units = size / np.where(units > 0, units, size)
         lower, upper = self.lower / units, self.upper / units
         options: dict[str, Any] = {"bounds": (lower, upper), "x_scale": "jac"}
         options |= {"xtol": 1e-14, "ftol": 1e-14, "gtol": 1e-14, "max_nfev": self.maxiter}
         search = functools.partial(
             scipy.optimize.least_squares,
-            lambda z: self.residuals_at(z * units),
+            lambda z: self.residuals_at(z * units) / size,
             np.clip(at / units, lower, upper),
-            lambda z: self.jacobian_at(z * units) * units,
+            lambda z: self.jacobian_at(z * units) * (units / size),
         )
         with np.errstate(over="ignore", invalid="ignore"):  # of steps that are then rejected
             found = search(**options)
@@ -248,7 +250,7 @@ class FitProblem:
                 other = search(**{**options, "method": "lm"})
                 found = other if other.status > 0 and other.cost < found.cost else found
         z, slope = found.x, found.grad
-        near = _NEAR + 4 * np.finfo(np.float64).eps * np.abs(z)
+        near = _NEAR * np.linalg.norm(found.fun) + 4 * np.finfo(np.float64).eps * np.abs(z)
         active = np.where((z - lower <= near) & (slope >= 0), -1, 0)
         active = np.where((upper - z <= near) & (slope <= 0), 1, active)
         at = np.clip(z * units, self.lower, self.upper)

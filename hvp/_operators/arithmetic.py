@@ -89,10 +89,13 @@ class DtypePreserving(LinearOperator):
 
 
 class Composite(DtypePreserving):
-    """An operator that scipy built out of others, with arithmetic that preserves the dtype."""
+    """An operator that scipy built out of others, with arithmetic that preserves the dtype.
+
+    `args` are these, and numbers, as scipy has them.
+    """
 
     def __init__(self, operator: LinearOperator) -> None:
-        self._operator = operator
+        self._operator, self.args = operator, operator.args
         super().__init__(np.dtype(operator.dtype), operator.shape)
 
     def _matvec(self, x: np.ndarray) -> np.ndarray:

@@ -64,9 +64,9 @@ class Matrix:
         return []
 
     @property
-    def depends_on(self) -> list[tf.Variable]:
+    def depends_on(self) -> Sequence[tf.Variable]:
         """The variables that the matrix is a function of, in any order."""
-        return self.variables
+        return self.linear_map.variables
 
     def damped(self: Self, damping: float) -> Self:
         """Return the matrix plus a further multiple of the identity; it shares everything."""
@@ -427,11 +427,6 @@ class BlockEvaluation(Evaluation):
     def variables(self) -> list[tf.Variable]:
         """The variables, in the order of the vectors."""
         return [self.whole.variables[place] for place in self._places()]
-
-    @property
-    def depends_on(self) -> list[tf.Variable]:
-        """All variables, because those outside of the block change it, too."""
-        return self.whole.variables
 
     @contextlib.contextmanager
     def in_full_precision(self) -> Iterator[Evaluation]:

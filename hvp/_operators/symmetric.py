@@ -293,7 +293,15 @@ def matrix_of(operator: Any) -> Matrix:
     def multiply(rows: np.ndarray) -> np.ndarray:
         return check_product(np.ascontiguousarray(plain.matmat(rows.T).T, rows.dtype))
 
-    return Matrix(ArrayMap(multiply, Space([0], ["vector"], [(plain.shape[0],)], [dtype])))
+    space = Space([0], ["vector"], [(plain.shape[0],)], [dtype])
+    return Matrix(ArrayMap(multiply, space, _variables_within(plain)))
+
+
+def _variables_within(operator: Any) -> list[tf.Variable]:
+    """Return the variables that operators of this package within sums and products depend on."""
+    if isinstance(operator, Operator):
+        return list(operator.linear_map.variables)
+    return [v for part in getattr(operator, "args", ()) for v in _variables_within(part)]
 
 
 def symmetric_matrix(A: Any, caller: str) -> Matrix:

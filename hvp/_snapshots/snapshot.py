@@ -128,6 +128,11 @@ class Snapshot(OneProcess, LinearMap):
         return [] if self._map is None else [self._map]
 
     @property
+    def variables(self) -> Sequence[tf.Variable]:
+        """The variables of the loss."""
+        return self.plan.nest.variables
+
+    @property
     def calls_python(self) -> bool:
         """Whether products inside graphs call Python."""
         return not isinstance(self._map, GraphMap)

@@ -45,6 +45,8 @@ _TRUSTED = 4
 # Another cycle of this many iterations takes less time than two residuals in float64, which
 # refinement needs at least.
 _CHEAP = 4
+# A residual up to so many times another is no worse, in spite of rounding errors.
+_NO_WORSE = 1.01
 
 
 class Krylov:
@@ -234,6 +236,7 @@ class Krylov:
         residual_norms = norms(residual)
         # Both are False for a row that has overflowed, because its norm is not a number.
         better = residual_norms <= progress.residual_norms
+        no_worse = residual_norms <= _NO_WORSE * progress.residual_norms
         helped = residual_norms <= progress.residual_norms / 2
         if self._is_low:
             trusted = _TRUSTED * self._targets()
@@ -241,8 +244,10 @@ class Krylov:
         progress.x[~better] = x_before[~better]
         progress.residual_norms = np.where(better, residual_norms, progress.residual_norms)
         # Another cycle is worthwhile if this one has at least halved the residual, or, in low
-        # precision, has come near its target.
-        worthwhile = helped & (outcome != SolveOutcome.NEGATIVE_CURVATURE)
+        # precision, has come near its target; not if the residual is all that the operator cannot
+        # reach, whose products are rounding errors.
+        ended = (SolveOutcome.NEGATIVE_CURVATURE, SolveOutcome.LEAST_SQUARES)
+        worthwhile = helped & ~np.isin(outcome, ended)
         used_up = progress.iterations >= self._maxiter
         # Rows may still be running if another row of the block has used up its iterations.
         unfinished = outcome == SolveOutcome.RUNNING
@@ -250,6 +255,7 @@ class Krylov:
         lost = by_recurrence & (residual_norms > self._tolerance)
         if self._stops and self._iterations_left(lost) > _CHEAP:
             worthwhile[lost] = False
+        by_recurrence |= (outcome == SolveOutcome.LEAST_SQUARES) & ~no_worse
         outcome[by_recurrence & ~worthwhile] = SolveOutcome.STALLED
         outcome[(by_recurrence & worthwhile & used_up) | unfinished] = SolveOutcome.MAXITER
         outcome[worthwhile & ~used_up] = SolveOutcome.RUNNING

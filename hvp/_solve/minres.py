@@ -46,33 +46,34 @@ from hvp._solve.rows import dots, scaled
 
 # If no solution exists, the residual of the normal equations, relative to the operator and the
 # residual of the system, falls to about the square root of the rounding unit and then grows again.
-# It counts as small below _NORMAL times that square root, provided that the residual of the system
-# fell by at most _FALL rounding units in the last two iterations.
+# It counts as small below _NORMAL times that square root, provided that this step would make the
+# residual of the system smaller by no more than such a part, or than _FALL rounding units; or that
+# the Krylov space ends here, so that the step would divide by rounding errors.
 _NORMAL, _FALL = 4, 16
 
 
 def _initial_state(residual: tf.Tensor, system: System) -> list[tf.Tensor]:
     """Return the state at `x = 0`.
 
-    It consists of `x`, `y_{k-1}`, `y_k`, `M y_k`, `d_{k-2}`, `d_{k-1}`, and ten numbers for each
+    It consists of `x`, `y_{k-1}`, `y_k`, `M y_k`, `d_{k-2}`, `d_{k-1}`, and nine numbers for each
     row: `beta_k`, `beta_{k-1}` (zero in the first iteration), `delta_bar`, `epsilon`, `phi_bar`,
-    the cosine and sine of the last rotation, an estimate of the norm of the operator, the ratio of
-    the Euclidean norm of the residual to `phi_bar`, and the previous `phi_bar`.
+    the cosine and sine of the last rotation, an estimate of the norm of the operator, and the ratio
+    of the Euclidean norm of the residual to `phi_bar`.
     """
     zeros = tf.zeros_like(residual)
     preconditioned = system.precondition(residual)
     beta = tf.sqrt(tf.maximum(dots(residual, preconditioned), 0))
     zero = tf.zeros_like(beta)
     to_norm = tf.norm(residual, axis=1) / tf.where(beta > 0, beta, tf.ones_like(beta))
-    numbers = [beta, zero, zero, zero, beta, zero - 1, zero, zero, to_norm, 2 * beta]
+    numbers = [beta, zero, zero, zero, beta, zero - 1, zero, zero, to_norm]
     return [zeros, zeros, residual, preconditioned, zeros, zeros, tf.stack(numbers, axis=1)]
 
 
 def _iterate(state: State, running: tf.Tensor, system: System) -> Step:
     """Compute one Lanczos vector and one rotation, and take one step."""
     x, older, old, preconditioned, direction_before, direction, numbers = state
-    beta, beta_before, delta_bar, epsilon, phi_bar, cosine, sine, largest, to_norm, phi_before = (
-        tf.unstack(numbers, axis=1)
+    beta, beta_before, delta_bar, epsilon, phi_bar, cosine, sine, largest, to_norm = tf.unstack(
+        numbers, axis=1
     )
     first = beta_before == 0
     vector = scaled(1 / _or_one(beta), preconditioned)
@@ -95,8 +96,12 @@ def _iterate(state: State, running: tf.Tensor, system: System) -> Step:
     new_phi_bar = tf.where(gamma > 0, new_sine, tf.ones_like(new_sine)) * phi_bar
     # If A r is zero, to rounding, x is a least-squares solution, and this step is not taken.
     eps = float(np.finfo(x.dtype.as_numpy_dtype).eps)
-    least = tf.sqrt(gamma_bar**2 + new_delta_bar**2) <= _NORMAL * np.sqrt(eps) * largest
-    least &= phi_before - new_phi_bar <= _FALL * eps * phi_before
+    normal = tf.sqrt(gamma_bar**2 + new_delta_bar**2) / _or_one(largest)
+    least = normal <= _NORMAL * np.sqrt(eps)
+    stalls = phi_bar - new_phi_bar <= tf.maximum(normal, _FALL * eps) * phi_bar
+    ends = new_beta <= np.sqrt(eps) * largest
+    ends &= tf.abs(gamma_bar) <= tf.maximum(_NORMAL * new_beta, _FALL * eps * largest)
+    least &= stalls | ends
     new_direction = vector - scaled(epsilon, direction_before) - scaled(delta, direction)
     new_direction = scaled(1 / _or_one(gamma), new_direction)
     length = tf.where(least, tf.zeros_like(beta), new_cosine * phi_bar)
@@ -110,7 +115,7 @@ def _iterate(state: State, running: tf.Tensor, system: System) -> Step:
         new_preconditioned,
         direction,
         new_direction,
-        tf.stack([*new_numbers, largest, to_norm, phi_bar], axis=1),
+        tf.stack([*new_numbers, largest, to_norm], axis=1),
     ]
     mask = running[:, tf.newaxis]
     new_state = [tf.where(mask, after, before) for after, before in zip(new_state, state)]
@@ -135,7 +140,7 @@ MINRES = Method(
     name="minres",
     initial_state=_initial_state,
     iterate=_iterate,
-    state_shapes=lambda size: [[None, size]] * 6 + [[None, 10]],
+    state_shapes=lambda size: [[None, size]] * 6 + [[None, 9]],
     separable=True,
     preconditioned=True,
     direction=None,

@@ -8,7 +8,7 @@ implemented here; dense matrices are solved by scipy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 from scipy.sparse.linalg import LinearOperator, aslinearoperator
 
-from hvp._derivatives.belonging import may_be_recorded, recorded_solution
+from hvp._derivatives.belonging import may_be_recorded, recorded_product, recorded_solution
 from hvp._engines.array_map import ArrayMap
 from hvp._engines.linear_map import TensorFunction
 from hvp._errors import ConvergenceWarning, GraphModeError, HvpError, InvalidVectorError
@@ -401,22 +401,18 @@ def _recorded(H: Any, b: Any, x: Any, solve_again: Callable[[tf.Tensor], tf.Tens
     matrix, is_nest = matrix_of(H), not tf.is_tensor(x)
     right = flattened(matrix.space, b) if is_nest else tf.cast(b, matrix.dtype)
     first = [flattened(matrix.space, x) if is_nest else x]
-    product: Callable[[tf.Tensor], tf.Tensor] = tf.identity
-    variables: Sequence[tf.Variable] = ()
-    if isinstance(H, Operator):
-        with tf.GradientTape() as tape:  # it says which variables a product is a function of
-            H.product(tf.zeros(matrix.size, matrix.dtype))
-        variables = tape.watched_variables()
 
-        def product(rows: tf.Tensor) -> tf.Tensor:
-            if len(rows.shape) == 1:
-                return H.product(rows)
-            return tf.stack([H.product(column) for column in tf.unstack(rows, axis=1)], axis=1)
+    def product(rows: tf.Tensor) -> tf.Tensor:
+        if not isinstance(H, Operator):
+            return recorded_product(tf.identity, rows, matrix.depends_on, None)
+        if len(rows.shape) == 1:
+            return H.product(rows)
+        return tf.stack([H.product(column) for column in tf.unstack(rows, axis=1)], axis=1)
 
     def solved(right: tf.Tensor) -> tf.Tensor:
         return first.pop() if first else solve_again(right)
 
-    solution = recorded_solution(solved, product, right, variables)
+    solution = recorded_solution(solved, product, right)
     return unflattened(matrix.space, solution) if is_nest else solution
 
 

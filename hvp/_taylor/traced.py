@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from hvp._derivatives.corrections import corrected_graph
 from hvp._derivatives.exact import exact_functions
-from hvp._derivatives.missing import MISSING_DERIVATIVES, WRONG_AT_VALUES
+from hvp._derivatives.missing import BY_NAME, MISSING_DERIVATIVES, WRONG_AT_VALUES
 from hvp._derivatives.pools import may_keep_the_size
 from hvp._derivatives.replace import replace_operations
 from hvp._derivatives.suspects import is_wrong_at
@@ -40,8 +40,12 @@ from hvp._taylor.series import Series
 
 # `hvp._derivatives.pools` says what is wrong with some of them.
 _POOLS = frozenset(["MaxPool", "MaxPool3D", "MaxPoolV2"])
-# Packages whose gradients of functions are the derivatives of what these compute.
-_TRUSTED = frozenset(["keras", "tensorflow", "tf_keras"])
+# Modules whose gradients of functions are the derivatives of what these compute: of the swish
+# function and of CTC losses. Others of TensorFlow's and Keras's pass by what is rounded.
+_TRUSTED = frozenset(["tensorflow.python.ops.ctc_ops", "tensorflow.python.ops.nn_impl"])
+# What changes the value of a variable, and what reads it.
+_ASSIGNMENTS = ("Assign", "ResourceApply", "ResourceScatter", "ResourceStridedSliceAssign")
+_READS = ("ReadVariable", "ResourceGather")
 # The names of operations in a copy of a graph begin with it.
 _SCOPE = "copy"
 
@@ -74,6 +78,7 @@ class TracedFunction:
         self._inputs = [rename(tensor.name) for tensor in self.concrete.inputs[: len(specs)]]
         self._results = [rename(tensor.name) for tensor in self.concrete.outputs]
         self._captured = {rename(t.name): outside for t, outside in captures(self.concrete)}
+        self._refuse_reads_of_assigned(Graph(flat))
         self._shapes = {
             f"{node.name}:{place}": tf.TensorShape(shape)
             for node in flat.node
@@ -91,6 +96,26 @@ class TracedFunction:
         needed = {self._name(tensor) for op in self._operations for tensor in op.inputs}
         needed |= {*self._results}
         self._constants = sorted(name for name in needed if node_of(name) in self._fixed.nodes)
+
+    def _refuse_reads_of_assigned(self, graph: Graph) -> None:
+        """Refuse results that depend on what a variable is after it has been assigned.
+
+        Assignments are left out, so that they would be computed from its value before.
+        """
+        assigned: dict[str, set[str]] = {}
+        for name, node in graph.nodes.items():
+            if node.op.startswith(_ASSIGNMENTS):
+                assigned.setdefault(node.input[0], set()).add(name)
+        for name, node in graph.computing(self._results).nodes.items():
+            before = assigned.get(node.input[0]) if node.op.startswith(_READS) else None
+            if before and before & _run_before(graph.nodes, name):
+                line = source_line(self.concrete.graph, name) or name
+                raise SecondDerivativeError(
+                    f"the function reads a variable after it has assigned it ({line})",
+                    "results that depend on variables as they were before the call",
+                    "compute the new value as a tensor; if a layer draws random numbers, such as "
+                    "dropout, call it once, or make several of it",
+                )
 
     def _values_of(self, variables: Sequence[tf.Variable], flat: Any) -> list[str]:
         """Turn reads of variables into uses of inputs, and return the names of these."""
@@ -176,9 +201,10 @@ class TracedFunction:
     def check_examples(self) -> None:
         """Raise an error unless each example has a row of each result that depends on it alone.
 
-        What the results depend on is evaluated at random inputs, of which all but the first, and
-        all but the last, are replaced: at positive ones where that is not finite. This is left out
-        if it draws numbers or reads tensors of another graph.
+        What the results depend on is evaluated at random inputs, of which those with each binary
+        digit of their numbers are replaced: any two examples differ in one of these. Where that is
+        not finite it is done again at positive ones, and left out if the function draws numbers or
+        reads tensors of another graph.
         """
         [spec] = self._specs
         count = spec.shape[0]
@@ -202,18 +228,22 @@ class TracedFunction:
 
         # A partial function, because TensorFlow counts traces of one definition together.
         values = tf.function(functools.partial(imported), autograph=False)
+
+        def evaluate(x: tf.Tensor) -> list[np.ndarray]:
+            return [value.numpy() for value in values(x) if value.dtype.is_floating]
+
         with tf.init_scope():
-            shape = [count or 3, *spec.shape[1:]]
+            shape = [count or 4, *spec.shape[1:]]
+            numbers = np.arange(shape[0])
+            digits = 2 ** np.arange(int(numbers[-1]).bit_length())
+            halves = [numbers & digit == half for digit in digits for half in (0, digit)]
             for stateless in (tf.random.stateless_normal, tf.random.stateless_uniform):
                 x, other = (stateless(shape, [0, seed], dtype=spec.dtype) for seed in (1, 2))
-                before = [value.numpy() for value in values(x) if value.dtype.is_floating]
-                for row, mixed in (
-                    (0, tf.concat([x[:1], other[1:]], axis=0)),
-                    (-1, tf.concat([other[:-1], x[-1:]], axis=0)),
-                ):
-                    after = [value.numpy() for value in values(mixed) if value.dtype.is_floating]
-                    for one, another in zip(before, after):
-                        self._compare(one, one[row], another[row])
+                before = evaluate(x)
+                for half in halves:
+                    kept = half.reshape(-1, *(1 for _ in shape[1:]))
+                    for one, another in zip(before, evaluate(tf.where(kept, x, other))):
+                        self._compare(one, one[half], another[half])
                 if all(np.isfinite(value).all() for value in before):
                     return
 
@@ -251,14 +281,17 @@ class TracedFunction:
                 "of one entry, can be wrong"
             )
             self._refuse(operation, problem, "use tf.pad with padding='VALID', or strided slices")
-        # TensorFlow's and Keras's own are the derivatives of what they compute.
+        if operation.type == "SquaredDifference" and any(map(_is_stopped_mean, operation.inputs)):
+            problem = "the variances of a function that was traced before have wrong derivatives"
+            self._refuse(operation, problem, BY_NAME.format("tf.nn.moments"))
         kind = operation.node_def.attr[GRADIENT_TYPE].s.decode() if _has_own(operation) else ""
         if kind.startswith(RECOMPUTED_GRADIENT):
             problem = "derivatives along curves pass through hvp.recompute"
             self._refuse(operation, problem, "leave out hvp.recompute")
-        if kind and module_of_gradient(kind).partition(".")[0] not in _TRUSTED:
+        if kind and module_of_gradient(kind) not in _TRUSTED:
             problem = "a tf.custom_gradient says how to differentiate once, and not along a curve"
-            self._refuse(operation, problem, "write the function without tf.custom_gradient")
+            remedy = "write the function without tf.custom_gradient or tf.grad_pass_through"
+            self._refuse(operation, problem, remedy)
 
     def _refuse(self, operation: tf.Operation, problem: str, remedy: str) -> NoReturn:
         name, line = operation.name[len(_SCOPE) + 1 :], self._line(operation)
@@ -272,11 +305,27 @@ class TracedFunction:
         return source_line(self.concrete.graph, operation.name[len(_SCOPE) + 1 :])
 
 
+def _run_before(nodes: Mapping[str, Any], name: str) -> set[str]:
+    """Return the names of the nodes that a node waits for."""
+    found, queue = {name}, [name]
+    while queue:
+        new = {*map(node_of, nodes[queue.pop()].input)} - found
+        found |= new
+        queue += new
+    return found
+
+
 def _unless(is_wrong: tf.Tensor, series: Series) -> Series:
     """Make derivatives, and gradients of them, NaN at values at which TensorFlow has them wrong."""
     factor = tf.where(is_wrong, math.nan, 1.0)
     terms = (t if t is None else t * tf.cast(factor, t.dtype) for t in series.terms)
     return Series(series.value, tuple(terms))
+
+
+def _is_stopped_mean(tensor: tf.Tensor) -> bool:
+    """Return whether a tensor is the stopped mean about which `tf.nn.moments` takes a variance."""
+    stop = tensor.op
+    return stop.type == "StopGradient" and stop.inputs[0].op.type == "Mean"
 
 
 def _has_own(operation: tf.Operation) -> bool:

@@ -540,6 +540,23 @@ def test_bounds_of_parameters_of_any_size(size):
     assert not result.notes
 
 
+@pytest.mark.parametrize("size", [1e-200, 1e-16, 1e100])
+def test_data_of_any_size(size):
+    x = np.linspace(0, 5, 30)
+    y = 2 * np.exp(-x) + 0.5 + 0.05 * np.cos(40 * x)
+
+    def decay(x, height, rate, rest):
+        return height * tf.exp(-rate * x) + rest
+
+    usual = hvp.fit(decay, {"height": 1.0, "rate": 3.0, "rest": 0.0}, (x, y))
+    result = hvp.fit(decay, {"height": size, "rate": 3.0, "rest": 0.0}, (x, size * y))
+    units = np.array([size, 1, size])
+    np.testing.assert_allclose(result.vector, usual.vector * units, rtol=1e-7)
+    np.testing.assert_allclose(
+        list(result.errors.values()), np.array(list(usual.errors.values())) * units, rtol=1e-6
+    )
+
+
 @pytest.mark.parametrize("beyond", [1e-6, 1e-3, 1.0])
 def test_a_minimum_beyond_a_bound_by_little(beyond):
     x, y = points()

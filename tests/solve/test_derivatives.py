@@ -96,6 +96,36 @@ def test_the_step_of_newtons_method():
     np.testing.assert_allclose(own, tape.gradient(value, w), rtol=1e-7, atol=1e-10)
 
 
+@pytest.mark.parametrize("constant", [False, True])
+def test_forward_mode(constant):
+    """A forward accumulator asks for the derivative where no tape can be opened."""
+    w, H = made()
+    tangent = tf.constant(rng.standard_normal(6))
+
+    def right():
+        return B if constant else w**2
+
+    with tf.autodiff.ForwardAccumulator(w, tangent) as accumulator:
+        x = hvp.solve(H, right(), rtol=1e-12).x
+    with tf.autodiff.ForwardAccumulator(w, tangent) as exact:
+        expected = tf.linalg.solve(dense(w), right()[:, tf.newaxis])[:, 0]
+    np.testing.assert_allclose(accumulator.jvp(x), exact.jvp(expected), rtol=1e-7, atol=1e-10)
+
+
+def test_sums_and_multiples_are_not_taken_for_constants():
+    w, H = made()
+    inverse = hvp.ExactInverse(2 * H)
+    for combined in (2 * H, H + 0.5 * H.damped(1.0), H @ H):
+        with tf.GradientTape() as tape:
+            value = tf.reduce_sum(hvp.solve(combined, B, method="minres").x)
+        with pytest.raises(hvp.SecondDerivativeError):
+            np.asarray(tape.gradient(value, w))
+    with tf.GradientTape() as tape:
+        value = tf.reduce_sum(inverse.product(B))
+    with pytest.raises(hvp.SecondDerivativeError):
+        np.asarray(tape.gradient(value, w))
+
+
 def test_other_matrices_are_functions_of_the_right_hand_side_alone():
     w = tf.Variable(rng.standard_normal(6))
     x, y = rng.standard_normal((9, 6)), rng.standard_normal(9)

@@ -82,6 +82,21 @@ def test_damping_below_the_most_negative_curvature():
     np.testing.assert_allclose(combined.x, sufficient.x, rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.few(2)
+def test_small_singular_systems_have_least_squares_solutions(seed):
+    """Where the Krylov space ends after a few steps. The oracle is NumPy's pseudo-inverse."""
+    rng = np.random.default_rng(seed)
+    n = 2 + 3 * seed
+    B, b = rng.standard_normal((n, n - n // 2)), rng.standard_normal(n)
+    A = B * rng.choice([-1, 1], B.shape[1]) @ B.T
+    with pytest.warns(hvp.ConvergenceWarning, match="singular"):
+        result = hvp.solve(aslinearoperator(A), b, method="minres")
+    expected = np.linalg.pinv(A) @ b
+    assert result.outcomes == "least squares"
+    np.testing.assert_allclose(result.x, expected, atol=1e-6 * np.linalg.norm(expected))
+
+
 @pytest.mark.parametrize(("method", "k"), crossed(["minres", "exact", "auto"], [1, 7, 7]))
 def test_least_squares_if_no_solution_exists(method, k):
     A = matrix(SPECTRA["singular"](N))

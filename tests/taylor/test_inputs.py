@@ -344,8 +344,11 @@ def test_a_function_is_traced_once_and_not_kept():
     assert gone() is None
 
 
+FLAG, COUNT = tf.Variable(True), tf.Variable(1.0, dtype=tf.float64)
+
+
 def branch(x):
-    return tf.cond(tf.reduce_sum(x) > 0, lambda: x**2, lambda: x)
+    return tf.cond(FLAG, lambda: x**2, lambda: x)
 
 
 @tf.custom_gradient
@@ -354,6 +357,16 @@ def straight_through(x):
 
 
 LAYER = keras.layers.BatchNormalization(dtype="float64")
+
+
+def of_neighbours(x):  # of the first and the last as well
+    return tf.concat([x[:1], x[2:] * x[:-2], x[-1:]], axis=0)
+
+
+# A graph from before the function below is traced, with TensorFlow's own derivatives.
+VARIANCES = tf.function(lambda x: tf.nn.moments(x, 1)[1]).get_concrete_function(
+    tf.TensorSpec(X.shape, tf.float64)
+)
 
 
 def normalized_by_the_batch(x):
@@ -375,6 +388,18 @@ BAD = [
         ["mixes"],
     ),
     (lambda: hvp.laplacian(lambda x: x - x[-1:], X), "InvalidLossError", ["mixes"]),
+    (lambda: hvp.laplacian(of_neighbours, np.ones((6, 1))), "InvalidLossError", ["mixes"]),
+    (
+        lambda: hvp.laplacian(lambda x: tf.grad_pass_through(tf.round)(x), X),
+        "SecondDerivativeError",
+        ["tf.grad_pass_through"],
+    ),
+    (
+        lambda: hvp.laplacian(lambda x: x * COUNT.assign_add(1.0), X),
+        "SecondDerivativeError",
+        ["assigned", "test_inputs.py, line"],
+    ),
+    (lambda: hvp.laplacian(lambda x: VARIANCES(x), X), "SecondDerivativeError", ["tf.nn.moments"]),
     (lambda: hvp.laplacian(tf.reduce_sum, X), "InvalidLossError", ["()", "5"]),
     (lambda: hvp.laplacian(lambda x: None, X), "InvalidLossError", ["None"]),
     (lambda: hvp.bilaplacian(lambda x: (), X), "InvalidLossError", ["()"]),
@@ -639,6 +664,26 @@ def test_derivatives_of_equal_eigenvalues_are_not_numbers(kind):
     w = tf.Variable(x)
     with pytest.raises(hvp.NonFiniteError):
         hvp.third_order_product(lambda: tf.reduce_sum(sum_of_powers(w)), w, d[0], d[0])
+
+
+def test_layers_that_draw_random_numbers_are_called_once():
+    w = tf.Variable(np.ones((2, 6)))
+    drop = keras.layers.Dropout(0.5, seed=3, dtype="float64")
+    v = np.ones(12)
+    once = hvp.third_order_product(lambda: tf.reduce_sum(drop(w, training=True) ** 4), w, v, v)
+    assert set(np.unique(once)) == {0.0, 24.0 * 2**4}
+
+    def twice():
+        return tf.reduce_sum((drop(w, training=True) - 2 * drop(w, training=True)) ** 4)
+
+    with pytest.raises(hvp.SecondDerivativeError, match="assigned"):
+        hvp.third_order_product(twice, w, v, v)
+    H = hvp.HessianOperator(twice, w)
+    with tf.GradientTape() as tape:
+        curvature = tf.tensordot(H.product(tf.constant(v)), tf.constant(v), 1)
+    assert curvature > 0
+    with pytest.raises(hvp.SecondDerivativeError, match="assigned"):
+        np.asarray(tape.gradient(curvature, w))
 
 
 def complex_product(x):
