@@ -16,7 +16,7 @@ from hvp._derivatives.missing import BY_NAME, MISSING_DERIVATIVES, WRONG_AT_VALU
 from hvp._derivatives.pools import may_keep_the_size
 from hvp._derivatives.replace import replace_operations
 from hvp._derivatives.suspects import is_wrong_at
-from hvp._errors import InvalidLossError, SecondDerivativeError
+from hvp._errors import HvpError, InvalidLossError, SecondDerivativeError, line_of
 from hvp._graphs.concrete import captures, concrete_function
 from hvp._graphs.dataflow import CALLS, CONTROL_FLOW, RECOMPUTED_GRADIENT, output_dtypes
 from hvp._graphs.graph import (
@@ -192,6 +192,11 @@ class TracedFunction:
                     results = push(operation, inputs, curves)
                 except LookupError as error:
                     self._refuse(operation, str(error), "replace the operation by others")
+                except (TypeError, ValueError) as error:
+                    if isinstance(error, HvpError):
+                        raise
+                    problem = f"the derivative of {operation.type} failed: {line_of(error)}"
+                    self._refuse(operation, problem, "replace the operation by others")
                 if operation.type in WRONG_AT_VALUES:
                     wrong = is_wrong_at(operation.type, inputs[0].value, results[0].value)
                     results = [_unless(wrong, result) for result in results]

@@ -399,6 +399,13 @@ BAD = [
         "SecondDerivativeError",
         ["assigned", "test_inputs.py, line"],
     ),
+    (
+        lambda: hvp.laplacian(
+            lambda x: tf.nn.softmax_cross_entropy_with_logits(np.ones((1, 3)), x), X
+        ),
+        "SecondDerivativeError",
+        ["SoftmaxCrossEntropyWithLogits", "shapes", "test_inputs.py, line"],
+    ),
     (lambda: hvp.laplacian(lambda x: VARIANCES(x), X), "SecondDerivativeError", ["tf.nn.moments"]),
     (lambda: hvp.laplacian(tf.reduce_sum, X), "InvalidLossError", ["()", "5"]),
     (lambda: hvp.laplacian(lambda x: None, X), "InvalidLossError", ["None"]),
