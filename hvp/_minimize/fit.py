@@ -42,7 +42,7 @@ _SINGULAR = 1e-12
 # So often a search goes on from a saddle, after a step of this length.
 _SADDLES, _DOWN = 3, 0.01
 # What is nearer to a bound is at the bound: this part of what changes residuals by their size.
-_NEAR = 1e-8
+_NEAR = 1e-6
 # A parameter is not determined if the rest of a column that others do not explain is smaller.
 _UNDETERMINED = 1e-11
 # A measurement does not depend on a parameter if a change by the parameter's size changes it by a
