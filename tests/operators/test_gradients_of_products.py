@@ -100,6 +100,25 @@ def test_tapes_around_tapes_know_vectors_that_depend_on_the_variables(options, i
         np.testing.assert_allclose(of_gradient, fifth + third, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("way", ["eager", "graph", "xla"])
+def test_a_product_of_a_product_twice_differentiated(way):
+    w = tf.Variable(W)
+    H = hvp.HessianOperator(lambda: tf.reduce_sum(w**4) / 12, w)
+
+    def derivatives():
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as tape:
+                value = tf.reduce_sum(H.product(H.product(w**2)))
+            slope = tape.gradient(value, w)
+        return slope, outer.gradient(slope, w)
+
+    if way != "eager":
+        derivatives = tf.function(derivatives, jit_compile=way == "xla")
+    slope, curvature = derivatives()
+    np.testing.assert_allclose(slope, 6 * W**5)
+    np.testing.assert_allclose(curvature, 30 * W**4)
+
+
 def network():
     rng = np.random.default_rng(0)
     a, b = (tf.Variable(rng.standard_normal(shape) / 2) for shape in [(3, 4), (4, 1)])
