@@ -29,7 +29,7 @@ def belonging_to(
     `evaluated` is what was computed from the variables before the product. A tape that recorded it
     has recorded the product as well.
     """
-    if tf.executing_eagerly() and not is_recorded(evaluated):
+    if not variables or (tf.executing_eagerly() and not is_recorded(evaluated)):
         return result
     tensors = tf.nest.flatten(result)
     return tf.nest.pack_sequence_as(result, _linked(tensors, _handles(variables)))

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvp._derivatives.belonging import belonging_to
 from hvp._errors import HvpError
 from hvp._graphs.compiled import Compiled
 from hvp._kronecker.block import Block
@@ -317,9 +316,6 @@ class FactoredOperator(Operator):
     def scales(self) -> np.ndarray:
         """Return the eigenvalues in the order of what `rotate` returns; shape `(n,)`."""
         return np.concatenate([block.scales.reshape(-1) for block in self._blocks])
-
-    def _belonging(self, product: Any) -> Any:
-        return belonging_to(product, self._nest.variables)
 
     def _of_scales(self, function: Callable[[np.ndarray], np.ndarray]) -> FactoredOperator:
         return self._function(lambda block: block.scaled(function, self._space.dtype))

@@ -12,6 +12,7 @@ import numpy as np
 import scipy.sparse
 import tensorflow as tf
 
+from hvp._derivatives.belonging import belonging_to
 from hvp._engines.linear_map import LinearMap, damped
 from hvp._errors import FailedCheckError, HvpError, TooLargeError
 from hvp._graphs.sparsity import patterns_of
@@ -530,7 +531,7 @@ class Operator(OneProcess, DtypePreserving):
 
     def _belonging(self, product: Any) -> Any:
         """Return the tensors of a product as a tape around it should see them."""
-        return product
+        return belonging_to(product, self.linear_map.variables)
 
     def _properties(self) -> list[str]:
         """Return what `repr` shows."""

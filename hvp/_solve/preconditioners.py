@@ -144,9 +144,16 @@ PRECONDITIONERS = {
 class PreconditionMap(LinearMap):
     """A preconditioner as a symmetric linear map."""
 
-    def __init__(self, function: TensorFunction, space: Space) -> None:
-        self._function = function
+    def __init__(
+        self, function: TensorFunction, space: Space, variables: Sequence[tf.Variable]
+    ) -> None:
+        self._function, self._variables = function, variables
         self.domain = self.codomain = space
+
+    @property
+    def variables(self) -> Sequence[tf.Variable]:
+        """Those of the operator."""
+        return self._variables
 
     def apply(self, vector: Any, *, adjoint: bool = False) -> Any:
         """Multiply by a vector in any layout."""
@@ -174,10 +181,11 @@ class Preconditioner(Operator):
         kind: str,
         solve: Callable[[tf.Tensor, Tensors], tf.Tensor],
         tensors: list[tf.Tensor],
-        space: Space,
+        matrix: Matrix,
     ) -> None:
         key = (kind, *(tuple(tensor.shape) for tensor in tensors))
-        super().__init__(PreconditionMap(TensorFunction(key, tensors, solve), space))
+        function = TensorFunction(key, tensors, solve)
+        super().__init__(PreconditionMap(function, matrix.space, matrix.depends_on))
 
 
 class NystromPreconditioner(Preconditioner):
@@ -255,7 +263,7 @@ class NystromPreconditioner(Preconditioner):
             tf.constant(sketch.eigenvectors),
             tf.constant(nystrom_factors(self.eigenvalues, total), matrix.dtype),
         ]
-        super().__init__("nystrom", _solve_nystrom, tensors, matrix.space)
+        super().__init__("nystrom", _solve_nystrom, tensors, matrix)
 
 
 class DiagonalPreconditioner(Preconditioner):
@@ -315,7 +323,7 @@ class DiagonalPreconditioner(Preconditioner):
         self.diagonal: Any = _diagonal(matrix, samples, (seed, 0))
         self.diagonal += np.asarray(total, self.diagonal.dtype)
         bounded = tf.constant(_bounded(np.abs(self.diagonal)))
-        super().__init__("diagonal", _solve_diagonal, [bounded], matrix.space)
+        super().__init__("diagonal", _solve_diagonal, [bounded], matrix)
 
 
 class BlockDiagonalPreconditioner(Preconditioner):
@@ -397,7 +405,7 @@ class BlockDiagonalPreconditioner(Preconditioner):
             inverses.append(tf.constant(inverse.astype(H.dtype)))
         self.products = H.shape[0]
         places = [tf.constant(order, tf.int32), tf.constant(np.argsort(order), tf.int32)]
-        super().__init__("blocks", _solve_blocks, [*inverses, *places], evaluation_of(H).space)
+        super().__init__("blocks", _solve_blocks, [*inverses, *places], evaluation_of(H))
 
 
 def _entries_of(block: SymmetricOperator) -> np.ndarray:

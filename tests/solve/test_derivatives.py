@@ -112,7 +112,7 @@ def test_forward_mode(constant):
     np.testing.assert_allclose(accumulator.jvp(x), exact.jvp(expected), rtol=1e-7, atol=1e-10)
 
 
-def test_sums_and_multiples_are_not_taken_for_constants():
+def test_sums_and_approximations_are_not_taken_for_constants():
     w, H = made()
     inverse = hvp.ExactInverse(2 * H)
     for combined in (2 * H, H + 0.5 * H.damped(1.0), H @ H):
@@ -120,10 +120,14 @@ def test_sums_and_multiples_are_not_taken_for_constants():
             value = tf.reduce_sum(hvp.solve(combined, B, method="minres").x)
         with pytest.raises(hvp.SecondDerivativeError):
             np.asarray(tape.gradient(value, w))
-    with tf.GradientTape() as tape:
-        value = tf.reduce_sum(inverse.product(B))
-    with pytest.raises(hvp.SecondDerivativeError):
-        np.asarray(tape.gradient(value, w))
+    for approximate in (inverse, hvp.DiagonalPreconditioner(H), hvp.NystromPreconditioner(H)):
+        with tf.GradientTape(persistent=True) as tape:
+            tape.watch(B)
+            value = tf.reduce_sum(approximate.product(B))
+        expected = approximate @ np.ones(6)
+        np.testing.assert_allclose(tape.gradient(value, B), expected, rtol=1e-9)
+        with pytest.raises(hvp.SecondDerivativeError):
+            np.asarray(tape.gradient(value, w))
 
 
 def test_other_matrices_are_functions_of_the_right_hand_side_alone():
