@@ -31,8 +31,20 @@ def belonging_to(
     """
     if not variables or (tf.executing_eagerly() and not is_recorded(evaluated)):
         return result
-    tensors = tf.nest.flatten(result)
-    return tf.nest.pack_sequence_as(result, _linked(tensors, _handles(variables)))
+    tensors, handles = tf.nest.flatten(result), _handles(variables)
+    with record.stop_recording():
+        linked = _linked(tensors, handles)
+
+    def backward(*upstream: tf.Tensor) -> list[Any]:
+        # A gradient in the vector is a product as well, which belongs to the same point.
+        again = belonging_to(list(upstream), variables, evaluated)
+        return [*again, *(_Refused() for _ in handles)]
+
+    def forward(*tangents: Any) -> list[tf.Tensor]:
+        return belonging_to(_of_vector(tangents, len(tensors)), variables, evaluated)
+
+    record.record_operation("Product", linked, [*tensors, *handles], backward, forward)
+    return tf.nest.pack_sequence_as(result, linked)
 
 
 def may_be_recorded() -> bool:
@@ -74,8 +86,20 @@ def recorded_product(
             by_variables = [_Refused(error) for _ in handles]
         return [*tf.nest.flatten(by_vector), *by_variables]
 
-    inputs = [*tf.nest.flatten(vector), *handles]
-    record.record_operation("HessianVectorProduct", linked, inputs, backward)
+    def forward(*tangents: Any) -> list[tf.Tensor]:
+        own = _of_vector(tangents, len(tensors))
+        tangent = tf.nest.pack_sequence_as(vector, own)
+        return tf.nest.flatten(recorded_product(multiply, tangent, variables, gradient))
+
+    tensors = tf.nest.flatten(vector)
+    # By default, TensorFlow differentiates the gradient, which has to exist.
+    record.record_operation(
+        "HessianVectorProduct",
+        linked,
+        [*tensors, *handles],
+        backward,
+        None if gradient else forward,
+    )
     return tf.nest.pack_sequence_as(result, linked)
 
 
@@ -114,6 +138,13 @@ def recorded_result(
         linked = _linked(result, handles)
     record.record_operation("Gradient", linked, handles, lambda *upstream: list(gradient(upstream)))
     return linked
+
+
+def _of_vector(tangents: Sequence[Any], count: int) -> list[Any]:
+    """Return the first tangents; the others are those of variables, which have to be None."""
+    if any(tangent is not None for tangent in tangents[count:]):
+        return _Refused().values
+    return list(tangents[:count])
 
 
 def _handles(variables: Sequence[tf.Variable]) -> list[tf.Tensor]:

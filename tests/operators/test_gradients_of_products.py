@@ -119,6 +119,27 @@ def test_a_product_of_a_product_twice_differentiated(way):
     np.testing.assert_allclose(curvature, 30 * W**4)
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.few(3)
+def test_forward_mode_and_gradients_of_gradients_know_the_variables(name):
+    multiply, variable, kept = operators()[name]
+    v = tf.constant([1.0, -1.0, 2.0], F)
+    with tf.autodiff.ForwardAccumulator(v, tf.ones_like(v)) as accumulator:
+        product = tf.nest.flatten(multiply(v))[0]
+    np.testing.assert_allclose(accumulator.jvp(product), tf.nest.flatten(multiply(v + 1 - v))[0])
+    with tf.GradientTape() as outer:
+        with tf.GradientTape() as tape:
+            tape.watch(v)
+            total = tf.reduce_sum(tf.nest.flatten(multiply(v))[0])
+        value = tf.reduce_sum(tape.gradient(total, v) ** 2)
+    if name in ("graph", "nest", "tape"):  # the gradient of `(12 w**2)**2`
+        np.testing.assert_allclose(outer.gradient(value, variable), 4 * 144 * W**3)
+    else:
+        with pytest.raises(hvp.SecondDerivativeError):
+            np.asarray(outer.gradient(value, variable))
+    del kept
+
+
 def network():
     rng = np.random.default_rng(0)
     a, b = (tf.Variable(rng.standard_normal(shape) / 2) for shape in [(3, 4), (4, 1)])
