@@ -81,11 +81,16 @@ class Equation:
             def backward(*upstream: tf.Tensor, variables: Any = None) -> Any:
                 x = found or self._linear(*own, right, transposed=transposed, known=values)
                 other = self._linear(*own, upstream, transposed=not transposed)
+                points = [*own[0], *own[1]]
+                if _no_tape_records():
+                    nan = tf.add_n([math.nan * tf.reduce_sum(part) for part in upstream])
+                    slopes = [tf.fill(tf.shape(p), tf.cast(nan, p.dtype)) for p in points]
+                    return _slopes([*slopes, *other], variables)
                 # The derivative of the matrix, between the solution and that of the other system.
                 left, inner = (other, x) if transposed else (x, other)
                 slopes = pulled_back(
                     lambda: self.pullback(*own, inner)[: len(w)],
-                    [*own[0], *own[1]],
+                    points,
                     [-part for part in left],
                 )
                 return _slopes([*slopes, *other], variables)
@@ -94,6 +99,18 @@ class Equation:
 
         found += solution(*w, *outer, *right)
         return found
+
+
+def _no_tape_records() -> bool:
+    """Whether a forward accumulator asks for a gradient, while tapes record nothing.
+
+    The derivative of a matrix is not known then. Only an accumulator around a tape needs it.
+    """
+    probe = tf.constant(0.0)
+    with tf.GradientTape() as tape:
+        tape.watch(probe)
+        recorded = tf.identity(probe)
+    return tape.gradient(recorded, probe) is None
 
 
 def at_tensors(

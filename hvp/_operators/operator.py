@@ -120,6 +120,12 @@ class Operator(OneProcess, DtypePreserving):
         first one, and a gradient costs a few of the loss if the tape watches variables. All other
         gradients with respect to the variables raise a `SecondDerivativeError`.
 
+        Other variables that the loss reads, such as a hyperparameter `k`, are constants to a tape.
+        For a gradient in `k`, make the operator of both: `H = hvp.HessianOperator(loss, [w, k])`,
+        and multiply by a vector that is zero there, `H.product([v, tf.zeros_like(k)])[0]`. Make an
+        operator before the first tape, or within the last one: to a tape that is opened after an
+        operator was made within another, its products are functions of the vector alone.
+
         Unlike `H @ v`, this does not check whether entries are finite, which would mean waiting for
         the device.
         """

@@ -392,6 +392,32 @@ def test_damping_is_for_derivatives_alone():
     assert float(tape.gradient(best, t)) == pytest.approx(6e-4 / (2e-4 + 1.0))
 
 
+@pytest.mark.parametrize("are_variables", [True, False])
+def test_forward_accumulators_within_and_around_tapes(are_variables):
+    """`w = exp(-t)`. What an accumulator around a tape asks for is not known, and no number."""
+    t, w = tf.Variable(0.3, dtype=tf.float64), tf.Variable(0.0, dtype=tf.float64)
+    one = tf.constant(1.0, tf.float64)
+
+    def square():
+        if are_variables:
+            return hvp.argmin(lambda: tf.exp(t) * w**2 / 2 - w, w, t) ** 2
+        start = tf.constant(0.0, tf.float64)
+        return hvp.argmin(lambda w: tf.exp(t) * w**2 / 2 - w, start, t) ** 2
+
+    with tf.GradientTape() as tape:
+        with tf.autodiff.ForwardAccumulator(t, one) as accumulator:
+            value = square()
+        slope = accumulator.jvp(value)
+    assert float(slope) == pytest.approx(-2 * np.exp(-0.6))
+    assert float(tape.gradient(slope, t)) == pytest.approx(4 * np.exp(-0.6))
+    with tf.autodiff.ForwardAccumulator(t, one) as accumulator:
+        with tf.GradientTape() as tape:
+            value = square()
+        slope = tape.gradient(value, t)
+    assert float(slope) == pytest.approx(-2 * np.exp(-0.6))
+    assert np.isnan(accumulator.jvp(slope))
+
+
 def test_jacobians_by_vectorization_or_not():
     """`w**3 = t` has the derivative `1 / (3 w**2)`."""
     t, v = tf.Variable(2.0), tf.Variable([1.0, 1.0])
