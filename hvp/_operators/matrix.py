@@ -63,11 +63,6 @@ class Matrix:
         """The variables of a matrix of a loss, in the order of the vectors."""
         return []
 
-    @property
-    def depends_on(self) -> Sequence[tf.Variable]:
-        """The variables that the matrix is a function of, in any order."""
-        return self.linear_map.variables
-
     def damped(self: Self, damping: float) -> Self:
         """Return the matrix plus a further multiple of the identity; it shares everything."""
         if not damping:

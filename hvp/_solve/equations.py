@@ -16,7 +16,7 @@ from hvp._runtime.interrupts import deliver_interrupt
 from hvp._runtime.progress import progress_bar
 from hvp._solve.block_progress import BlockProgress, Solution
 from hvp._solve.inverses import ExactInverse
-from hvp._solve.krylov import Krylov
+from hvp._solve.krylov import ACCEPTABLE, Krylov
 from hvp._solve.method import Method
 from hvp._solve.outcome import SolveOutcome
 from hvp._solve.preconditioners import NO_PRECONDITION
@@ -27,8 +27,6 @@ from hvp._solve.sparse import SparseInverse
 # Upper bounds on the columns of a block and on the memory of its vectors, and the number of vectors
 # that an iteration needs for each column.
 _MAX_COLUMNS, _MAX_BYTES, _VECTORS = 128, 2**30, 10
-# A solution replaces another one if its residual is at most this many times as large.
-_ACCEPTABLE = 1.01
 
 
 @dataclass(frozen=True)
@@ -242,7 +240,7 @@ class _BlockwiseSolver:
         x = progress.x - (factors[:, np.newaxis] * residual).astype(b.dtype)
         residual_norms = norms(self._equations.residual(b, x))
         progress.products += 2 * len(b)
-        better = least & (residual_norms <= _ACCEPTABLE * progress.residual_norms)
+        better = least & (residual_norms <= ACCEPTABLE * progress.residual_norms)
         progress.x[better] = x[better]
         progress.residual_norms[better] = residual_norms[better]
 
@@ -253,7 +251,7 @@ class _BlockwiseSolver:
         solution.iterations[columns] += progress.iterations
         has_direction = progress.directions.any(axis=1)
         solution.directions[columns[has_direction]] = progress.directions[has_direction]
-        better = progress.residual_norms <= _ACCEPTABLE * solution.residual_norms[columns]
+        better = progress.residual_norms <= ACCEPTABLE * solution.residual_norms[columns]
         improved = columns[better]
         solution.x[improved] = progress.x[better]
         solution.residual_norms[improved] = progress.residual_norms[better]

@@ -45,8 +45,8 @@ _TRUSTED = 4
 # Another cycle of this many iterations takes less time than two residuals in float64, which
 # refinement needs at least.
 _CHEAP = 4
-# A residual up to so many times another is no worse, in spite of rounding errors.
-_NO_WORSE = 1.01
+# A solution is no worse than another one if its residual is at most this many times as large.
+ACCEPTABLE = 1.01
 
 
 class Krylov:
@@ -236,7 +236,7 @@ class Krylov:
         residual_norms = norms(residual)
         # Both are False for a row that has overflowed, because its norm is not a number.
         better = residual_norms <= progress.residual_norms
-        no_worse = residual_norms <= _NO_WORSE * progress.residual_norms
+        no_worse = residual_norms <= ACCEPTABLE * progress.residual_norms
         helped = residual_norms <= progress.residual_norms / 2
         if self._is_low:
             trusted = _TRUSTED * self._targets()

@@ -185,7 +185,7 @@ class Preconditioner(Operator):
     ) -> None:
         key = (kind, *(tuple(tensor.shape) for tensor in tensors))
         function = TensorFunction(key, tensors, solve)
-        super().__init__(PreconditionMap(function, matrix.space, matrix.depends_on))
+        super().__init__(PreconditionMap(function, matrix.space, matrix.linear_map.variables))
 
 
 class NystromPreconditioner(Preconditioner):

@@ -404,7 +404,7 @@ def _recorded(H: Any, b: Any, x: Any, solve_again: Callable[[tf.Tensor], tf.Tens
 
     def product(rows: tf.Tensor) -> tf.Tensor:
         if not isinstance(H, Operator):
-            return recorded_product(tf.identity, rows, matrix.depends_on, None)
+            return recorded_product(tf.identity, rows, matrix.linear_map.variables, None)
         if len(rows.shape) == 1:
             return H.product(rows)
         return tf.stack([H.product(column) for column in tf.unstack(rows, axis=1)], axis=1)

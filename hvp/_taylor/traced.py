@@ -206,10 +206,10 @@ class TracedFunction:
     def check_examples(self) -> None:
         """Raise an error unless each example has a row of each result that depends on it alone.
 
-        What the results depend on is evaluated at random inputs, of which those with each binary
-        digit of their numbers are replaced: any two examples differ in one of these. Where that is
-        not finite it is done again at positive ones, and left out if the function draws numbers or
-        reads tensors of another graph.
+        What the results depend on is evaluated at two random inputs, and at mixtures of them: those
+        of the first whose numbers have a certain binary digit, for any two examples differ in one,
+        and the others of the second. Where that is not finite it is done again at positive inputs.
+        It is left out if the function draws numbers or reads tensors of another graph.
         """
         [spec] = self._specs
         count = spec.shape[0]
@@ -241,15 +241,16 @@ class TracedFunction:
             shape = [count or 4, *spec.shape[1:]]
             numbers = np.arange(shape[0])
             digits = 2 ** np.arange(int(numbers[-1]).bit_length())
-            halves = [numbers & digit == half for digit in digits for half in (0, digit)]
             for stateless in (tf.random.stateless_normal, tf.random.stateless_uniform):
                 x, other = (stateless(shape, [0, seed], dtype=spec.dtype) for seed in (1, 2))
-                before = evaluate(x)
-                for half in halves:
-                    kept = half.reshape(-1, *(1 for _ in shape[1:]))
-                    for one, another in zip(before, evaluate(tf.where(kept, x, other))):
-                        self._compare(one, one[half], another[half])
-                if all(np.isfinite(value).all() for value in before):
+                ends = list(zip(evaluate(x), evaluate(other)))
+                for digit in digits:
+                    rows = numbers & digit > 0
+                    kept = rows.reshape(-1, *(1 for _ in shape[1:]))
+                    for (one, two), both in zip(ends, evaluate(tf.where(kept, x, other))):
+                        self._compare(one, one[rows], both[rows])
+                        self._compare(two, two[~rows], both[~rows])
+                if all(np.isfinite(value).all() for pair in ends for value in pair):
                     return
 
     def _compare(self, whole: np.ndarray, before: np.ndarray, after: np.ndarray) -> None:

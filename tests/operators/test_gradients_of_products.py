@@ -126,7 +126,8 @@ def test_forward_mode_and_gradients_of_gradients_know_the_variables(name):
     v = tf.constant([1.0, -1.0, 2.0], F)
     with tf.autodiff.ForwardAccumulator(v, tf.ones_like(v)) as accumulator:
         product = tf.nest.flatten(multiply(v))[0]
-    np.testing.assert_allclose(accumulator.jvp(product), tf.nest.flatten(multiply(v + 1 - v))[0])
+    expected = tf.nest.flatten(multiply(tf.ones_like(v)))[0]
+    np.testing.assert_allclose(accumulator.jvp(product), expected)
     with tf.GradientTape() as outer:
         with tf.GradientTape() as tape:
             tape.watch(v)
