@@ -1,9 +1,10 @@
 """Products belong to the point of an operator: what their gradient in the variables is.
 
-To a tape, a product is a function of the vector alone. Its gradient in the variables, which is a
-third derivative of the loss, would be None, as if it were zero. Products therefore pass through an
-operation that also takes the variables' handles. Its gradient in these is that derivative where it
-is known, and raises an error where it is not.
+To a tape, a product is a function of the vector alone, unless the tape has recorded the evaluation
+of the operator too. Its gradient in the variables, which is a third derivative of the loss, would
+be None, as if it were zero. No tape therefore records how a product is computed, but an operation
+that also takes the handles of all variables that the loss reads. Its gradient in these is that
+derivative where it is known, and raises an error where it is not.
 """
 
 from __future__ import annotations
@@ -14,37 +15,14 @@ from typing import Any
 import tensorflow as tf
 
 from hvp._errors import HvpError, SecondDerivativeError
-from hvp._graphs.private import gradient_of_type, record, replace_gradient_of_type
+from hvp._graphs.private import gradient_of_type, may_record, record, replace_gradient_of_type
+from hvp._vectors.strategies import copies
 
+# What returns gradients in variables, from a vector, a cotangent and the places of the variables.
+Gradient = Callable[[Any, Any, Sequence[int]], Sequence[tf.Tensor]]
 _KIND = "IdentityN"
 # The type of a last input that tells these operations from others of their kind.
 _MARK = tf.uint16
-
-
-def belonging_to(
-    result: Any, variables: Sequence[tf.Variable], evaluated: Sequence[Any] = ()
-) -> Any:
-    """Return the tensors of a product, whose gradient in the variables raises an error.
-
-    `evaluated` is what was computed from the variables before the product. A tape that recorded it
-    has recorded the product as well.
-    """
-    if not variables or (tf.executing_eagerly() and not is_recorded(evaluated)):
-        return result
-    tensors, handles = tf.nest.flatten(result), _handles(variables)
-    with record.stop_recording():
-        linked = _linked(tensors, handles)
-
-    def backward(*upstream: tf.Tensor) -> list[Any]:
-        # A gradient in the vector is a product as well, which belongs to the same point.
-        again = belonging_to(list(upstream), variables, evaluated)
-        return [*again, *(_Refused() for _ in handles)]
-
-    def forward(*tangents: Any) -> list[tf.Tensor]:
-        return belonging_to(_of_vector(tangents, len(tensors)), variables, evaluated)
-
-    record.record_operation("Product", linked, [*tensors, *handles], backward, forward)
-    return tf.nest.pack_sequence_as(result, linked)
 
 
 def may_be_recorded() -> bool:
@@ -52,51 +30,60 @@ def may_be_recorded() -> bool:
     return bool(record.could_possibly_record())
 
 
-def is_recorded(evaluated: Sequence[Any]) -> bool:
-    """Return whether a tape records a product, and has not recorded what it is computed from."""
-    if not record.could_possibly_record():
-        return False
-    return not record.should_record_backprop([t for t in evaluated if t is not None])
+def watched(variables: Sequence[tf.Variable]) -> tuple[list[tf.Tensor], list[int]]:
+    """Return the handles of variables, and the places of those that a tape watches."""
+    firsts = [copies(variable)[0] for variable in variables]
+    for variable in firsts:
+        if variable.trainable:
+            variable.value()  # so that a tape which watches what is read watches this
+    handles = [variable.handle for variable in firsts]
+    return handles, [place for place, handle in enumerate(handles) if may_record([handle])]
 
 
 def recorded_product(
     multiply: Callable[[Any], Any],
     vector: Any,
     variables: Sequence[tf.Variable],
-    gradient: Callable[[Any, Any], Sequence[tf.Tensor]] | None,
+    gradient: Gradient | None = None,
+    adjoint: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Multiply by a symmetric matrix, and record the product as a function of variables as well.
+    """Multiply by a matrix, and record the product as a function of variables as well.
 
-    `multiply` takes and returns vectors in one layout. `gradient` takes a vector and a cotangent in
-    it, and returns the gradients in the variables. If it raises an error, these raise it when they
-    are used; if it is None, they raise one as well.
+    `multiply` takes vectors and returns products in one layout, and `adjoint` multiplies by the
+    transpose; without it the matrix is symmetric. `gradient` takes a vector, a cotangent and the
+    places of some of the variables, and returns the gradients in these. If it raises an error, they
+    raise it when they are used; if it is None, they raise one as well.
     """
-    handles = _handles(variables)
+    handles, recorded = watched(variables)
     with record.stop_recording():
         result = multiply(vector)
         linked = _linked(tf.nest.flatten(result), handles)
+    transposed = adjoint or multiply
 
     def backward(*upstream: tf.Tensor) -> list[Any]:
         cotangent = tf.nest.pack_sequence_as(result, upstream)
-        by_vector = recorded_product(multiply, cotangent, variables, gradient)
-        by_variables: Sequence[Any] = [_Refused() for _ in handles]
+        swapped = gradient and (lambda u, v, which: gradient(v, u, which))
+        by_vector = recorded_product(transposed, cotangent, variables, swapped, multiply)
+        by_variables: Sequence[Any] = [_Refused() for _ in recorded]
         try:
-            by_variables = gradient(vector, cotangent) if gradient else by_variables
+            by_variables = gradient(vector, cotangent, recorded) if gradient else by_variables
         except HvpError as error:
-            by_variables = [_Refused(error) for _ in handles]
+            by_variables = [_Refused(error) for _ in recorded]
         return [*tf.nest.flatten(by_vector), *by_variables]
 
     def forward(*tangents: Any) -> list[tf.Tensor]:
-        own = _of_vector(tangents, len(tensors))
-        tangent = tf.nest.pack_sequence_as(vector, own)
-        return tf.nest.flatten(recorded_product(multiply, tangent, variables, gradient))
+        if any(tangent is not None for tangent in tangents[len(tensors) :]):
+            return _Refused().values
+        own = tf.nest.pack_sequence_as(vector, tangents[: len(tensors)])
+        product = recorded_product(multiply, own, variables, gradient, adjoint)
+        return tf.nest.flatten(product)
 
     tensors = tf.nest.flatten(vector)
     # By default, TensorFlow differentiates the gradient, which has to exist.
     record.record_operation(
         "HessianVectorProduct",
         linked,
-        [*tensors, *handles],
+        [*tensors, *(handles[place] for place in recorded)],
         backward,
         None if gradient else forward,
     )
@@ -107,52 +94,51 @@ def recorded_solution(
     solve: Callable[[tf.Tensor], tf.Tensor],
     multiply: Callable[[tf.Tensor], tf.Tensor],
     right: tf.Tensor,
+    variables: Sequence[tf.Variable],
 ) -> tf.Tensor:
     """Solve a symmetric system, and record the solution as a function of variables as well.
 
-    `multiply` is a product with the matrix, as tapes around it see it: it says which variables.
+    `multiply` is a product with the matrix, as tapes around it see it.
     """
+    handles, recorded = watched(variables)
+    own = [handles[place] for place in recorded]
     with record.stop_recording():
         solution = tf.identity(solve(right))
     # Before it is needed: within a gradient that a forward accumulator asks for, no tape records.
     with tf.GradientTape(persistent=True) as tape:
+        tape.watch(own)
         product = multiply(solution)
-    variables = tape.watched_variables()
 
     def backward(upstream: tf.Tensor) -> list[Any]:
-        adjoint = recorded_solution(solve, multiply, upstream)
-        return [adjoint, *tape.gradient(product, variables, -adjoint)]
+        adjoint = recorded_solution(solve, multiply, upstream, variables)
+        return [adjoint, *tape.gradient(product, own, -adjoint)]
 
-    record.record_operation("Solution", [solution], [right, *_handles(variables)], backward)
+    record.record_operation("Solution", [solution], [right, *own], backward)
     return solution
 
 
 def recorded_result(
     result: Sequence[tf.Tensor],
     variables: Sequence[tf.Variable],
-    gradient: Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]],
+    gradient: Callable[[Sequence[tf.Tensor], Sequence[int]], Sequence[Any]],
 ) -> list[tf.Tensor]:
-    """Return tensors, recorded as a function of variables; `gradient` takes cotangents."""
-    handles = _handles(variables)
+    """Return tensors, recorded as a function of variables.
+
+    `gradient` takes cotangents and the places of some variables, and returns the gradients in
+    these. What is None raises an error when it is used.
+    """
+    handles, recorded = watched(variables)
     with record.stop_recording():
         linked = _linked(result, handles)
-    record.record_operation("Gradient", linked, handles, lambda *upstream: list(gradient(upstream)))
+
+    def backward(*upstream: tf.Tensor) -> list[Any]:
+        try:
+            return [_Refused() if g is None else g for g in gradient(upstream, recorded)]
+        except HvpError as error:
+            return [_Refused(error) for _ in recorded]
+
+    record.record_operation("Gradient", linked, [handles[i] for i in recorded], backward)
     return linked
-
-
-def _of_vector(tangents: Sequence[Any], count: int) -> list[Any]:
-    """Return the first tangents; the others are those of variables, which have to be None."""
-    if any(tangent is not None for tangent in tangents[count:]):
-        return _Refused().values
-    return list(tangents[:count])
-
-
-def _handles(variables: Sequence[tf.Variable]) -> list[tf.Tensor]:
-    # Of a variable of a strategy, the copy of this process.
-    copies = [getattr(variable, "values", (variable,))[0] for variable in variables]
-    for variable in copies:
-        variable.value()  # so that a tape which watches what is read watches this
-    return [variable.handle for variable in copies]
 
 
 def _linked(tensors: Sequence[tf.Tensor], handles: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -178,10 +164,11 @@ class _Refused(tf.IndexedSlices):
         if error is not None:
             raise error
         raise SecondDerivativeError(
-            "this is the gradient of a product with respect to the variables of its operator, "
-            "which is a third derivative of the loss",
-            "a gradient with respect to the vector; an operator belongs to the point at which it "
-            "was evaluated",
+            "this is the gradient of an operator's product with respect to variables, which is a "
+            "third derivative of the loss",
+            "a gradient with respect to the vector; or the product of a HessianOperator or "
+            "JacobianOperator as a whole, on one batch of data, whose loss draws no random numbers "
+            "that cannot be drawn again",
             "pass the product through tf.stop_gradient if it is a constant to you",
         )
 

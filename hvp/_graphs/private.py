@@ -31,6 +31,9 @@ from tensorflow.python.framework import op_def_registry, ops
 # not even in a branch that never runs.
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
+# Whether a tape or a forward accumulator follows a tensor is known to `record` for tapes alone.
+from tensorflow.python.ops.gradients_util import PossibleTapeGradientTypes
+
 # Attributes of nodes, which no documentation lists: the shapes of results; the function that
 # differentiates an operation; that a call is not dissolved; that XLA compiles a function; and which
 # operations have to be on one device.
@@ -59,6 +62,7 @@ __all__ = [
     "gradient_of_type",
     "is_for_xla",
     "is_of_tape",
+    "may_record",
     "op_def_registry",
     "record",
     "replace_gradient_of_type",
@@ -69,6 +73,11 @@ __all__ = [
 def is_for_xla() -> bool:
     """Return whether XLA will compile the graph being traced."""
     return bool(GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()))
+
+
+def may_record(tensors: Sequence[tf.Tensor]) -> bool:
+    """Return whether a tape or forward accumulator follows one of the tensors."""
+    return bool(PossibleTapeGradientTypes(list(tensors)))
 
 
 def is_of_tape(name: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvp._data.data_sets import hessian_rule
-from hvp._derivatives.belonging import is_recorded, recorded_product, recorded_result
+from hvp._derivatives.belonging import Gradient, may_be_recorded, recorded_result
 from hvp._engines.options import Options, declared
 from hvp._keras.from_keras import FromKeras
 from hvp._operators.damping import check_damping
@@ -18,7 +17,6 @@ from hvp._operators.matrix import evaluated
 from hvp._operators.symmetric import SymmetricOperator
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._runtime.strategies import outside_strategies
-from hvp._taylor.third import third_derivative
 from hvp._vectors.arrays import check_array
 from hvp._vectors.space import Space
 from hvp._vectors.variables import collect_variables
@@ -136,41 +134,31 @@ class HessianOperator(FromKeras, SymmetricOperator):
         checked = Options.of(type(self).__name__, options)
         matrix = evaluated(hessian_rule(loss), variables, data, checked)
         super().__init__(matrix.damped(damping))
-        assert matrix.problem is not None
-        whole = None if checked.on_stale == "ignore" else matrix.problem.whole_loss()
-        nest = matrix.snapshot.plan.nest
-        self._third = None if whole is None else third_derivative(whole, nest)
 
     def _gradient_parts(self, parts: list[tf.Tensor]) -> list[tf.Tensor]:
-        if not is_recorded(self._snapshot.evaluated):
+        if not may_be_recorded():
             return parts
-        twin = self.damped(-self.damping)
+        slopes, twin = self._snapshot.slopes(), self.damped(-self.damping)
 
-        def gradient(upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-            pairs = zip(twin._multiplied(list(upstream)), parts)
-            return [tf.cast(product, part.dtype) for product, part in pairs]
+        def gradient(upstream: Sequence[tf.Tensor], places: Sequence[int]) -> list[Any]:
+            others = [place for place in places if place >= len(parts)]
+            known = dict(enumerate(twin._multiplied(list(upstream))))
+            if others and slopes is not None:
+                known.update(zip(others, slopes([upstream], [None], others)))
+            dtypes = [variable.dtype for variable in self._snapshot.variables]
+            return [tf.cast(known[i], dtypes[i]) if i in known else None for i in places]
 
-        return recorded_result(parts, self._snapshot.plan.nest.variables, gradient)
+        return recorded_result(parts, self._snapshot.variables, gradient)
 
-    def _multiplied(self, vector: Any) -> Any:
-        third, space, snapshot = self._third, self.linear_map.domain, self._snapshot
-        # The loss is evaluated again there, with the same random numbers if seeds can be put back.
-        draws = snapshot.facts.draws or (snapshot.facts.seeds and not tf.executing_eagerly())
-        if third is None or draws or not is_recorded(snapshot.evaluated):
-            return super()._multiplied(vector)
-        variables = snapshot.plan.nest.variables
-        values = [variable.read_value() for variable in variables]
+    def _gradient_of_products(self, adjoint: bool) -> Gradient | None:
+        slopes, space = self._snapshot.slopes(), self.linear_map.domain
+        if slopes is None:
+            return None
 
-        def gradient(*pair: Any) -> list[tf.Tensor]:
-            is_eager = tf.executing_eagerly()
-            if is_eager:
-                snapshot.make_sure()
-            parts = [space.split(v) if tf.is_tensor(v) else v for v in pair]
-            cast = [[tf.cast(p, x.dtype) for p, x in zip(of_one, values)] for of_one in parts]
-            with snapshot.with_seeds() if is_eager else contextlib.nullcontext():
-                return third(*cast, values)
+        def gradient(vector: Any, cotangent: Any, places: Sequence[int]) -> list[tf.Tensor]:
+            return slopes([space.parts_of(v) for v in (vector, cotangent)], [None], places)
 
-        return recorded_product(self.linear_map.apply, vector, variables, gradient)
+        return gradient
 
 
 @outside_strategies

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from hvp._data.elements import Elements, retraced
+from hvp._derivatives.belonging import Gradient, may_be_recorded, recorded_result
 from hvp._engines.options import Options, declared, without
 from hvp._engines.restricted import Restricted, Selection
 from hvp._engines.rule import PullbackRule
@@ -134,10 +135,22 @@ class JacobianOperator(EvaluatedOperator):
 
     @property
     def value(self) -> Any:
-        """The values of the function as a nest of tensors; those of batches are stacked."""
-        if self._snapshot.held is not None:
-            self._value = self._snapshot.value()
-        return self._value
+        """The values of the function as a nest of tensors; those of batches are stacked.
+
+        For a tape, values of one batch are a function of the variables, as `product` is.
+        """
+        snapshot = self._snapshot
+        if snapshot.held is not None:
+            self._value = snapshot.value()
+        if snapshot.held is None or not may_be_recorded():
+            return self._value
+        slopes = snapshot.slopes()
+
+        def gradient(upstream: Sequence[tf.Tensor], places: Sequence[int]) -> Sequence[Any]:
+            return [None] * len(places) if slopes is None else slopes([], list(upstream), places)
+
+        parts = recorded_result(tf.nest.flatten(self._value), snapshot.variables, gradient)
+        return tf.nest.pack_sequence_as(self._value, parts)
 
     @property
     def engine(self) -> str:
@@ -174,11 +187,8 @@ class JacobianOperator(EvaluatedOperator):
         ClosedOperatorError
             If the operator is closed.
         """
-        product = self._snapshot.belonging(
-            self.linear_map.apply(self.linear_map.domain.vector_of(v))
-        )
-        parts = self.linear_map.codomain.split(product) if tf.is_tensor(product) else product
-        return tf.nest.pack_sequence_as(self._value, parts)
+        product = self._multiplied(self.linear_map.domain.vector_of(v))
+        return tf.nest.pack_sequence_as(self._value, self.linear_map.codomain.parts_of(product))
 
     def product(self, v: Any) -> Any:
         """Multiply by a nest of tensors or a flat one; the product is a nest like `value`, or flat.
@@ -224,8 +234,7 @@ class JacobianOperator(EvaluatedOperator):
         else:
             parts = self._parts_of_value(u, domain)
         cotangents = [as_tensor(part, dtype) for part, dtype in zip(parts, domain.dtypes)]
-        products = self._snapshot.belonging(pullback.apply(cotangents))
-        return codomain.nest_of_parts(products)
+        return codomain.nest_of_parts(self._multiplied(cotangents, adjoint=True))
 
     def _parts_of_value(self, u: Any, domain: Space) -> list[Any]:
         try:
@@ -323,6 +332,18 @@ class JacobianOperator(EvaluatedOperator):
         for taken, columns in self._products_of_unit_vectors(self.linear_map.T):
             gram[:, taken] = self @ columns
         return (gram + gram.T) / 2
+
+    def _gradient_of_products(self, adjoint: bool) -> Gradient | None:
+        slopes, linear_map = self._snapshot.slopes(), self.linear_map
+        if slopes is None:
+            return None
+
+        def gradient(vector: Any, cotangent: Any, places: Sequence[int]) -> list[tf.Tensor]:
+            direction, upstream = (cotangent, vector) if adjoint else (vector, cotangent)
+            parts = linear_map.domain.parts_of(direction), linear_map.codomain.parts_of(upstream)
+            return slopes([parts[0]], parts[1], places)
+
+        return gradient
 
     def refresh(self) -> None:
         """Evaluate again, at the values the variables have now."""

@@ -43,7 +43,8 @@ def linearize(
         The examples, as for `JacobianOperator`.
     on_stale : {"ignore", "raise", "refresh"}, optional
         What to do when the result is used after a variable changed that the function reads. By
-        default it stays the derivative at the old values.
+        default it stays the derivative at the old values; for gradients of products in variables
+        inside a `tf.function`, pass ``"raise"`` or ``"refresh"``.
     **options
         Further arguments of `JacobianOperator`.
 

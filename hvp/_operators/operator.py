@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import math
 from types import TracebackType
@@ -12,7 +13,7 @@ import numpy as np
 import scipy.sparse
 import tensorflow as tf
 
-from hvp._derivatives.belonging import belonging_to
+from hvp._derivatives.belonging import Gradient, may_be_recorded, recorded_product
 from hvp._engines.linear_map import LinearMap, damped
 from hvp._errors import FailedCheckError, HvpError, TooLargeError
 from hvp._graphs.sparsity import patterns_of
@@ -115,16 +116,12 @@ class Operator(OneProcess, DtypePreserving):
         which XLA cannot compile either.
 
         For a tape around it, the product is a function of `v`. The product of a `HessianOperator`
-        whose data are one batch, if any, is a function of the variables as well: its gradient is a
-        third derivative of the loss, as in `third_order_product`. The loss is traced again for the
-        first one, and a gradient costs a few of the loss if the tape watches variables. All other
-        gradients with respect to the variables raise a `SecondDerivativeError`.
-
-        Other variables that the loss reads, such as a hyperparameter `k`, are constants to a tape.
-        For a gradient in `k`, make the operator of both: `H = hvp.HessianOperator(loss, [w, k])`,
-        and multiply by a vector that is zero there, `H.product([v, tf.zeros_like(k)])[0]`. Make an
-        operator before the first tape, or within the last one: to a tape that is opened after an
-        operator was made within another, its products are functions of the vector alone.
+        or `JacobianOperator` whose data are one batch, if any, is a function of the variables as
+        well, and of all others that the loss reads, such as a hyperparameter. For a Hessian its
+        gradient is a third derivative of the loss, as in `third_order_product`. The loss is traced
+        again for the first one, and a gradient costs a few of the loss if the tape watches
+        variables. Other gradients in variables raise a `SecondDerivativeError`: those of blocks, of
+        other matrices, and of a loss whose random numbers cannot be drawn again.
 
         Unlike `H @ v`, this does not check whether entries are finite, which would mean waiting for
         the device.
@@ -528,16 +525,24 @@ class Operator(OneProcess, DtypePreserving):
         """Multiply a tensor of shape `(n, k)`."""
         adjoint, linear_map = adjoint and not self.is_symmetric, self.linear_map
         given = linear_map.codomain if adjoint else linear_map.domain
-        rows = linear_map.apply(tf.transpose(tf.cast(block, given.dtype)), adjoint=adjoint)
-        return self._belonging(tf.cast(tf.transpose(rows), linear_map.codomain.dtype))
+        rows = self._multiplied(tf.transpose(tf.cast(block, given.dtype)), adjoint)
+        return tf.cast(tf.transpose(rows), linear_map.codomain.dtype)
 
-    def _multiplied(self, vector: Any) -> Any:
+    def _multiplied(self, vector: Any, adjoint: bool = False) -> Any:
         """Multiply by a vector in any layout, as a tape around it should see it."""
-        return self._belonging(self.linear_map.apply(vector))
+        multiply = functools.partial(self.linear_map.apply, adjoint=adjoint)
+        if tf.executing_eagerly() and not may_be_recorded():
+            return multiply(vector)
+        other = None if self.is_symmetric else not adjoint
+        transposed = other if other is None else functools.partial(multiply, adjoint=other)
+        is_block = tf.is_tensor(vector) and len(vector.shape) == 2
+        gradient = None if is_block else self._gradient_of_products(adjoint)
+        return recorded_product(multiply, vector, self.linear_map.variables, gradient, transposed)
 
-    def _belonging(self, product: Any) -> Any:
-        """Return the tensors of a product as a tape around it should see them."""
-        return belonging_to(product, self.linear_map.variables)
+    def _gradient_of_products(self, adjoint: bool) -> Gradient | None:
+        """Return what returns gradients of products in variables, if they are known."""
+        del adjoint
+        return None
 
     def _properties(self) -> list[str]:
         """Return what `repr` shows."""
@@ -631,9 +636,6 @@ class EvaluatedOperator(Operator):
 
     def _over(self, linear_map: LinearMap) -> EvaluatedOperator:
         return EvaluatedOperator(linear_map, self._snapshot)
-
-    def _belonging(self, product: Any) -> Any:
-        return self._snapshot.belonging(product)
 
     def _properties(self) -> list[str]:
         stats, status = self.stats, self._snapshot.status

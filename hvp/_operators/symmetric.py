@@ -10,6 +10,7 @@ import scipy.sparse
 import tensorflow as tf
 from scipy.sparse.linalg import LinearOperator, aslinearoperator
 
+from hvp._derivatives.belonging import may_be_recorded, recorded_result
 from hvp._engines.array_map import ArrayMap
 from hvp._engines.restricted import Entries, Restricted, Selection
 from hvp._errors import GraphModeError, HvpError
@@ -75,8 +76,9 @@ class SymmetricOperator(EvaluatedOperator):
         """Return the gradient of the loss as tensors.
 
         For a tape around it, the gradient of a `HessianOperator` is a function of the variables,
-        whose derivative is a product with the Hessian. A derivative of what other operators return
-        raises a `SecondDerivativeError`.
+        whose derivative is a product with the Hessian, and of others that the loss reads if the
+        data are one batch. A derivative of what other operators return raises a
+        `SecondDerivativeError`.
 
         Returns
         -------
@@ -100,7 +102,10 @@ class SymmetricOperator(EvaluatedOperator):
 
     def _gradient_parts(self, parts: list[tf.Tensor]) -> list[tf.Tensor]:
         """Return the parts of the gradient as a tape around them should see them."""
-        return self._snapshot.belonging(parts)
+        if not may_be_recorded():
+            return parts
+        refused = lambda upstream, places: [None] * len(places)  # noqa: E731
+        return recorded_result(parts, self._snapshot.variables, refused)
 
     def damped(self: Self, lam: float) -> Self:
         """Return this operator plus `lam` times the identity.

@@ -9,7 +9,8 @@ import numpy as np
 import tensorflow as tf
 
 from hvp._data.elements import NO_DATA, checked_loss, convert_batch
-from hvp._taylor.third import third_derivative
+from hvp._derivatives.gradient import check_scalar
+from hvp._taylor.products import gradient_of_products
 from hvp._vectors.arrays import check_array, check_product
 from hvp._vectors.space import Space
 from hvp._vectors.variables import collect_variables
@@ -62,7 +63,8 @@ def third_order_product(
     elements = NO_DATA if data is None else convert_batch(data, "data")
 
     values = [variable.read_value() for variable in nest.variables]
-    products = third_derivative(lambda: elements.call(loss), nest)(*directions, values)
+    gradient = gradient_of_products(lambda: check_scalar(elements.call(loss)), nest)
+    products = gradient(directions, [None], values)
     if not space.is_flat(u):
         return space.nest_of_parts(products)
     flat = space.join(products)

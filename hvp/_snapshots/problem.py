@@ -20,10 +20,11 @@ from hvp._data.elements import (
 )
 from hvp._data.execution import Execution
 from hvp._data.varied import varied_examples
+from hvp._derivatives.gradient import check_scalar
 from hvp._engines.options import Options
 from hvp._engines.plan import Plan
 from hvp._engines.prediction_rule import PredictionRule
-from hvp._engines.rule import HessianRule, Rule, WeightedSum, Within
+from hvp._engines.rule import HessianRule, PullbackRule, Rule, WeightedSum, Within
 from hvp._engines.single_plan import SinglePlan
 from hvp._errors import (
     HvpError,
@@ -116,15 +117,22 @@ class Problem:
         """Whether the matrix is known to have no negative eigenvalue."""
         return self.rule.is_positive_semidefinite and self.regularization is None
 
-    def whole_loss(self) -> Callable[[], Any] | None:
-        """Return the loss as a function of no arguments; None if the data are many batches."""
+    def whole_function(self) -> Callable[[], Any] | None:
+        """Return the loss, or the function of a Jacobian, on all data.
+
+        Return None for other matrices, and if the data are many batches.
+        """
         rule, source, added = self.rule, self.source, self.options.regularization
-        if not (rule.is_hessian and isinstance(source, Elements)) or self.options.devices:
+        if not isinstance(source, Elements) or self.options.devices:
+            return None
+        if isinstance(rule, PullbackRule):
+            return lambda: source.call(rule.function)
+        if not rule.is_hessian:
             return None
         factor = float(source.examples) if self.total and source.has_examples else 1.0
 
         def whole() -> tf.Tensor:
-            value = rule.value(source) * factor
+            value = check_scalar(rule.value(source)) * factor
             return value if added is None else value + tf.cast(_as_tensor(added)(), value.dtype)
 
         return whole
@@ -157,7 +165,9 @@ class Problem:
             return self._plan(options, inputs)
 
         try:
-            snapshot = Snapshot(make_plan, options.on_stale, rule=self.rule)
+            snapshot = Snapshot(
+                make_plan, options.on_stale, rule=self.rule, function=self.whole_function()
+            )
         except (*_OF_AN_OPERATION, TypeError, ValueError) as error:
             explain_dtypes(error, self.data, lambda: collect_variables(self.variables).dtypes)
             # A missing kernel is not the fault of the data.

@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvp._data.budget import out_of_memory
-from hvp._derivatives.belonging import belonging_to
+from hvp._derivatives.belonging import watched
 from hvp._derivatives.gradient import without_dependence
 from hvp._engines.finite import check_finite
 from hvp._engines.graph_map import GraphMap
@@ -45,10 +45,13 @@ from hvp._runtime.collector import no_collections
 from hvp._runtime.guard import Guard, OneProcess, refuse_forks
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._snapshots.statistics import Statistics
+from hvp._taylor.products import gradient_of_products
 from hvp._vectors.resources import Resource, restored
+from hvp._vectors.strategies import copies
 from hvp._vectors.watch import Watch
 
 Result = TypeVar("Result")
+Slopes = Callable[[Any, Any, Sequence[int]], "list[tf.Tensor]"]
 
 # By how many times the root of a rounding error two products may differ from symmetry.
 _ASYMMETRY = 3
@@ -59,7 +62,7 @@ class Snapshot(OneProcess, LinearMap):
 
     `on_stale` says what to do when the snapshot is used after a variable that was read has changed:
     "raise", "refresh" or "ignore". `is_hessian` tells whether the matrix is the derivative of the
-    gradient.
+    gradient. `function` is the loss, or the function that a Jacobian belongs to, on all data.
     """
 
     def __init__(
@@ -68,8 +71,11 @@ class Snapshot(OneProcess, LinearMap):
         on_stale: OnStale,
         *,
         rule: Rule | None = None,
+        function: Callable[[], Any] | None = None,
     ) -> None:
         self.on_stale = on_stale
+        self._function = function
+        self._slopes: dict[tuple[int, ...], Callable[..., list[tf.Tensor]]] = {}
         self._evaluates = "the gradient" if rule is None else rule.evaluates
         self.is_hessian = rule is None or rule.is_hessian
         # Without a cycle: what is dropped is to be freed at once.
@@ -129,8 +135,12 @@ class Snapshot(OneProcess, LinearMap):
 
     @property
     def variables(self) -> Sequence[tf.Variable]:
-        """The variables of the loss."""
-        return self.plan.nest.variables
+        """The variables of the vectors, and then other variables of numbers that the loss reads."""
+        own = self.plan.nest.variables
+        seen = {id(own_copy.handle) for variable in own for own_copy in copies(variable)}
+        reads = [r for r in self.facts.reads if r.dtype.is_floating or r.dtype.is_complex]
+        others = [r.variable for r in reads if id(r.handle) not in seen]
+        return [*own, *(variable for variable in others if variable is not None)]
 
     @property
     def calls_python(self) -> bool:
@@ -281,20 +291,41 @@ class Snapshot(OneProcess, LinearMap):
         with self._guard, self._guard.lock:
             return self._current()[1].pattern()
 
-    def belonging(self, result: Any) -> Any:
-        """Return the tensors of a product, whose gradient in the variables raises an error.
+    def slopes(self) -> Slopes | None:
+        """Return what returns gradients in variables at this point; None if they are not known.
 
-        See the module `hvp._derivatives.belonging`.
+        It takes directions, cotangents and places in `variables`. See `gradient_of_products`.
         """
-        return belonging_to(result, self.plan.nest.variables, self.evaluated)
+        facts, own = self.facts, self.plan.nest
+        # The function is evaluated again, with the same random numbers if seeds can be put back.
+        draws = facts.draws or (facts.seeds and not tf.executing_eagerly())
+        function = self._function
+        if function is None or draws or self._is_of_old_values():
+            return None
+        variables, count = self.variables, len(own.variables)
+        places = {*range(count), *watched(variables)[1]}
+        values = {place: variables[place].read_value() for place in sorted(places)}
 
-    @property
-    def evaluated(self) -> list[tf.Tensor | None]:
-        """What was evaluated from the variables; empty if nothing is held."""
-        if self._results is None:
-            return []
-        gradient = self._results.gradient
-        return tf.nest.flatten(self._results.value) if gradient is None else list(gradient)
+        def gradient(directions: Any, upstream: Any, wanted: Sequence[int]) -> list[tf.Tensor]:
+            others = tuple(place for place in wanted if place >= count)
+            if others not in self._slopes:
+                further = [variables[place] for place in others]
+                self._slopes[others] = gradient_of_products(function, own, further)
+            moving = [*range(count), *others]
+            cast = [[tf.cast(p, values[i].dtype) for i, p in enumerate(d)] for d in directions]
+            if tf.executing_eagerly():
+                self.make_sure()
+                if self._is_of_old_values():
+                    raise self._stale(self.changed())
+            with self.with_seeds() if tf.executing_eagerly() else contextlib.nullcontext():
+                found = self._slopes[others](cast, upstream, [values[place] for place in moving])
+            return [found[moving.index(place)] for place in wanted]
+
+        return gradient
+
+    def _is_of_old_values(self) -> bool:
+        """Whether variables may have changed since the evaluation, although that is ignored."""
+        return self.on_stale == "ignore" and not (tf.executing_eagerly() and not self.changed())
 
     def _probe_symmetry(self) -> None:
         """Check symmetry with two products, if the loss has user-defined gradients.
@@ -393,7 +424,7 @@ class Snapshot(OneProcess, LinearMap):
     def _stale(self, changed: Sequence[str]) -> HvpError:
         problem = f"variables that the loss reads have changed: {quoted(changed)}"
         remedy = "call refresh(), or pass on_stale='refresh'"
-        if self.on_stale == "ignore":
+        if self.on_stale == "ignore" and self._map is not None and self._map.streams:
             problem += "; and not all batches are kept"
             remedy = "call refresh(), or raise memory_limit"
         expected = "the values at which the operator was evaluated"

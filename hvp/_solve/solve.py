@@ -412,7 +412,7 @@ def _recorded(H: Any, b: Any, x: Any, solve_again: Callable[[tf.Tensor], tf.Tens
     def solved(right: tf.Tensor) -> tf.Tensor:
         return first.pop() if first else solve_again(right)
 
-    solution = recorded_solution(solved, product, right)
+    solution = recorded_solution(solved, product, right, matrix.linear_map.variables)
     return unflattened(matrix.space, solution) if is_nest else solution
 
 

@@ -18,17 +18,21 @@ from hvp._runtime.interrupts import put_back
 class Resource:
     """The buffer of a variable that a traced function reads or writes.
 
-    `handle` is a tensor of dtype resource, and `dtype` is the type of the values.
+    `handle` is a tensor of dtype resource, `dtype` is the type of the values, and `variable` is the
+    variable itself, if it is known.
     """
 
     handle: tf.Tensor
     dtype: tf.DType
     name: str
+    variable: tf.Variable | None = None
 
     @classmethod
     def of(cls, variable: tf.Variable, name: str | None = None) -> Resource:
         """Return the buffer of a variable."""
-        return cls(variable.handle, variable.dtype, name or variable.name.partition(":")[0])
+        return cls(
+            variable.handle, variable.dtype, name or variable.name.partition(":")[0], variable
+        )
 
     def read(self) -> tf.Tensor:
         """Return the current value; later writes do not change it."""

@@ -117,6 +117,10 @@ class Space:
             flat.append(reshaped(tf.cast(part, self.dtype), shape, rank=1 + is_block))
         return flat[0] if len(flat) == 1 else tf.concat(flat, axis=-1)
 
+    def parts_of(self, vector: Any) -> list[tf.Tensor]:
+        """Return the parts of a flat vector, or of one in parts."""
+        return self.split(vector) if tf.is_tensor(vector) else list(vector)
+
     def split(self, flat: tf.Tensor) -> list[tf.Tensor]:
         """Split a flat vector into parts with the shapes and dtypes of the variables.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import tensorflow as tf
 
@@ -30,3 +30,8 @@ def process_count(strategy: tf.distribute.Strategy | None) -> int:
     if strategy is None:
         return 1
     return strategy.num_replicas_in_sync // len(strategy.extended.worker_devices)
+
+
+def copies(variable: tf.Variable) -> Sequence[tf.Variable]:
+    """Return the copies of a variable that a strategy keeps in this process, or the variable."""
+    return getattr(variable, "values", (variable,))

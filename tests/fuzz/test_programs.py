@@ -135,6 +135,7 @@ def test_products_of_fixed_programs_are_differences_of_gradients(name):
 
 
 # The first example is always the simplest program; random ones come with `make fuzz`.
+@pytest.mark.random
 @pytest.mark.parametrize("family", [long(family) for family in FAMILIES])
 def test_products_are_differences_of_gradients(family):
     @examples(1)

@@ -16,6 +16,7 @@ from hvp._graphs.private import (
     addresses_of_workers,
     call_flat,
     copies_of,
+    may_record,
     module_of_gradient,
     send_operations_one_by_one,
 )
@@ -97,6 +98,17 @@ def test_one_operation_for_all_that_records():
         record.record_operation("Tripled", [y], [x], lambda dy: [3.0 * dy])
     assert tape.gradient(y, x).numpy() == 3.0
     assert forward.jvp(y).numpy() == 3.0
+
+
+def test_what_tapes_and_accumulators_follow():
+    x, y, z = tf.constant(3.0), tf.constant(3.0), tf.Variable(3.0, trainable=False)
+    assert not may_record([x])
+    with tf.GradientTape() as tape, tf.autodiff.ForwardAccumulator(x, tf.constant(1.0)):
+        tape.watch([y, z])
+        assert may_record([x])
+        assert may_record([y])
+        assert may_record([z.handle])
+        assert not may_record([tf.constant(3.0)])
 
 
 def test_options_of_a_call():

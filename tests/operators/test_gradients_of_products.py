@@ -21,7 +21,7 @@ def operators():
 
     data = (np.ones(4),)
     H = hvp.HessianOperator(loss, w)
-    J = hvp.linearize(lambda: w**3, w)
+    J = hvp.JacobianOperator(lambda: w**3, w)
     kernel = tf.Variable(np.diag(W))
     K = hvp.KFAC(
         lambda x: x @ kernel,
@@ -43,10 +43,11 @@ def operators():
 
 
 F = tf.float64
-NAMES = ["graph", "nest", "tape", "batches", "block", "tf operator", "jvp", "vjp", "factors"]
+KNOWN = ["graph", "nest", "tape", "jvp", "vjp"]
+NAMES = [*KNOWN, "batches", "block", "tf operator", "factors"]
 
 
-@pytest.mark.parametrize("name", NAMES[:3])
+@pytest.mark.parametrize("name", KNOWN)
 @pytest.mark.parametrize("in_graph", [False, True])
 @pytest.mark.few(1)
 def test_the_gradient_in_the_variables_is_a_third_derivative(name, in_graph):
@@ -62,8 +63,9 @@ def test_the_gradient_in_the_variables_is_a_third_derivative(name, in_graph):
         return tape.gradient(both, [v, w])
 
     by_v, by_w = tf.function(gradients)() if in_graph else gradients()
-    np.testing.assert_allclose(by_v, 12 * W**2 * u)
-    np.testing.assert_allclose(by_w, 24 * W * u * v + 1)
+    power = 3 if name in ("jvp", "vjp") else 12
+    np.testing.assert_allclose(by_v, power * W**2 * u)
+    np.testing.assert_allclose(by_w, 2 * power * W * u * v + 1)
     del kept
 
 
@@ -133,8 +135,9 @@ def test_forward_mode_and_gradients_of_gradients_know_the_variables(name):
             tape.watch(v)
             total = tf.reduce_sum(tf.nest.flatten(multiply(v))[0])
         value = tf.reduce_sum(tape.gradient(total, v) ** 2)
-    if name in ("graph", "nest", "tape"):  # the gradient of `(12 w**2)**2`
-        np.testing.assert_allclose(outer.gradient(value, variable), 4 * 144 * W**3)
+    if name in KNOWN:  # the gradient of `(12 w**2)**2`, or of `(3 w**2)**2`
+        squared = 9 if name in ("jvp", "vjp") else 144
+        np.testing.assert_allclose(outer.gradient(value, variable), 4 * squared * W**3)
     else:
         with pytest.raises(hvp.SecondDerivativeError):
             np.asarray(outer.gradient(value, variable))
@@ -230,7 +233,7 @@ def test_a_third_derivative_after_a_change_is_an_error():
         np.asarray(tape.gradient(product, w))
 
 
-@pytest.mark.parametrize("name", NAMES[3:])
+@pytest.mark.parametrize("name", NAMES[len(KNOWN) :])
 @pytest.mark.few(1)
 def test_the_gradient_in_the_variables_is_an_error_and_that_in_the_vector_is_right(name):
     multiply, w, kept = operators()[name]
@@ -240,9 +243,8 @@ def test_the_gradient_in_the_variables_is_an_error_and_that_in_the_vector_is_rig
         product = multiply(v)
         total = tf.reduce_sum(product)
         both = total + tf.reduce_sum(w)
-    diagonal = 3 * W**2 if name in ("jvp", "vjp") else 12 * W**2
     if name != "factors":
-        np.testing.assert_allclose(tape.gradient(product, v, u), diagonal * u)
+        np.testing.assert_allclose(tape.gradient(product, v, u), 12 * W**2 * u)
     for target in (total, both):
         with pytest.raises(hvp.SecondDerivativeError, match="third derivative"):
             np.asarray(tape.gradient(target, w))
@@ -275,12 +277,132 @@ def test_functions_that_multiply(jit_compile):
     np.testing.assert_allclose(gradient(tf.ones(3, F)), 12 * W**2)
 
 
-def test_an_operator_that_is_built_under_the_tape_has_third_derivatives():
+V = np.array([1.0, -1.0, 2.0])
+# Gradients of a product or value, times `V`, in `w`, `k` and `z`.
+HYPERPARAMETERS = {
+    "product": (36 * W * V**2, 9 * np.sum(W**2 * V**2), 12 * np.sum(W**2 * V**2)),
+    "gradient_tensors": (18 * W**2 * V, 3 * np.sum(W**3 * V), 4 * np.sum(W**3 * V)),
+    "solve": (
+        -(V**2) / W**3 / 9,
+        -np.sum(V**2 / W**2) / 36,
+        -np.sum(V**2 / W**2) / 27,
+    ),
+    "jvp": (108 * W * V**2, 27 * np.sum(W**2 * V**2), 36 * np.sum(W**2 * V**2)),
+    "vjp": (108 * W * V**2, 27 * np.sum(W**2 * V**2), 36 * np.sum(W**2 * V**2)),
+    "value": (54 * W**2 * V, 9 * np.sum(W**3 * V), 12 * np.sum(W**3 * V)),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"engine": "tape"}, {"jit_compile": True}], ids=str)
+@pytest.mark.parametrize("made", ["before", "within", "between"])
+@pytest.mark.parametrize("what", HYPERPARAMETERS)
+@pytest.mark.few(3)
+def test_all_variables_that_the_loss_reads_have_gradients(what, made, options):
+    """The loss is `k z**2 sum(w**4) / 12`, and the function `k z**2 w**3`."""
+    w, k = tf.Variable(W), tf.Variable(2.0, dtype=F)
+    z = tf.Variable(3.0, dtype=F, trainable=False)
+
+    def make():
+        if what in ("jvp", "vjp", "value"):
+            kind = hvp.linearize if made == "before" else hvp.JacobianOperator
+            return kind(lambda: k * z**2 * w**3, w, **options)
+        return hvp.HessianOperator(lambda: k * z**2 * tf.reduce_sum(w**4) / 12, w, **options)
+
+    def total(operator):
+        v = tf.constant(V)
+        if what == "solve":
+            return tf.reduce_sum(hvp.solve(operator, v, rtol=1e-12).x * v)
+        if what in ("value", "gradient_tensors"):
+            found = operator.value if what == "value" else operator.gradient_tensors()
+        else:
+            found = getattr(operator, what)(v)
+        return tf.reduce_sum(found * v)
+
+    operator = make() if made == "before" else None
+    with tf.GradientTape() as outer:
+        outer.watch(z)
+        if made == "between":
+            operator = make()
+        with tf.GradientTape() as tape:
+            tape.watch(z)
+            value = total(operator or make())
+        gradients = tape.gradient(value, [w, k, z])
+    for gradient, expected in zip(gradients, HYPERPARAMETERS[what]):
+        np.testing.assert_allclose(gradient, expected, rtol=1e-9)
+    # The other tape knows that the gradients depend on the variables as well.
+    by_k = outer.gradient(gradients[2], k)
+    exponent = -1 if what == "solve" else 1
+    np.testing.assert_allclose(by_k, exponent * HYPERPARAMETERS[what][2] / 2, rtol=1e-9)
+
+
+def test_hyperparameters_in_graphs_and_in_forward_mode():
+    w, k = tf.Variable(W), tf.Variable(2.0, dtype=F)
+    H = hvp.HessianOperator(lambda: k**2 * tf.reduce_sum(w**4) / 12, w)
+
+    @tf.function
+    def gradients():
+        with tf.GradientTape() as tape:
+            product = H.product(tf.constant(V))
+        return tape.gradient(product, [w, k], tf.constant(V))
+
+    by_w, by_k = gradients()
+    np.testing.assert_allclose(by_w, 8 * W * V**2)
+    np.testing.assert_allclose(by_k, 4 * np.sum(W**2 * V**2))
+    with tf.autodiff.ForwardAccumulator(k, tf.constant(1.0, F)) as accumulator:
+        product = H.product(tf.constant(V))
+    np.testing.assert_allclose(accumulator.jvp(product), 4 * W**2 * V)
+
+
+@pytest.mark.parametrize("kind", ["batches", "gauss-newton", "scaled", "inverse", "gradient"])
+def test_no_matrix_is_a_constant_to_tapes_around_what_was_made_in_a_tape(kind):
+    w, k = tf.Variable(W), tf.Variable(2.0, dtype=F)
+    loss = lambda x: k * tf.reduce_mean(x) * tf.reduce_sum(w**4)  # noqa: E731
+    data, v = (np.ones(4),), tf.constant(V)
+    with tf.GradientTape() as outer:
+        if kind == "gauss-newton":
+            squares = lambda p: tf.reduce_sum((p - 1) ** 2)  # noqa: E731
+            operator = hvp.GaussNewtonOperator(lambda: k * w**2, squares, w)
+        else:
+            operator = hvp.HessianOperator(loss, w, data, batch_size=2)
+        inverse = hvp.ExactInverse(operator) if kind == "inverse" else None
+        with tf.GradientTape() as tape:
+            if kind == "scaled":
+                product = hvp.solve(2 * operator, v).x
+            elif kind == "inverse":
+                product = inverse.product(v)
+            elif kind == "gradient":
+                product = operator.gradient_tensors()
+            else:
+                product = operator.product(v)
+            total = tf.reduce_sum(product)
+        with pytest.raises(hvp.SecondDerivativeError):
+            np.asarray(tape.gradient(total, k))
+    del outer
+
+
+def test_linearizations_at_old_values_have_no_gradient_in_variables():
     w = tf.Variable(W)
+    J = hvp.linearize(lambda: w**3, w)
     with tf.GradientTape() as tape:
-        H = hvp.HessianOperator(lambda: tf.reduce_sum(w**4), w, engine="tape")
-        product = tf.reduce_sum(H.product(tf.ones(3, F)))
-    np.testing.assert_allclose(tape.gradient(product, w), 24 * W)
+        early = J.jvp(tf.constant(V))
+    w.assign(2 * W)
+    with tf.GradientTape() as late_tape:
+        late = J.jvp(tf.constant(V))
+    np.testing.assert_allclose(late, 3 * W**2 * V)
+    with pytest.raises(hvp.StaleOperatorError, match="Variable"):
+        np.asarray(tape.gradient(early, w))
+    with pytest.raises(hvp.SecondDerivativeError):
+        np.asarray(late_tape.gradient(late, w))
+    w.assign(W)
+
+    @tf.function
+    def gradient():
+        with tf.GradientTape() as tape:
+            product = J.jvp(tf.constant(V))
+        return tape.gradient(product, w)
+
+    with pytest.raises(hvp.SecondDerivativeError):  # where nothing tells whether they changed
+        gradient()
 
 
 @pytest.mark.parametrize(

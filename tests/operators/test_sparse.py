@@ -288,6 +288,7 @@ def test_patterns_of_steps_of_programs_are_never_too_small(family, name):
     np.testing.assert_allclose(H.to_sparse().toarray(), dense, rtol=1e-8, atol=1e-8)
 
 
+@pytest.mark.random
 @pytest.mark.parametrize("family", [long(family) for family in FAMILIES])
 def test_patterns_of_random_programs_are_never_too_small(family):
     """Against dense matrices, of which no entry that is not zero may be missing."""
