@@ -16,10 +16,12 @@ import tensorflow as tf
 
 from hvp._errors import HvpError, SecondDerivativeError
 from hvp._graphs.private import gradient_of_type, may_record, record, replace_gradient_of_type
-from hvp._vectors.strategies import copies
+from hvp._vectors.strategies import local_copy
 
-# What returns gradients in variables, from a vector, a cotangent and the places of the variables.
+# What returns gradients in sources, from a vector, a cotangent and the places of the sources.
 Gradient = Callable[[Any, Any, Sequence[int]], Sequence[tf.Tensor]]
+# What returns tensors, or refuses to.
+Check = Callable[[Sequence[tf.Tensor]], "list[tf.Tensor]"]
 _KIND = "IdentityN"
 # The type of a last input that tells these operations from others of their kind.
 _MARK = tf.uint16
@@ -30,52 +32,50 @@ def may_be_recorded() -> bool:
     return bool(record.could_possibly_record())
 
 
-def watched(variables: Sequence[tf.Variable]) -> tuple[list[tf.Tensor], list[int]]:
-    """Return the handles of variables, and the places of those that a tape watches."""
-    firsts = [copies(variable)[0] for variable in variables]
-    for variable in firsts:
-        if variable.trainable:
-            variable.value()  # so that a tape which watches what is read watches this
-    handles = [variable.handle for variable in firsts]
+def watched(sources: Sequence[Any]) -> tuple[list[tf.Tensor], list[int]]:
+    """Return tensors, and the handles of variables, and the places of those that a tape watches."""
+    own = [local_copy(source) for source in sources]
+    for source in own:
+        if getattr(source, "trainable", False):
+            source.value()  # so that a tape which watches what is read watches this
+    handles = [getattr(source, "handle", source) for source in own]
     return handles, [place for place, handle in enumerate(handles) if may_record([handle])]
 
 
 def recorded_product(
     multiply: Callable[[Any], Any],
     vector: Any,
-    variables: Sequence[tf.Variable],
+    sources: Sequence[Any],
     gradient: Gradient | None = None,
     adjoint: Callable[[Any], Any] | None = None,
+    same_point: Callable[[], Check] = lambda: list,
 ) -> Any:
-    """Multiply by a matrix, and record the product as a function of variables as well.
+    """Multiply by a matrix, and record the product as a function of its `sources` as well.
 
     `multiply` takes vectors and returns products in one layout, and `adjoint` multiplies by the
     transpose; without it the matrix is symmetric. `gradient` takes a vector, a cotangent and the
-    places of some of the variables, and returns the gradients in these. If it raises an error, they
-    raise it when they are used; if it is None, they raise one as well.
+    places of some of the sources, and returns the gradients in these. If it raises an error, they
+    raise it when they are used; if it is None, they raise one as well. `same_point` is called after
+    the product, and returns what refuses products of another point than that.
     """
-    handles, recorded = watched(variables)
+    handles, recorded = watched(sources)
     with record.stop_recording():
         result = multiply(vector)
         linked = _linked(tf.nest.flatten(result), handles)
-    transposed = adjoint or multiply
+    transposed, same = adjoint or multiply, same_point()
 
     def backward(*upstream: tf.Tensor) -> list[Any]:
         cotangent = tf.nest.pack_sequence_as(result, upstream)
         swapped = gradient and (lambda u, v, which: gradient(v, u, which))
-        by_vector = recorded_product(transposed, cotangent, variables, swapped, multiply)
-        by_variables: Sequence[Any] = [_Refused() for _ in recorded]
-        try:
-            by_variables = gradient(vector, cotangent, recorded) if gradient else by_variables
-        except HvpError as error:
-            by_variables = [_Refused(error) for _ in recorded]
-        return [*tf.nest.flatten(by_vector), *by_variables]
+        again = recorded_product(transposed, cotangent, sources, swapped, multiply, lambda: same)
+        own = same(tf.nest.flatten(again))
+        return [*own, *_known(gradient, vector, cotangent, recorded)]
 
     def forward(*tangents: Any) -> list[tf.Tensor]:
         if any(tangent is not None for tangent in tangents[len(tensors) :]):
             return _Refused().values
         own = tf.nest.pack_sequence_as(vector, tangents[: len(tensors)])
-        product = recorded_product(multiply, own, variables, gradient, adjoint)
+        product = recorded_product(multiply, own, sources, gradient, adjoint, lambda: same)
         return tf.nest.flatten(product)
 
     tensors = tf.nest.flatten(vector)
@@ -92,53 +92,67 @@ def recorded_product(
 
 def recorded_solution(
     solve: Callable[[tf.Tensor], tf.Tensor],
-    multiply: Callable[[tf.Tensor], tf.Tensor],
     right: tf.Tensor,
-    variables: Sequence[tf.Variable],
+    sources: Sequence[Any],
+    gradient: Gradient | None,
+    same_point: Check,
 ) -> tf.Tensor:
-    """Solve a symmetric system, and record the solution as a function of variables as well.
+    """Solve a symmetric system, and record the solution as a function of `sources` as well.
 
-    `multiply` is a product with the matrix, as tapes around it see it.
+    `gradient` returns gradients of products with the matrix, as for `recorded_product`, and
+    `same_point` refuses those of another point than that of the matrix.
     """
-    handles, recorded = watched(variables)
+    handles, recorded = watched(sources)
     own = [handles[place] for place in recorded]
     with record.stop_recording():
         solution = tf.identity(solve(right))
-    # Before it is needed: within a gradient that a forward accumulator asks for, no tape records.
-    with tf.GradientTape(persistent=True) as tape:
-        tape.watch(own)
-        product = multiply(solution)
 
     def backward(upstream: tf.Tensor) -> list[Any]:
-        adjoint = recorded_solution(solve, multiply, upstream, variables)
-        return [adjoint, *tape.gradient(product, own, -adjoint)]
+        adjoint = recorded_solution(solve, upstream, sources, gradient, same_point)
+        by_right = same_point([adjoint])
+        return [*by_right, *_known(gradient, solution, -adjoint, recorded)]
 
-    record.record_operation("Solution", [solution], [right, *own], backward)
+    # Tapes have to know the solution before accumulators ask for its gradient.
+    record.record_operation_backprop_only("Solution", [solution], [right, *own], backward)
+    record.record_operation_forwardprop_only("Solution", [solution], [right, *own], backward, None)
     return solution
 
 
 def recorded_result(
     result: Sequence[tf.Tensor],
-    variables: Sequence[tf.Variable],
+    sources: Sequence[Any],
     gradient: Callable[[Sequence[tf.Tensor], Sequence[int]], Sequence[Any]],
+    same_point: Check = list,
 ) -> list[tf.Tensor]:
-    """Return tensors, recorded as a function of variables.
+    """Return tensors, recorded as a function of `sources`.
 
-    `gradient` takes cotangents and the places of some variables, and returns the gradients in
-    these. What is None raises an error when it is used.
+    `gradient` takes cotangents and the places of some sources, and returns the gradients in these.
+    What is None raises an error when it is used.
     """
-    handles, recorded = watched(variables)
+    handles, recorded = watched(sources)
     with record.stop_recording():
         linked = _linked(result, handles)
 
     def backward(*upstream: tf.Tensor) -> list[Any]:
         try:
-            return [_Refused() if g is None else g for g in gradient(upstream, recorded)]
+            found = gradient(upstream, recorded)
         except HvpError as error:
             return [_Refused(error) for _ in recorded]
+        same_point([])
+        return [_Refused() if slope is None else slope for slope in found]
 
     record.record_operation("Gradient", linked, [handles[i] for i in recorded], backward)
     return linked
+
+
+def _known(
+    gradient: Gradient | None, vector: Any, cotangent: Any, places: Sequence[int]
+) -> Sequence[Any]:
+    """Return gradients in sources, which raise an error when they are used if they are unknown."""
+    try:
+        return gradient(vector, cotangent, places) if gradient else [_Refused() for _ in places]
+    except HvpError as error:
+        return [_Refused(error) for _ in places]
 
 
 def _linked(tensors: Sequence[tf.Tensor], handles: Sequence[tf.Tensor]) -> list[tf.Tensor]:

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvp._derivatives.belonging import may_be_recorded, recorded_product
-from hvp._engines.linear_map import LinearMap, apply_in_python
+from hvp._engines.linear_map import LinearMap, Source, apply_in_python
 from hvp._vectors.space import Space
 
 
@@ -17,7 +17,7 @@ class ArrayMap(LinearMap):
     """A symmetric linear map computed with NumPy.
 
     `multiply` takes an array of shape `(k, n)` and returns the products with its rows. The gradient
-    of a product in the `variables` that the map was computed from raises an error.
+    of a product in the `sources` that the map was computed from raises an error.
     """
 
     calls_python = True
@@ -26,20 +26,20 @@ class ArrayMap(LinearMap):
         self,
         multiply: Callable[[np.ndarray], np.ndarray],
         space: Space,
-        variables: Sequence[tf.Variable] = (),
+        sources: Sequence[Source] = (),
     ) -> None:
-        self._multiply, self._variables = multiply, variables
+        self._multiply, self._sources = multiply, sources
         self.domain = self.codomain = space
 
     @property
-    def variables(self) -> Sequence[tf.Variable]:
+    def sources(self) -> Sequence[Source]:
         """What the map was computed from."""
-        return self._variables
+        return self._sources
 
     def apply(self, vector: Any, *, adjoint: bool = False) -> Any:
         """Multiply by a vector in any layout; inside a graph, Python runs when the graph does."""
-        if may_be_recorded() or (self._variables and not tf.executing_eagerly()):
-            return recorded_product(self._applied, vector, self._variables, None)
+        if may_be_recorded() or (self._sources and not tf.executing_eagerly()):
+            return recorded_product(self._applied, vector, self._sources)
         return self._applied(vector)
 
     def _applied(self, vector: Any) -> Any:

@@ -13,17 +13,21 @@ rows
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Union
 
 import scipy.sparse
 import tensorflow as tf
 
+from hvp._errors import StaleOperatorError
 from hvp._graphs.python_calls import call_python
 from hvp._vectors.space import Space
 
 # Terms of a sum: numbers and maps.
 Terms = Sequence[tuple[float, "LinearMap"]]
+# What a tape may differentiate with respect to.
+Source = Union[tf.Variable, tf.Tensor]
 
 
 class TensorFunction(NamedTuple):
@@ -51,7 +55,7 @@ class LinearMap(abc.ABC):
     batches_held
         How many batches the map holds terms of, if it is a sum over batches.
     version
-        A number that changes when products become those of another point, if it is not a snapshot.
+        A number that changes when products become those of another point.
     """
 
     domain: Space
@@ -77,9 +81,23 @@ class LinearMap(abc.ABC):
         return any(part.calls_python for part in self.made_of)
 
     @property
-    def variables(self) -> Sequence[tf.Variable]:
+    def sources(self) -> Sequence[Source]:
         """What products are functions of besides the vector, as far as it is known."""
-        return [variable for part in self.made_of for variable in part.variables]
+        return [source for part in self.made_of for source in part.sources]
+
+    def same_point(self) -> Callable[[Sequence[tf.Tensor]], list[tf.Tensor]]:
+        """Return a function that returns tensors, and refuses to if the point is another then.
+
+        Where a graph is being traced, they are NaN in that case.
+        """
+        version, parts = self.version, [part.same_point() for part in self.made_of]
+
+        def check(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+            if self.version != version:
+                raise evaluated_again()
+            return functools.reduce(lambda given, part: part(given), parts, list(tensors))
+
+        return check
 
     @abc.abstractmethod
     def apply(self, vector: Any, *, adjoint: bool = False) -> Any:
@@ -199,6 +217,16 @@ class Identity(LinearMap):
     def pattern(self) -> Any:
         """Return the diagonal."""
         return scipy.sparse.csr_array(scipy.sparse.identity(self.domain.size, dtype=bool))
+
+
+def evaluated_again() -> StaleOperatorError:
+    """Return the error for a gradient of what an operator computed at another point."""
+    return StaleOperatorError(
+        "the operator was evaluated again, or its variables have changed, since it computed what "
+        "is differentiated",
+        "a gradient at the values of the product",
+        "take the gradient before variables are assigned, or compute the product again",
+    )
 
 
 def damped(plain: LinearMap, damping: float) -> LinearMap:

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import tensorflow as tf
+
 from hvp._derivatives.suspects import SuspectOperation
 from hvp._vectors.resources import Resource
 
@@ -58,6 +60,8 @@ class TraceSummary:
         Variables that running the function changes; they are put back afterwards.
     captured
         All variables that running the function needs.
+    tensors
+        The real or complex tensors that the function captured.
     seeds
         The integers among `writes`: seeds of random draws, counters.
     draws
@@ -88,6 +92,7 @@ class TraceSummary:
     reads: tuple[Resource, ...] = ()
     writes: tuple[Resource, ...] = ()
     captured: tuple[Resource, ...] = ()
+    tensors: tuple[tf.Tensor, ...] = ()
     seeds: tuple[Resource, ...] = ()
     draws: bool = False
     remarks: DerivativeReport | None = None
@@ -110,6 +115,7 @@ class TraceSummary:
             reads=_distinct(facts.reads for facts in every),
             writes=_distinct(facts.writes for facts in every),
             captured=_distinct(facts.captured for facts in every),
+            tensors=tuple(itertools.chain(*(facts.tensors for facts in every))),
             seeds=_distinct(facts.seeds for facts in every),
             draws=any(facts.draws for facts in every),
             remarks=DerivativeReport.union(remarks) if len(remarks) == len(every) else None,

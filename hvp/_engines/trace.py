@@ -158,6 +158,11 @@ def trace(
         reads=tuple(reads),
         writes=tuple(writes),
         captured=tuple(captured),
+        tensors=tuple(
+            outside
+            for _, outside in captures(concrete)
+            if outside.dtype.is_floating or outside.dtype.is_complex
+        ),
         seeds=tuple(resource for resource in writes if resource.dtype.is_integer),
         draws=bool(random),
         remarks=DerivativeReport(

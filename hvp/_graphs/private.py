@@ -6,9 +6,10 @@ TensorFlow is noticed there first.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -66,6 +67,7 @@ __all__ = [
     "op_def_registry",
     "record",
     "replace_gradient_of_type",
+    "resumed",
     "send_operations_one_by_one",
 ]
 
@@ -78,6 +80,19 @@ def is_for_xla() -> bool:
 def may_record(tensors: Sequence[tf.Tensor]) -> bool:
     """Return whether a tape or forward accumulator follows one of the tensors."""
     return bool(PossibleTapeGradientTypes(list(tensors)))
+
+
+@contextlib.contextmanager
+def resumed() -> Iterator[None]:
+    """Let tapes record that are opened here, where `record.stop_recording` has stopped all."""
+    tapes, was_stopped = record.pywrap_tfe, record.pywrap_tfe.TFE_Py_TapeSetIsStopped()
+    if was_stopped:
+        tapes.TFE_Py_TapeSetRestartOnThread()
+    try:
+        yield
+    finally:
+        if was_stopped:
+            tapes.TFE_Py_TapeSetStopOnThread()
 
 
 def is_of_tape(name: str) -> bool:

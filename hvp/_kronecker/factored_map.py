@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import tensorflow as tf
 
-from hvp._engines.linear_map import LinearMap, TensorFunction
+from hvp._engines.linear_map import LinearMap, Source, TensorFunction
 from hvp._graphs.compiled import Compiled
 from hvp._graphs.private import is_for_xla
 from hvp._kronecker.block import Block
@@ -35,7 +35,7 @@ class FactoredMap(LinearMap):
         self._factors, self.compiled, self._variables = factors, compiled, variables
 
     @property
-    def variables(self) -> Sequence[tf.Variable]:
+    def sources(self) -> Sequence[Source]:
         """The variables of the model."""
         return self._variables
 

@@ -66,12 +66,14 @@ def box_of(bounds: Any, fixed: Any, position: Position) -> Box | None:
     if not np.isin(mask, (0, 1)).all():
         raise HvpError("the argument fixed has entries that are neither true nor false", "a mask")
     x = position.read().numpy()
-    outside = int(np.sum(~((lower.astype(x.dtype) <= x) & (x <= upper.astype(x.dtype)))))
+    outside = int(np.sum(~((position.rounded(lower) <= x) & (x <= position.rounded(upper)))))
     if outside and not (mask != 0).all():
         raise HvpError(
             f"{outside} of {position.size} entries of the variables are outside of their bounds",
             "a start between them, with lower bounds that are not above the upper ones",
             "assign tf.clip_by_value(variable, lower, upper) to the variables first",
         )
-    tensors = (tf.constant(array, position.dtype) for array in (lower, upper, mask == 0))
+    # In a narrower type a variable could not reach its bound.
+    arrays = (position.rounded(lower), position.rounded(upper), mask == 0)
+    tensors = (tf.constant(array, position.dtype) for array in arrays)
     return Box(*tensors)

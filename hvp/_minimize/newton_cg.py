@@ -262,18 +262,19 @@ class NewtonCG(FromKeras, OneProcess, tf.Module, metaclass=_NotForCompile):
         rank = min(rank, position.size)
         box = box_of(bounds, fixed, position)
         scale = scale_of(x_scale, preconditioner, position)
+        units = 1.0 if scale is None else scale
         kind = kind_of(preconditioner, scale, box, position)
         residuals = None
         if in_residuals:
             terms = residuals_of(loss, variables, data, model, options.get("weight"))
-            residuals = ResidualSpace(terms, momentum, geodesic, 1.0 if scale is None else scale)
+            residuals = ResidualSpace(terms, momentum, geodesic, units)
         subproblem = Subproblem(
             kind, rank, max_cg_iterations, seed, residuals, masked=box is not None
         )
         shapes = subproblem.shapes(position.size)
         # The only attribute that `tf.train.Checkpoint` saves.
         self._state = NewtonState(position.variables, radius, damping, shapes, position.dtype)
-        self._iteration = NewtonIteration(model, subproblem, self._state, forcing, box)
+        self._iteration = NewtonIteration(model, subproblem, self._state, forcing, box, units)
 
     @classmethod
     def _of_compiled(cls, compiled: CompiledModel, variables: Any) -> Sequence[Any]:

@@ -47,8 +47,9 @@ class NewtonIteration:
         state: NewtonState,
         forcing: float | Literal["eisenstat-walker"],
         box: Box | None,
+        scale: float | np.ndarray,
     ) -> None:
-        self._box = box
+        self._box, self._scale = box, scale
         self.model, self.position = model, model.points.position
         self._subproblem, self._state, self._forcing = subproblem, state, forcing
         self._eps = float(np.finfo(self.position.dtype).eps)
@@ -121,9 +122,10 @@ class NewtonIteration:
     def is_exhausted(self) -> bool:
         """Return whether the trust region is so small that no step changes the variables."""
         radius = float(self._state.radius)
-        if radius >= math.sqrt(self._eps):
+        if np.ndim(self._scale) == 0 and radius >= math.sqrt(self._eps):
             return False
-        return radius < self._eps * euclidean_norm(self.position.read())
+        in_units = to_float64(self.position.read()) / self._scale
+        return radius < self._eps * euclidean_norm(in_units)
 
     @property
     def _number(self) -> int:

@@ -66,6 +66,11 @@ class Position:
         """Assign an array or a tensor to the variables."""
         self._write(tf.cast(x, self._space.dtype))
 
+    def rounded(self, x: np.ndarray) -> np.ndarray:
+        """Return a vector of what the variables would be, each in its own type, in float64."""
+        parts = self._space.split(tf.constant(x, self._space.dtype))
+        return self._space.join(parts).numpy().astype(np.float64)
+
     def restored(self, only_on_error: bool = False) -> AbstractContextManager[None]:
         """Restore the variables on exit, or only if an exception is raised inside."""
         return restored([self], only_on_error=only_on_error)

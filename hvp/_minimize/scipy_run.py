@@ -36,6 +36,8 @@ METHODS = {
 }
 # Methods that interpolate along lines, which an infinite value would break.
 _LINE_SEARCHES = {"Newton-CG", *(name for name, hessian in METHODS.items() if hessian == "none")}
+# Methods whose results have the gradient of an earlier point.
+_LATE_GRADIENTS = {"Newton-CG", "SLSQP"}
 # Values of `OptimizeResult.status`. scipy itself uses 99 for a callback that raised StopIteration.
 _STOPPED_BY_CALLBACK, _BROKEN_DOWN = 99, 98
 # What scipy says of an option that a method does not have. Python 3.13 adds "Did you mean ...?".
@@ -183,12 +185,14 @@ class ScipyRun:
         rise = max(abs(slope), 1e-8 * (1 + abs(self._best_value)))
         return self._best_value + rise, (2 * rise - slope) / float(step @ step) * step
 
-    def _after_iteration(self, intermediate_result: Any) -> Any:
-        """Record and display the iterate, and call the user's callback."""
-        state = intermediate_result
-        if isinstance(state, np.ndarray):  # some methods pass the iterate only
-            state = OptimizeResult(x=state.copy(), fun=self._functions.fun(state))
-        self.last = np.array(state.x)
+    def _after_iteration(self, x: np.ndarray, result: Any = None) -> Any:
+        """Record and display the iterate, and call the user's callback.
+
+        Only trust-constr passes a result. An argument by the name of scipy's would ask others for
+        one, too, but they pass an array where bounds fix an entry.
+        """
+        state = result or OptimizeResult(x=np.array(x), fun=self._functions.fun(x))
+        self.last = np.array(x)
         self._iterations += 1
         if not self._bar.disable:
             norm = float(np.linalg.norm(self._functions.jac(self.last)))
@@ -222,8 +226,10 @@ class ScipyRun:
 
     def _completed(self, result: OptimizeResult) -> OptimizeResult:
         """Add counts and times, and return to the best point if the loss is not finite."""
-        # The result is rounded to the variables' type, so that it equals their values.
-        result.x = np.asarray(result.x).astype(self._points.position.dtype).astype(np.float64)
+        # The result is rounded to the variables' types, so that it equals their values.
+        result.x = self._points.position.rounded(np.asarray(result.x))
+        if self._name in _LATE_GRADIENTS and math.isfinite(self._functions.fun(result.x)):
+            result.jac = self._functions.jac(result.x)
         if not math.isfinite(self._functions.fun(result.x)):
             result.x, result.fun, result.success = self.best, self._best_value, False
             result.jac = self._functions.jac(result.x)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -138,17 +139,18 @@ class HessianOperator(FromKeras, SymmetricOperator):
     def _gradient_parts(self, parts: list[tf.Tensor]) -> list[tf.Tensor]:
         if not may_be_recorded():
             return parts
-        slopes, twin = self._snapshot.slopes(), self.damped(-self.damping)
+        snapshot, twin = self._snapshot, self.damped(-self.damping)
+        slopes = snapshot.slopes()
 
         def gradient(upstream: Sequence[tf.Tensor], places: Sequence[int]) -> list[Any]:
             others = [place for place in places if place >= len(parts)]
             known = dict(enumerate(twin._multiplied(list(upstream))))
             if others and slopes is not None:
                 known.update(zip(others, slopes([upstream], [None], others)))
-            dtypes = [variable.dtype for variable in self._snapshot.variables]
+            dtypes = [source.dtype for source in snapshot.sources]
             return [tf.cast(known[i], dtypes[i]) if i in known else None for i in places]
 
-        return recorded_result(parts, self._snapshot.variables, gradient)
+        return recorded_result(parts, snapshot.sources, gradient, snapshot.same_point())
 
     def _gradient_of_products(self, adjoint: bool) -> Gradient | None:
         slopes, space = self._snapshot.slopes(), self.linear_map.domain
@@ -203,7 +205,9 @@ def hessian_vector_product(
         check_array(v, space.size, space.dtype.as_numpy_dtype, ndims=(1,))
     elif not space.is_flat(v):
         space.parts_of_nest(v)
-    with HessianOperator(loss, variables, data) as operator:
+    operator = HessianOperator(loss, variables, data)
+    # A tape may ask for gradients later.
+    with contextlib.nullcontext() if may_be_recorded() else operator:
         if is_array:
             return operator.matvec(v)
         return operator.product(v)

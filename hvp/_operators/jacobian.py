@@ -149,8 +149,9 @@ class JacobianOperator(EvaluatedOperator):
         def gradient(upstream: Sequence[tf.Tensor], places: Sequence[int]) -> Sequence[Any]:
             return [None] * len(places) if slopes is None else slopes([], list(upstream), places)
 
-        parts = recorded_result(tf.nest.flatten(self._value), snapshot.variables, gradient)
-        return tf.nest.pack_sequence_as(self._value, parts)
+        parts, same = tf.nest.flatten(self._value), snapshot.same_point()
+        linked = recorded_result(parts, snapshot.sources, gradient, same)
+        return tf.nest.pack_sequence_as(self._value, linked)
 
     @property
     def engine(self) -> str:

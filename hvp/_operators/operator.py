@@ -117,11 +117,12 @@ class Operator(OneProcess, DtypePreserving):
 
         For a tape around it, the product is a function of `v`. The product of a `HessianOperator`
         or `JacobianOperator` whose data are one batch, if any, is a function of the variables as
-        well, and of all others that the loss reads, such as a hyperparameter. For a Hessian its
-        gradient is a third derivative of the loss, as in `third_order_product`. The loss is traced
-        again for the first one, and a gradient costs a few of the loss if the tape watches
-        variables. Other gradients in variables raise a `SecondDerivativeError`: those of blocks, of
-        other matrices, and of a loss whose random numbers cannot be drawn again.
+        well, and of all other variables and tensors that the loss reads, such as hyperparameters,
+        unless it cannot be traced. For a Hessian its gradient is a third derivative of the loss, as
+        in `third_order_product`. The loss is traced again for the first one, when Python values
+        that it reads must be those of before; a gradient costs a few of the loss if the tape
+        watches variables. Other gradients in variables raise a `SecondDerivativeError`: those of
+        blocks, of other matrices, and of a loss whose random numbers cannot be drawn again.
 
         Unlike `H @ v`, this does not check whether entries are finite, which would mean waiting for
         the device.
@@ -537,7 +538,8 @@ class Operator(OneProcess, DtypePreserving):
         transposed = other if other is None else functools.partial(multiply, adjoint=other)
         is_block = tf.is_tensor(vector) and len(vector.shape) == 2
         gradient = None if is_block else self._gradient_of_products(adjoint)
-        return recorded_product(multiply, vector, self.linear_map.variables, gradient, transposed)
+        sources, same_point = self.linear_map.sources, self.linear_map.same_point
+        return recorded_product(multiply, vector, sources, gradient, transposed, same_point)
 
     def _gradient_of_products(self, adjoint: bool) -> Gradient | None:
         """Return what returns gradients of products in variables, if they are known."""
@@ -643,6 +645,11 @@ class EvaluatedOperator(Operator):
         if stats.batches_kept is not None:
             properties.append(f"{stats.batches} batches")
         return [*properties, *filter(None, [status])]
+
+
+def gradient_of_products(other: Any) -> Gradient | None:
+    """Return what returns gradients of an operator's products in variables, if they are known."""
+    return other._gradient_of_products(False) if isinstance(other, Operator) else None
 
 
 def known_diagonal(other: Any, most: int) -> tuple[np.ndarray | None, int]:

@@ -12,6 +12,7 @@ from scipy.sparse.linalg import LinearOperator, aslinearoperator
 
 from hvp._derivatives.belonging import may_be_recorded, recorded_result
 from hvp._engines.array_map import ArrayMap
+from hvp._engines.linear_map import Source
 from hvp._engines.restricted import Entries, Restricted, Selection
 from hvp._errors import GraphModeError, HvpError
 from hvp._operators.damping import check_damping
@@ -105,7 +106,7 @@ class SymmetricOperator(EvaluatedOperator):
         if not may_be_recorded():
             return parts
         refused = lambda upstream, places: [None] * len(places)  # noqa: E731
-        return recorded_result(parts, self._snapshot.variables, refused)
+        return recorded_result(parts, self._snapshot.sources, refused)
 
     def damped(self: Self, lam: float) -> Self:
         """Return this operator plus `lam` times the identity.
@@ -299,14 +300,14 @@ def matrix_of(operator: Any) -> Matrix:
         return check_product(np.ascontiguousarray(plain.matmat(rows.T).T, rows.dtype))
 
     space = Space([0], ["vector"], [(plain.shape[0],)], [dtype])
-    return Matrix(ArrayMap(multiply, space, _variables_within(plain)))
+    return Matrix(ArrayMap(multiply, space, _sources_within(plain)))
 
 
-def _variables_within(operator: Any) -> list[tf.Variable]:
-    """Return the variables that operators of this package within sums and products depend on."""
+def _sources_within(operator: Any) -> list[Source]:
+    """Return what operators of this package within sums and products depend on."""
     if isinstance(operator, Operator):
-        return list(operator.linear_map.variables)
-    return [v for part in getattr(operator, "args", ()) for v in _variables_within(part)]
+        return list(operator.linear_map.sources)
+    return [v for part in getattr(operator, "args", ()) for v in _sources_within(part)]
 
 
 def symmetric_matrix(A: Any, caller: str) -> Matrix:

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -26,7 +27,7 @@ from hvp._engines.finite import check_finite
 from hvp._engines.graph_map import GraphMap
 from hvp._engines.graph_program import Results
 from hvp._engines.in_graph import InGraph
-from hvp._engines.linear_map import LinearMap, apply_in_python
+from hvp._engines.linear_map import LinearMap, Source, apply_in_python, evaluated_again
 from hvp._engines.options import ROUNDING, OnStale
 from hvp._engines.plan import Plan
 from hvp._engines.rule import Rule
@@ -39,7 +40,7 @@ from hvp._errors import (
     StaleOperatorError,
     quoted,
 )
-from hvp._graphs.private import copies_of
+from hvp._graphs.private import copies_of, resumed
 from hvp._graphs.python_calls import check_can_wait_for_python
 from hvp._runtime.collector import no_collections
 from hvp._runtime.guard import Guard, OneProcess, refuse_forks
@@ -92,6 +93,7 @@ class Snapshot(OneProcess, LinearMap):
             self.plan = make_plan()
         self._watch = _watch(self.plan.facts.reads)
         self.domain = self.codomain = self.plan.space
+        self._evaluations = 0
         self.refresh()
 
     def another(self) -> Snapshot:
@@ -134,13 +136,41 @@ class Snapshot(OneProcess, LinearMap):
         return [] if self._map is None else [self._map]
 
     @property
-    def variables(self) -> Sequence[tf.Variable]:
-        """The variables of the vectors, and then other variables of numbers that the loss reads."""
+    def sources(self) -> Sequence[Source]:
+        """The variables of vectors, and then other variables and tensors that the loss reads.
+
+        They are those of real or complex numbers. Variables alone if the loss could not be traced.
+        """
         own = self.plan.nest.variables
         seen = {id(own_copy.handle) for variable in own for own_copy in copies(variable)}
         reads = [r for r in self.facts.reads if r.dtype.is_floating or r.dtype.is_complex]
         others = [r.variable for r in reads if id(r.handle) not in seen]
-        return [*own, *(variable for variable in others if variable is not None)]
+        known = [variable for variable in others if variable is not None]
+        return [*own, *known, *self.facts.tensors]
+
+    @property
+    def version(self) -> int:  # type: ignore[override]
+        """How often this snapshot was evaluated."""
+        return self._evaluations
+
+    def same_point(self) -> Callable[[Sequence[tf.Tensor]], list[tf.Tensor]]:
+        """Return a function that refuses tensors, if the point is another then.
+
+        In a graph they are NaN; of other operators than those that follow their variables, a
+        product refuses it there.
+        """
+        version, follows = self.version, self.on_stale == "refresh"
+        in_graph = follows and not tf.executing_eagerly()
+        values = [_value(source) for source in self.sources] if in_graph else []
+
+        def check(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+            with tf.init_scope():
+                changed = follows and not in_graph and bool(self.changed())
+            if self.version != version or changed:
+                raise evaluated_again()
+            return _or_nan(tensors, self.sources, values)
+
+        return check
 
     @property
     def calls_python(self) -> bool:
@@ -256,12 +286,13 @@ class Snapshot(OneProcess, LinearMap):
         with self._guard, self._guard.lock:
             if self._probes_symmetry:
                 self._probe_symmetry()
-            product = None
+            product: Any = None
             if is_flat and self._compares_in_product and not adjoint:
                 # In the same call, or not at all: None if something has changed.
                 product = self._map.apply_if_current(vector)  # type: ignore[union-attr]
             if product is None:
-                product = self._current()[1].apply(vector, adjoint=adjoint)
+                with resumed() if self.facts.engine == "tape" else contextlib.nullcontext():
+                    product = self._current()[1].apply(vector, adjoint=adjoint)
             self._counts.products += count
         return product
 
@@ -299,17 +330,25 @@ class Snapshot(OneProcess, LinearMap):
         facts, own = self.facts, self.plan.nest
         # The function is evaluated again, with the same random numbers if seeds can be put back.
         draws = facts.draws or (facts.seeds and not tf.executing_eagerly())
-        function = self._function
+        function = None if facts.remarks is None else self._function  # which cannot be traced
         if function is None or draws or self._is_of_old_values():
             return None
-        variables, count = self.variables, len(own.variables)
-        places = {*range(count), *watched(variables)[1]}
-        values = {place: variables[place].read_value() for place in sorted(places)}
+        sources, count = self.sources, len(own.variables)
+        in_graph = not tf.executing_eagerly()
+        places = {*range(count), *(range(len(sources)) if in_graph else watched(sources)[1])}
+        values = {place: _value(sources[place]) for place in sorted(places)}
 
         def gradient(directions: Any, upstream: Any, wanted: Sequence[int]) -> list[tf.Tensor]:
+            if facts.seeds and not tf.executing_eagerly():
+                raise SecondDerivativeError(
+                    "a gradient was asked for while TensorFlow traces a graph, of a product whose "
+                    "loss draws random numbers",
+                    "eager execution, where they can be drawn again",
+                    "pass experimental_use_pfor=False to tape.jacobian",
+                )
             others = tuple(place for place in wanted if place >= count)
             if others not in self._slopes:
-                further = [variables[place] for place in others]
+                further = [sources[place] for place in others]
                 self._slopes[others] = gradient_of_products(function, own, further)
             moving = [*range(count), *others]
             cast = [[tf.cast(p, values[i].dtype) for i, p in enumerate(d)] for d in directions]
@@ -319,7 +358,8 @@ class Snapshot(OneProcess, LinearMap):
                     raise self._stale(self.changed())
             with self.with_seeds() if tf.executing_eagerly() else contextlib.nullcontext():
                 found = self._slopes[others](cast, upstream, [values[place] for place in moving])
-            return [found[moving.index(place)] for place in wanted]
+            slopes = [found[moving.index(place)] for place in wanted]
+            return _or_nan(slopes, sources, [values[i] for i in sorted(places)] if in_graph else [])
 
         return gradient
 
@@ -381,6 +421,7 @@ class Snapshot(OneProcess, LinearMap):
             self._watch = _watch(facts.reads)
         self._doing = "a product"
         self._counts.gradient_evaluations += 1
+        self._evaluations += 1
         self._check(results)
         self._watch.set(results.watched)
         self._refuse_disagreeing_copies()
@@ -466,6 +507,21 @@ def _watch(resources: Sequence[Resource]) -> Watch:
                 name = f"{resource.name} on replica {index}"
                 copies.append((number, Resource.of(variable, name)))
     return Watch(resources, copies)
+
+
+def _value(source: Source) -> tf.Tensor:
+    return source.read_value() if isinstance(source, tf.Variable) else source
+
+
+def _or_nan(
+    tensors: Sequence[tf.Tensor], sources: Sequence[Source], values: Sequence[tf.Tensor]
+) -> list[tf.Tensor]:
+    """Return tensors, or NaN unless variables have these values when the graph runs."""
+    if not values:
+        return list(tensors)
+    pairs = [pair for pair in zip(sources, values) if isinstance(pair[0], tf.Variable)]
+    same = tf.reduce_all([tf.reduce_all(tf.equal(_value(s), value)) for s, value in pairs])
+    return [tf.where(same, x, tf.cast(math.nan, x.dtype)) for x in tensors]
 
 
 def _alive(reference: Callable[[], Snapshot | None]) -> Snapshot:

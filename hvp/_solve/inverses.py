@@ -152,7 +152,7 @@ class ExactInverse(Operator):
             return (rows.astype(np.float64) @ basis * reciprocals) @ basis.T
 
         self.damping = total
-        super().__init__(ArrayMap(solve, matrix.space, matrix.linear_map.variables))
+        super().__init__(ArrayMap(solve, matrix.space, matrix.linear_map.sources))
 
     @property
     def diagonal(self) -> np.ndarray:  # type: ignore[override]
@@ -409,7 +409,7 @@ class NeumannInverse(Operator):
             matrix.make_sure()
             return _neumann_series(advance, rows, *arguments)
 
-        super().__init__(ArrayMap(solve, matrix.space, matrix.linear_map.variables))
+        super().__init__(ArrayMap(solve, matrix.space, matrix.linear_map.sources))
 
 
 def _largest_eigenvalue(matrix: Matrix, damping: float) -> float:

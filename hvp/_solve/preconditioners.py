@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvp._engines.linear_map import LinearMap, TensorFunction
+from hvp._engines.linear_map import LinearMap, Source, TensorFunction
 from hvp._errors import HvpError, TooLargeError
 from hvp._operators.damping import check_damping
 from hvp._operators.matrix import BlockEvaluation, Matrix
@@ -144,16 +144,14 @@ PRECONDITIONERS = {
 class PreconditionMap(LinearMap):
     """A preconditioner as a symmetric linear map."""
 
-    def __init__(
-        self, function: TensorFunction, space: Space, variables: Sequence[tf.Variable]
-    ) -> None:
-        self._function, self._variables = function, variables
+    def __init__(self, function: TensorFunction, space: Space, sources: Sequence[Source]) -> None:
+        self._function, self._sources = function, sources
         self.domain = self.codomain = space
 
     @property
-    def variables(self) -> Sequence[tf.Variable]:
+    def sources(self) -> Sequence[Source]:
         """Those of the operator."""
-        return self._variables
+        return self._sources
 
     def apply(self, vector: Any, *, adjoint: bool = False) -> Any:
         """Multiply by a vector in any layout."""
@@ -185,7 +183,7 @@ class Preconditioner(Operator):
     ) -> None:
         key = (kind, *(tuple(tensor.shape) for tensor in tensors))
         function = TensorFunction(key, tensors, solve)
-        super().__init__(PreconditionMap(function, matrix.space, matrix.linear_map.variables))
+        super().__init__(PreconditionMap(function, matrix.space, matrix.linear_map.sources))
 
 
 class NystromPreconditioner(Preconditioner):

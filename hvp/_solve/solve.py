@@ -8,7 +8,7 @@ implemented here; dense matrices are solved by scipy.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -16,13 +16,13 @@ import numpy as np
 import tensorflow as tf
 from scipy.sparse.linalg import LinearOperator, aslinearoperator
 
-from hvp._derivatives.belonging import may_be_recorded, recorded_product, recorded_solution
+from hvp._derivatives.belonging import may_be_recorded, recorded_solution
 from hvp._engines.array_map import ArrayMap
 from hvp._engines.linear_map import TensorFunction
 from hvp._errors import ConvergenceWarning, GraphModeError, HvpError, InvalidVectorError
 from hvp._operators.damping import check_damping
 from hvp._operators.matrix import Matrix
-from hvp._operators.operator import Operator
+from hvp._operators.operator import Operator, gradient_of_products
 from hvp._operators.symmetric import matrix_of
 from hvp._runtime.arguments import check_choice, check_count, check_number
 from hvp._runtime.checkpoint import Checkpoint
@@ -399,20 +399,25 @@ def _recorded(H: Any, b: Any, x: Any, solve_again: Callable[[tf.Tensor], tf.Tens
     `solve_again` solves for a flat right-hand side, or columns of these.
     """
     matrix, is_nest = matrix_of(H), not tf.is_tensor(x)
-    right = flattened(matrix.space, b) if is_nest else tf.cast(b, matrix.dtype)
+    right = flattened(matrix.space, b) if is_nest else tf.cast(tf.identity(b), matrix.dtype)
     first = [flattened(matrix.space, x) if is_nest else x]
 
-    def product(rows: tf.Tensor) -> tf.Tensor:
-        if not isinstance(H, Operator):
-            return recorded_product(tf.identity, rows, matrix.linear_map.variables, None)
-        if len(rows.shape) == 1:
-            return H.product(rows)
-        return tf.stack([H.product(column) for column in tf.unstack(rows, axis=1)], axis=1)
+    known = gradient_of_products(H)
+
+    def gradient(vectors: Any, cotangents: Any, places: Sequence[int]) -> Sequence[tf.Tensor]:
+        assert known is not None
+        if len(vectors.shape) == 1:
+            return known(vectors, cotangents, places)
+        pairs = zip(tf.unstack(vectors, axis=1), tf.unstack(cotangents, axis=1))
+        return [tf.add_n(slopes) for slopes in zip(*(known(u, v, places) for u, v in pairs))]
 
     def solved(right: tf.Tensor) -> tf.Tensor:
         return first.pop() if first else solve_again(right)
 
-    solution = recorded_solution(solved, product, right, matrix.linear_map.variables)
+    linear_map = matrix.linear_map
+    solution = recorded_solution(
+        solved, right, linear_map.sources, known and gradient, linear_map.same_point()
+    )
     return unflattened(matrix.space, solution) if is_nest else solution
 
 

@@ -148,7 +148,7 @@ class SparseInverse(Operator):
             return ((solved + factors.solve(columns, "T")) / 2 if drop else solved).T
 
         self._solve = solve
-        super().__init__(ArrayMap(self._solve, space, evaluated.linear_map.variables))
+        super().__init__(ArrayMap(self._solve, space, evaluated.linear_map.sources))
 
     @Uninterrupted()
     def standard_errors(self, which: Any = None) -> np.ndarray:

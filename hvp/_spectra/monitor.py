@@ -52,8 +52,9 @@ class CurvatureMonitor(keras.callbacks.Callback):
         and not in the logs, which are numbers. The default is all, without the density unless
         `log_dir` is given.
     every : "epoch" or int, optional
-        When to measure: at the end of each epoch, or each time after this many batches. The values
-        of the last measurement are logged at the end of the epoch.
+        When to measure: at the end of each epoch, or each time after this many batches, or as soon
+        as Keras returns, if it runs several in one call (`steps_per_execution`). The values of the
+        last measurement are logged at the end of the epoch.
     budget : float, optional
         The fraction of the training time that measurements may take. Unless it is 0, they may take
         ten seconds in any case. A measurement is skipped, and NaN is logged, if it would exceed the
@@ -169,6 +170,7 @@ class CurvatureMonitor(keras.callbacks.Callback):
         self._vectors, self.history = {}, []
         self._spent = self._preparing = 0.0
         self._batch = self._omitted = 0
+        self._passes_last = False
         self._operator = HessianOperator.from_keras(self.model, self._data, **self._options)
         if self._folder is not None:
             self._writer = tf.summary.create_file_writer(str(self._folder))
@@ -192,10 +194,18 @@ class CurvatureMonitor(keras.callbacks.Callback):
         """Note the epoch."""
         self._epoch, self._last = epoch, None
 
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Note the first batch of several that run in one call."""
+        self._first = batch
+
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Measure after every so many batches, if asked to."""
-        self._batch += 1
-        if self._every != "epoch" and self._batch % self._every == 0:
+        # Of several in one call, older versions of Keras pass the number of the first.
+        self._passes_last = self._passes_last or batch > self._first
+        several = getattr(self.model, "steps_per_execution", 1)
+        before = self._batch
+        self._batch += batch - self._first + 1 if self._passes_last else several
+        if self._every != "epoch" and self._batch // self._every > before // self._every:
             self._last = self._measure()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:

@@ -19,14 +19,14 @@ Parts = Sequence[tf.Tensor]
 
 
 def gradient_of_products(
-    function: Callable[[], Any], nest: VariableNest, others: Sequence[tf.Variable] = ()
+    function: Callable[[], Any], nest: VariableNest, others: Sequence[Any] = ()
 ) -> Callable[..., list[tf.Tensor]]:
     """Return a function of directions, cotangents, and values of the variables and of the others.
 
-    The gradient in these is that of the values of `function`; of their derivative along one
-    direction; or of the mixed one along two, for a loss `u' H v`. Each is multiplied by the
-    cotangents. The function is traced at the first call, which raises SecondDerivativeError if that
-    fails.
+    The others are variables, and tensors that the function captures. The gradient in all of them is
+    that of the values of `function`; of their derivative along one direction; or of the mixed one
+    along two, for a loss `u' H v`. Each is multiplied by the cotangents. The function is traced at
+    the first call, which raises SecondDerivativeError if that fails.
     """
     dtype = Space.of_variables(nest).dtype
 

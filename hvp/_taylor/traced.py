@@ -53,15 +53,15 @@ _SCOPE = "copy"
 class TracedFunction:
     """The graph of `function(*inputs)`, split into what depends on its inputs and what does not.
 
-    The values of `variables`, if there are any, count as further inputs. `structure` is that of the
-    results.
+    The values of `sources`, variables and tensors that the function may capture, count as further
+    inputs. `structure` is that of the results.
     """
 
     def __init__(
         self,
         function: Callable[..., Any],
         specs: Sequence[tf.TensorSpec],
-        variables: Sequence[tf.Variable] = (),
+        sources: Sequence[Any] = (),
     ) -> None:
         if isinstance(function, tf.types.experimental.PolymorphicFunction):
             # Existing traces may contain functions whose derivatives TensorFlow gets wrong.
@@ -84,8 +84,8 @@ class TracedFunction:
             for node in flat.node
             for place, shape in enumerate(shapes_of(node))
         }
-        self._variables = list(variables)
-        self._inputs += self._values_of(variables, flat)
+        self._sources = list(sources)
+        self._inputs += self._values_of(sources, flat)
         graph = simplified(flat, self._results)
         graph = graph.computing(self._results, [*self._inputs, *self._captured])
         moving = graph.descendants(map(node_of, self._inputs))
@@ -117,15 +117,23 @@ class TracedFunction:
                     "dropout, call it once, or make several of it",
                 )
 
-    def _values_of(self, variables: Sequence[tf.Variable], flat: Any) -> list[str]:
-        """Turn reads of variables into uses of inputs, and return the names of these."""
-        names, on_value = [], {}
-        for i, variable in enumerate(variables):
+    def _values_of(self, sources: Sequence[Any], flat: Any) -> list[str]:
+        """Turn reads of variables, and tensors, into uses of inputs; return the names of these."""
+        names, on_value, replaced = [], {}, {}
+        for i, source in enumerate(sources):
             names.append(f"value_{i}:0")
             node = flat.node.add(name=f"value_{i}", op="Placeholder")
-            node.attr["dtype"].type = variable.dtype.as_datatype_enum
-            inside = [name for name, t in self._captured.items() if t is variable.handle]
-            on_value.update(dict.fromkeys(inside, (names[-1], variable.dtype)))
+            node.attr["dtype"].type = source.dtype.as_datatype_enum
+            handle = getattr(source, "handle", source)
+            inside = [name for name, t in self._captured.items() if t is handle]
+            if handle is source:
+                replaced.update(dict.fromkeys(inside, names[-1]))
+            else:
+                on_value.update(dict.fromkeys(inside, (names[-1], source.dtype)))
+        for node in flat.node if replaced else ():
+            for i, name in enumerate(node.input):
+                node.input[i] = replaced.get(with_index(name), name)
+        self._results = [replaced.get(name, name) for name in self._results]
         for node in flat.node:
             used = [name for name in node.input if with_index(name) in on_value]
             if used and node.op not in {*ON_VALUE, *CONTROL_FLOW, *CALLS}:
@@ -143,7 +151,7 @@ class TracedFunction:
 
         Constants are part of it, and placeholders stand for all other tensors that they take.
         """
-        specs = [*self._specs, *(tf.TensorSpec(v.shape, v.dtype) for v in self._variables)]
+        specs = [*self._specs, *(tf.TensorSpec(v.shape, v.dtype) for v in self._sources)]
         given = dict(zip(self._inputs, specs))
         constants = {name for name, node in self._fixed.nodes.items() if node.op == "Const"}
         part = graph.part({*self._moving, *constants})

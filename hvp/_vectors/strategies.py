@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -35,3 +36,11 @@ def process_count(strategy: tf.distribute.Strategy | None) -> int:
 def copies(variable: tf.Variable) -> Sequence[tf.Variable]:
     """Return the copies of a variable that a strategy keeps in this process, or the variable."""
     return getattr(variable, "values", (variable,))
+
+
+def local_copy(variable: Any) -> Any:
+    """Return the first of these copies; within a replica, the variable, which is its copy there."""
+    context = tf.distribute.get_replica_context()
+    if context is not None and getattr(variable, "distribute_strategy", None) is context.strategy:
+        return variable
+    return copies(variable)[0]

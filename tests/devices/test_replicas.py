@@ -151,3 +151,43 @@ def test_two_processes_get_the_same_bits():
     assert first[0] == second[0]
     assert "multiply by different vectors" in first[0]
     assert "make different calls" in first[0]
+
+
+@pytest.mark.parametrize("scoped", [False, True])
+def test_products_under_tapes_are_functions_of_variables_with_copies(strategy, scoped):
+    with strategy.scope():
+        w, k = (tf.Variable(x, dtype=tf.float64) for x in ([1.0, 2.0], 2.0))
+        z = tf.Variable(3.0, dtype=tf.float64, trainable=False)
+    H = hvp.HessianOperator(lambda: k * z**2 * tf.reduce_sum(w**4) / 12, w)
+    v = tf.ones(2, tf.float64)
+    with strategy.scope() if scoped else tf.device(None), tf.GradientTape() as tape:
+        tape.watch([v] if scoped else [v, z])  # TensorFlow's tapes watch no copies there
+        total = tf.reduce_sum(H.product(v))
+    gradients = tape.gradient(total, [v, w, k, z])
+    for found, expected in zip(gradients, ([18, 72], [36, 72], 45, None if scoped else 60)):
+        if expected is None:
+            assert found is None
+        else:
+            np.testing.assert_allclose(found, expected)
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_tapes_in_each_replica(strategy, in_graph):
+    with strategy.scope():
+        w = tf.Variable([1.0, 2.0], dtype=tf.float64)
+    H = hvp.HessianOperator(lambda: tf.reduce_sum(w**4) / 12, w)
+    gradient_of_weights(H, w)  # traced outside of the replicas
+
+    def run():
+        return strategy.run(lambda: gradient_of_weights(H, w))
+
+    results = strategy.experimental_local_results((tf.function(run) if in_graph else run)())
+    assert len(results) == 2
+    for result in results:
+        np.testing.assert_allclose(result, [2.0, 4.0])
+
+
+def gradient_of_weights(H, w):
+    with tf.GradientTape() as tape:
+        total = tf.reduce_sum(H.product(tf.ones(2, tf.float64)))
+    return tape.gradient(total, w)

@@ -18,6 +18,7 @@ from hvp._graphs.private import (
     copies_of,
     may_record,
     module_of_gradient,
+    resumed,
     send_operations_one_by_one,
 )
 
@@ -98,6 +99,19 @@ def test_one_operation_for_all_that_records():
         record.record_operation("Tripled", [y], [x], lambda dy: [3.0 * dy])
     assert tape.gradient(y, x).numpy() == 3.0
     assert forward.jvp(y).numpy() == 3.0
+
+
+def test_tapes_record_where_all_were_stopped():
+    x = tf.constant(3.0)
+    with record.stop_recording():
+        with resumed(), tf.GradientTape() as tape:
+            tape.watch(x)
+            y = x * x
+        with tf.GradientTape() as other:
+            other.watch(x)
+            z = x * x
+    assert tape.gradient(y, x).numpy() == 6.0
+    assert other.gradient(z, x) is None
 
 
 def test_what_tapes_and_accumulators_follow():

@@ -167,6 +167,38 @@ def test_units_are_those_of_the_trust_region():
     np.testing.assert_allclose(w.numpy(), expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize("unit", [1.0, 1e4, 1e6])
+def test_a_run_with_a_small_radius_is_the_same_in_all_units(unit):
+    w = tf.Variable([unit, unit])
+    newton = hvp.NewtonCG(lambda: tf.reduce_sum((w / unit - 2) ** 2), w, x_scale=unit, radius=1e-4)
+    result = newton.minimize(gtol=0.0, rtol=1e-3)
+    assert result.success
+    np.testing.assert_allclose(w / unit, [2.0, 2.0], rtol=1e-3)
+
+
+def test_bounds_that_a_narrower_type_rounds():
+    rng = np.random.default_rng(1)
+    for _ in range(3):
+        m, b = rng.normal(size=(4, 4)), 3 * rng.normal(size=4)
+        A = m @ m.T + np.eye(4)
+        parts = [tf.Variable(np.zeros(2), dtype=dtype) for dtype in (tf.float32, tf.float64)]
+
+        def loss(A=A, b=b, parts=parts):
+            x = tf.concat([tf.cast(part, tf.float64) for part in parts], 0)
+            return tf.tensordot(x, tf.linalg.matvec(A, x), 1) / 2 - tf.tensordot(b, x, 1)
+
+        result = hvp.NewtonCG(loss, parts, bounds=(-0.13, 0.13)).minimize(gtol=1e-6)
+        assert result.success
+        expected = scipy.optimize.minimize(
+            lambda x, A=A, b=b: (x @ A @ x / 2 - b @ x, A @ x - b),
+            np.zeros(4),
+            jac=True,
+            bounds=[(-0.13, 0.13)] * 4,
+            tol=1e-14,
+        )
+        np.testing.assert_allclose(result.x, expected.x, atol=1e-7)
+
+
 @pytest.mark.parametrize("widths", [3, 40])
 def test_the_space_of_residuals_takes_them_too(widths):
     rng = np.random.default_rng(0)

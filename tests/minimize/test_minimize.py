@@ -154,6 +154,35 @@ def test_bounds_and_constraints_pass_through():
     assert slope[0] == pytest.approx(slope[1], abs=1e-5)  # parallel to the constraint
 
 
+@pytest.mark.parametrize("method", ["TNC", "SLSQP", "L-BFGS-B", "trust-constr"])
+def test_a_bound_that_fixes_an_entry(method, capsys):
+    w, seen = tf.Variable([1.0, 2.0], dtype=tf.float64), []
+    bounds = scipy.optimize.Bounds([0.0, 2.0], [5.0, 2.0])
+    result = hvp.minimize(
+        lambda: tf.reduce_sum((w - [3.0, 4.0]) ** 2),
+        w,
+        method=method,
+        bounds=bounds,
+        callback=lambda x, *state: seen.append(x),
+    )
+    np.testing.assert_allclose(result.x, [3.0, 2.0], atol=1e-4)
+    assert seen[-1].shape == (2,)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("method", ["Newton-CG", "SLSQP", "TNC", "BFGS"])
+def test_the_gradient_of_a_result_is_that_at_the_result(method):
+    result = hvp.minimize(traced(rosenbrock, 2)[1], method=method)
+    np.testing.assert_allclose(result.jac, rosen_der(result.x), rtol=1e-8, atol=1e-12)
+
+
+def test_a_result_is_what_variables_of_several_types_hold():
+    a, b = tf.Variable([1.0]), tf.Variable([1.0], dtype=tf.float64)
+    loss = lambda: (tf.cast(a[0], b.dtype) - 1 / 3) ** 2 + (b[0] - 1 / 3) ** 2  # noqa: E731
+    result = hvp.minimize(loss, [a, b], method="L-BFGS-B", tol=1e-12)
+    np.testing.assert_array_equal(result.x, [float(a[0]), float(b[0])])
+
+
 def test_keras_model_and_batches():
     keras.utils.set_random_seed(0)
     model = keras.Sequential(

@@ -497,3 +497,172 @@ def test_a_third_derivative_that_does_not_exist_is_refused():
     np.testing.assert_array_equal(linear, np.zeros(3))
     with pytest.raises(hvp.NonFiniteError, match="1 entries"):
         hvp.third_order_product(lambda: tf.reduce_sum(tf.sqrt(w - 1)), w, np.ones(3), np.ones(3))
+
+
+@pytest.mark.parametrize("engine", ["graph", "tape"])
+@pytest.mark.parametrize("kind", ["product", "gradient_tensors", "solve", "jvp", "value", "data"])
+@pytest.mark.few(3)
+def test_tensors_that_the_loss_reads_have_gradients(kind, engine):
+    """With `k` in place of `k z**2` in the losses above, and `k = exp(c)` computed outside."""
+    w, c = tf.Variable(W), tf.Variable(0.7, dtype=F)
+    with tf.GradientTape() as tape:
+        k = tf.exp(c)
+        if kind in ("jvp", "value"):
+            operator = hvp.JacobianOperator(lambda: k * w**3, w, engine=engine)
+        elif kind == "data":
+            loss = lambda x: tf.reduce_mean(x) * tf.reduce_sum(w**4) / 12  # noqa: E731
+            operator = hvp.HessianOperator(loss, w, (k * tf.ones(4, F),), engine=engine)
+        else:
+            loss = lambda: k * tf.reduce_sum(w**4) / 12  # noqa: E731
+            operator = hvp.HessianOperator(loss, w, engine=engine)
+        if kind in ("value", "gradient_tensors"):
+            found = operator.value if kind == "value" else operator.gradient_tensors()
+        elif kind == "solve":
+            found = hvp.solve(operator, tf.constant(V), rtol=1e-12).x
+        else:
+            found = getattr(operator, "product" if kind == "data" else kind)(tf.constant(V))
+        total = tf.reduce_sum(found * V)
+    expected = {
+        "product": np.exp(0.7) * np.sum(W**2 * V**2),
+        "data": np.exp(0.7) * np.sum(W**2 * V**2),
+        "gradient_tensors": np.exp(0.7) * np.sum(W**3 * V) / 3,
+        "solve": -np.exp(-0.7) * np.sum(V**2 / W**2),
+        "jvp": np.exp(0.7) * 3 * np.sum(W**2 * V**2),
+        "value": np.exp(0.7) * np.sum(W**3 * V),
+    }
+    np.testing.assert_allclose(tape.gradient(total, c), expected[kind], rtol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["jacobian", "gauss-newton", "refreshed"])
+def test_the_tape_engine_multiplies_under_a_tape_first(kind):
+    w = tf.Variable(W)
+    if kind == "jacobian":
+        operator, diagonal = hvp.JacobianOperator(lambda: w**3, w, engine="tape"), 3 * W**2
+    elif kind == "gauss-newton":
+        squares = lambda p: tf.reduce_sum(p**2) / 2  # noqa: E731
+        operator = hvp.GaussNewtonOperator(lambda: w**3, squares, w, engine="tape")
+        diagonal = 9 * W**4
+    else:
+        loss = lambda: tf.reduce_sum(w**4)  # noqa: E731
+        operator = hvp.HessianOperator(loss, w, engine="tape", on_stale="refresh")
+        w.assign(2 * W)
+        diagonal = 48 * W**2
+    with tf.GradientTape() as tape:
+        product = operator.product(tf.constant(V))
+    np.testing.assert_allclose(product, diagonal * V)
+    np.testing.assert_allclose(operator.product(tf.constant(V)), diagonal * V)
+    if kind == "refreshed":
+        np.testing.assert_allclose(tape.gradient(product, w), 24 * 2 * W * V)
+
+
+@pytest.mark.parametrize("is_block", [False, True])
+@pytest.mark.parametrize("way", ["tapes", "accumulator outside", "accumulator inside"])
+def test_second_derivatives_of_solutions(way, is_block):
+    """The sum of the solution is `sum(1 / w**2)`."""
+    w, ones = tf.Variable(W), tf.ones(3, F)
+    H = hvp.HessianOperator(lambda: tf.reduce_sum(w**4) / 12, w)
+    b = ones[:, tf.newaxis] if is_block else ones
+    outer = tf.autodiff.ForwardAccumulator(w, ones) if "outside" in way else tf.GradientTape()
+    inner = tf.autodiff.ForwardAccumulator(w, ones) if "inside" in way else tf.GradientTape()
+    with outer:
+        with inner:
+            x = hvp.solve(H, b, rtol=1e-12).x
+            total = tf.reduce_sum(x)
+        slope = tf.reduce_sum(inner.jvp(x) if "inside" in way else inner.gradient(total, w))
+    if "outside" in way:
+        np.testing.assert_allclose(outer.jvp(slope), np.sum(6 / W**4), rtol=1e-9)
+    else:
+        np.testing.assert_allclose(outer.gradient(slope, w), 6 / W**4, rtol=1e-9)
+
+
+def test_a_tape_around_an_accumulator_that_follows_the_right_hand_side():
+    w, ones = tf.Variable(W), tf.ones(3, F)
+    H = hvp.HessianOperator(lambda: tf.reduce_sum(w**4) / 12, w)
+    with tf.GradientTape() as tape:
+        with tf.autodiff.ForwardAccumulator(ones, ones) as accumulator:
+            x = hvp.solve(H, ones, rtol=1e-12).x
+        tangent = accumulator.jvp(x)
+    np.testing.assert_allclose(tape.gradient(tangent, w), -2 / W**3, rtol=1e-9)
+
+
+@pytest.mark.parametrize("on_stale", ["raise", "refresh"])
+@pytest.mark.parametrize("kind", ["product", "gradient_tensors", "solve", "value"])
+def test_a_gradient_at_another_point_is_an_error(kind, on_stale):
+    w, c = tf.Variable(W), tf.Variable(2.0, dtype=F, trainable=False)
+    v = tf.constant(V)
+    if kind == "value":
+        operator = hvp.JacobianOperator(lambda: c * w**3, w, on_stale=on_stale)
+    else:
+        loss = lambda: c * tf.reduce_sum(w**4)  # noqa: E731
+        operator = hvp.HessianOperator(loss, w, on_stale=on_stale)
+    with tf.GradientTape(persistent=True) as tape:
+        tape.watch(v)
+        if kind == "solve":
+            found = hvp.solve(operator, v).x
+        elif kind == "value":
+            found = operator.value
+        else:
+            found = operator.product(v) if kind == "product" else operator.gradient_tensors()
+    c.assign(3.0)
+    if on_stale == "raise":
+        operator.refresh()
+    for source in (w, v) if kind in ("product", "solve") else (w,):
+        with pytest.raises(hvp.StaleOperatorError):
+            np.asarray(tape.gradient(found, source))
+
+
+@pytest.mark.parametrize("source", ["variable", "vector"])
+def test_a_gradient_at_another_point_in_a_graph_is_nan(source):
+    w, c = tf.Variable(W), tf.Variable(2.0, dtype=F, trainable=False)
+    H = hvp.HessianOperator(lambda: c * tf.reduce_sum(w**4), w, on_stale="refresh")
+
+    @tf.function
+    def gradient(factor):
+        v = tf.constant(V)
+        with tf.GradientTape() as tape:
+            tape.watch(v)
+            product = H.product(v)
+        c.assign(factor * c)
+        return tape.gradient(product, w if source == "variable" else v)
+
+    right = 48 * W * V if source == "variable" else 24 * W**2
+    np.testing.assert_allclose(gradient(tf.constant(1.0, F)), right)
+    assert np.isnan(gradient(tf.constant(2.0, F))).all()
+
+
+def test_vectorized_jacobians_of_products_whose_random_numbers_are_drawn_again_are_refused():
+    w, x = tf.Variable(tf.ones(8)), tf.ones([1, 8])
+    drop = keras.layers.Dropout(0.5, seed=3)
+    H = hvp.HessianOperator(lambda: tf.reduce_sum(drop(x * w, training=True) ** 4) / 12, w)
+    with tf.GradientTape(persistent=True) as tape:
+        product = H.product(tf.ones(8))
+    drop(x, training=True)
+    jacobian = tape.jacobian(product, w, experimental_use_pfor=False)
+    np.testing.assert_allclose(np.diag(jacobian), 2 * product)
+    with pytest.raises(hvp.SecondDerivativeError):
+        np.asarray(tape.jacobian(product, w))
+
+
+def test_a_loss_that_cannot_be_traced_has_gradients_in_vectors():
+    w, t = tf.Variable(W), tf.Variable(2.0)
+    with pytest.warns(UserWarning, match="could not be traced"):
+        H = hvp.HessianOperator(lambda: tf.reduce_sum(w**4) if t.numpy() > 1 else 0.0, w)
+    v = tf.constant(V)
+    with tf.GradientTape(persistent=True) as tape:
+        tape.watch(v)
+        product = H.product(v)
+    np.testing.assert_allclose(tape.gradient(product, v), 12 * W**2)
+    with pytest.raises(hvp.SecondDerivativeError):
+        np.asarray(tape.gradient(product, w))
+
+
+def test_variables_on_the_right_and_products_of_one_call_under_a_tape():
+    w, v = tf.Variable(W), tf.constant(V)
+    loss = lambda: tf.reduce_sum(w**4) / 12  # noqa: E731
+    with tf.GradientTape(persistent=True) as tape:
+        tape.watch(v)
+        x = hvp.solve(hvp.HessianOperator(loss, w), w, rtol=1e-12).x
+        product = hvp.hessian_vector_product(loss, w, v)
+    np.testing.assert_allclose(tape.gradient(x, w), -1 / W**2, rtol=1e-9)
+    np.testing.assert_allclose(tape.gradient(product, v), W**2)
+    np.testing.assert_allclose(tape.gradient(product, w), 2 * W * V)

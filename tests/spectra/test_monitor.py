@@ -127,6 +127,22 @@ def test_slices_and_traces_of_each_measurement():
     assert first["trace"] != second["trace"]
 
 
+@pytest.mark.parametrize(
+    ("several", "batches"), [(1, [3, 6, 9, 12]), (3, [3, 6, 9, 12]), (2, [4, 6, 10, 12])]
+)
+def test_batches_of_which_several_run_in_one_call(several, batches):
+    model = make()
+    model.compile("adam", "mse", steps_per_execution=several)
+    monitor = hvp.keras.CurvatureMonitor((X, Y), every=3, quantities=["gradient_norm"], budget=1e6)
+    steps = []
+    note = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: steps.append(int(model.optimizer.iterations))
+    )
+    model.fit(X[:24], Y[:24], batch_size=4, epochs=2, verbose=0, callbacks=[note, monitor])
+    assert steps[-1] == 12
+    assert [entry["batch"] for entry in monitor.history] == batches
+
+
 def test_what_tensorboard_shows(tmp_path):
     pytest.importorskip("tensorboard")
     pytest.importorskip("matplotlib")
