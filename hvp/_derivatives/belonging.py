@@ -65,7 +65,7 @@ def recorded_product(
     transposed, same = adjoint or multiply, same_point()
 
     def backward(*upstream: tf.Tensor) -> list[Any]:
-        cotangent = tf.nest.pack_sequence_as(result, upstream)
+        cotangent = tf.nest.pack_sequence_as(result, _dense(upstream, linked))
         swapped = gradient and (lambda u, v, which: gradient(v, u, which))
         again = recorded_product(transposed, cotangent, sources, swapped, multiply, lambda: same)
         own = same(tf.nest.flatten(again))
@@ -135,7 +135,7 @@ def recorded_result(
 
     def backward(*upstream: tf.Tensor) -> list[Any]:
         try:
-            found = gradient(upstream, recorded)
+            found = gradient(_dense(upstream, linked), recorded)
         except HvpError as error:
             return [_Refused(error) for _ in recorded]
         same_point([])
@@ -143,6 +143,12 @@ def recorded_result(
 
     record.record_operation("Gradient", linked, [handles[i] for i in recorded], backward)
     return linked
+
+
+def _dense(cotangents: Sequence[Any], tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Return cotangents, with zeros for those that an accumulator does not know."""
+    pairs = zip(cotangents, tensors)
+    return [tf.zeros_like(tensor) if u is None else u for u, tensor in pairs]
 
 
 def _known(

@@ -422,6 +422,8 @@ class Snapshot(OneProcess, LinearMap):
         self._doing = "a product"
         self._counts.gradient_evaluations += 1
         self._evaluations += 1
+        if facts.engine == "tape":  # the loss was called again, with other Python values perhaps
+            self._slopes = {}
         self._check(results)
         self._watch.set(results.watched)
         self._refuse_disagreeing_copies()

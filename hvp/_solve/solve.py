@@ -273,9 +273,17 @@ def on_tapes(H: Any, b: Any, solved: Callable[..., SolveResult], *given: Any) ->
     result = in_another_thread(solved, b, *given)
     if not any(map(tf.is_tensor, tf.nest.flatten(b))):
         return result
-    return replace(
-        result, x=_recorded(H, b, result.x, lambda right: in_another_thread(solved, right).x)
-    )
+
+    def again(right: tf.Tensor) -> Any:
+        if not tf.executing_eagerly():
+            raise GraphModeError(
+                "a gradient of a solution was asked for while TensorFlow traces a graph",
+                "eager execution",
+                "pass experimental_use_pfor=False to tape.jacobian",
+            )
+        return in_another_thread(solved, right).x
+
+    return replace(result, x=_recorded(H, b, result.x, again))
 
 
 def solve_with(

@@ -645,8 +645,8 @@ def test_vectorized_jacobians_of_products_whose_random_numbers_are_drawn_again_a
 
 def test_a_loss_that_cannot_be_traced_has_gradients_in_vectors():
     w, t = tf.Variable(W), tf.Variable(2.0)
-    with pytest.warns(UserWarning, match="could not be traced"):
-        H = hvp.HessianOperator(lambda: tf.reduce_sum(w**4) if t.numpy() > 1 else 0.0, w)
+    H = hvp.HessianOperator(lambda: tf.reduce_sum(w**4) if t.numpy() > 1 else 0.0, w)
+    assert "could not be traced" in H.stats.note
     v = tf.constant(V)
     with tf.GradientTape(persistent=True) as tape:
         tape.watch(v)
@@ -666,3 +666,36 @@ def test_variables_on_the_right_and_products_of_one_call_under_a_tape():
     np.testing.assert_allclose(tape.gradient(x, w), -1 / W**2, rtol=1e-9)
     np.testing.assert_allclose(tape.gradient(product, v), W**2)
     np.testing.assert_allclose(tape.gradient(product, w), 2 * W * V)
+
+
+def test_an_accumulator_of_a_hyperparameter_around_a_tape():
+    w, t = tf.Variable(W), tf.Variable(2.0, dtype=F)
+    H = hvp.HessianOperator(lambda: t * tf.reduce_sum(w**4), w)
+    with tf.autodiff.ForwardAccumulator(t, tf.constant(1.0, F)) as accumulator:
+        with tf.GradientTape() as tape:
+            total = tf.reduce_sum(H.gradient_tensors())
+        slope = tape.gradient(total, w)
+    np.testing.assert_allclose(accumulator.jvp(slope), 12 * W**2)
+
+
+def test_vectorized_jacobians_of_solutions_are_refused():
+    w, b = tf.Variable(W), tf.ones(3, F)
+    H = hvp.HessianOperator(lambda: tf.reduce_sum(w**4) / 12, w)
+    with tf.GradientTape(persistent=True) as tape:
+        tape.watch(b)
+        x = hvp.solve(H, b, rtol=1e-12).x
+    jacobian = tape.jacobian(x, b, experimental_use_pfor=False)  # the remedy
+    np.testing.assert_allclose(jacobian, np.diag(W**-2), atol=1e-12)
+    with pytest.raises(hvp.GraphModeError, match="experimental_use_pfor"):
+        tape.jacobian(x, b)
+
+
+def test_the_tape_engine_calls_the_loss_again_for_gradients_of_products_after_a_refresh():
+    w, scale = tf.Variable(W), 1.0
+    H = hvp.HessianOperator(lambda: scale * tf.reduce_sum(w**4) / 12, w, engine="tape")
+    for scale in (1.0, 5.0):
+        H.refresh()
+        with tf.GradientTape() as tape:
+            product = H.product(tf.constant(V))
+        np.testing.assert_allclose(product, scale * W**2 * V)
+        np.testing.assert_allclose(tape.gradient(product, w), 2 * scale * W * V)
