@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -126,6 +127,8 @@ def free_addresses(count):
 @pytest.mark.skipif(sys.platform != "linux", reason="restricted to this machine on Linux alone")
 @pytest.mark.long
 def test_two_processes_get_the_same_bits():
+    if keras.random.SeedGenerator(0).state.dtype == "uint32":
+        pytest.skip("TensorFlow cannot broadcast the seeds of this version of Keras")
     addresses = free_addresses(2)
     command = [sys.executable, "-W", "ignore", "-m", "tests.devices.processes"]
     started = [

@@ -136,7 +136,9 @@ def test_batches_of_which_several_run_in_one_call(several, batches):
     monitor = hvp.keras.CurvatureMonitor((X, Y), every=3, quantities=["gradient_norm"], budget=1e6)
     steps = []
     note = keras.callbacks.LambdaCallback(
-        on_train_batch_end=lambda batch, logs: steps.append(int(model.optimizer.iterations))
+        on_train_batch_end=lambda batch, logs: steps.append(
+            int(keras.ops.convert_to_numpy(model.optimizer.iterations))
+        )
     )
     model.fit(X[:24], Y[:24], batch_size=4, epochs=2, verbose=0, callbacks=[note, monitor])
     assert steps[-1] == 12
