@@ -61,7 +61,7 @@ def recorded_product(
     handles, recorded = watched(sources)
     with record.stop_recording():
         result = multiply(vector)
-        linked = _linked(tf.nest.flatten(result), handles)
+        linked = _linked(tf.nest.flatten(result), handles, recorded)
     transposed, same = adjoint or multiply, same_point()
 
     def backward(*upstream: tf.Tensor) -> list[Any]:
@@ -131,7 +131,7 @@ def recorded_result(
     """
     handles, recorded = watched(sources)
     with record.stop_recording():
-        linked = _linked(result, handles)
+        linked = _linked(result, handles, recorded)
 
     def backward(*upstream: tf.Tensor) -> list[Any]:
         try:
@@ -161,9 +161,13 @@ def _known(
         return [_Refused(error) for _ in places]
 
 
-def _linked(tensors: Sequence[tf.Tensor], handles: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Return tensors that a graph sees as functions of variables, too."""
-    linked = tf.raw_ops.IdentityN(input=[*tensors, *handles, tf.constant(0, _MARK)])
+def _linked(
+    tensors: Sequence[tf.Tensor], handles: Sequence[tf.Tensor], recorded: Sequence[int]
+) -> list[tf.Tensor]:
+    """Return tensors that a graph sees as functions of variables, and of what is recorded."""
+    # Other tensors, such as the data, would live as long as the graph.
+    own = [h for i, h in enumerate(handles) if h.dtype == tf.resource or i in recorded]
+    linked = tf.raw_ops.IdentityN(input=[*tensors, *own, tf.constant(0, _MARK)])
     return list(linked[: len(tensors)])
 
 

@@ -1,5 +1,8 @@
 """Products under tapes: gradients in the vector are right, in the variables too, or an error."""
 
+import gc
+import weakref
+
 import keras
 import numpy as np
 import pytest
@@ -699,3 +702,20 @@ def test_the_tape_engine_calls_the_loss_again_for_gradients_of_products_after_a_
             product = H.product(tf.constant(V))
         np.testing.assert_allclose(product, scale * W**2 * V)
         np.testing.assert_allclose(tape.gradient(product, w), 2 * scale * W * V)
+
+
+def test_a_function_that_multiplies_does_not_keep_the_data():
+    w = tf.Variable(W)
+
+    def multiplied():
+        x = tf.constant(np.ones((100, 3)))
+        loss = lambda x: tf.reduce_mean(tf.linalg.matvec(x, w) ** 4)  # noqa: E731
+        with hvp.HessianOperator(loss, w, (x,)) as H:
+            multiply = tf.function(weakref.proxy(H).product)
+            concrete = multiply.get_concrete_function(tf.TensorSpec([3], F))
+        return concrete, weakref.ref(x)
+
+    function, data = multiplied()
+    assert function is not None
+    gc.collect()
+    assert data() is None
