@@ -121,13 +121,13 @@ def recorded_solution(
 def recorded_result(
     result: Sequence[tf.Tensor],
     sources: Sequence[Any],
-    gradient: Callable[[Sequence[tf.Tensor], Sequence[int]], Sequence[Any]],
+    gradient: Callable[[Sequence[tf.Tensor], Sequence[int]], Sequence[Any]] | None = None,
     same_point: Check = list,
 ) -> list[tf.Tensor]:
     """Return tensors, recorded as a function of `sources`.
 
     `gradient` takes cotangents and the places of some sources, and returns the gradients in these.
-    What is None raises an error when it is used.
+    What is None raises an error when it is used; so do all of them if `gradient` is None.
     """
     handles, recorded = watched(sources)
     with record.stop_recording():
@@ -135,11 +135,11 @@ def recorded_result(
 
     def backward(*upstream: tf.Tensor) -> list[Any]:
         try:
-            found = gradient(_dense(upstream, linked), recorded)
+            known = gradient and gradient(_dense(upstream, linked), recorded)
         except HvpError as error:
             return [_Refused(error) for _ in recorded]
         same_point([])
-        return [_Refused() if slope is None else slope for slope in found]
+        return [_Refused() if slope is None else slope for slope in known or [None] * len(recorded)]
 
     record.record_operation("Gradient", linked, [handles[i] for i in recorded], backward)
     return linked

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Union
 import scipy.sparse
 import tensorflow as tf
 
+from hvp._derivatives.belonging import Check
 from hvp._errors import StaleOperatorError
 from hvp._graphs.python_calls import call_python
 from hvp._vectors.space import Space
@@ -85,7 +86,7 @@ class LinearMap(abc.ABC):
         """What products are functions of besides the vector, as far as it is known."""
         return [source for part in self.made_of for source in part.sources]
 
-    def same_point(self) -> Callable[[Sequence[tf.Tensor]], list[tf.Tensor]]:
+    def same_point(self) -> Check:
         """Return a function that returns tensors, and refuses to if the point is another then.
 
         Where a graph is being traced, they are NaN in that case.

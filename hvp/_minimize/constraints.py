@@ -66,14 +66,14 @@ def box_of(bounds: Any, fixed: Any, position: Position) -> Box | None:
     if not np.isin(mask, (0, 1)).all():
         raise HvpError("the argument fixed has entries that are neither true nor false", "a mask")
     x = position.read().numpy()
-    outside = int(np.sum(~((position.rounded(lower) <= x) & (x <= position.rounded(upper)))))
+    # In a narrower type a variable could not reach its bound.
+    lower, upper = position.rounded(lower), position.rounded(upper)
+    outside = int(np.sum(~((lower <= x) & (x <= upper))))
     if outside and not (mask != 0).all():
         raise HvpError(
             f"{outside} of {position.size} entries of the variables are outside of their bounds",
             "a start between them, with lower bounds that are not above the upper ones",
             "assign tf.clip_by_value(variable, lower, upper) to the variables first",
         )
-    # In a narrower type a variable could not reach its bound.
-    arrays = (position.rounded(lower), position.rounded(upper), mask == 0)
-    tensors = (tf.constant(array, position.dtype) for array in arrays)
+    tensors = (tf.constant(array, position.dtype) for array in (lower, upper, mask == 0))
     return Box(*tensors)

@@ -228,11 +228,12 @@ class ScipyRun:
         """Add counts and times, and return to the best point if the loss is not finite."""
         # The result is rounded to the variables' types, so that it equals their values.
         result.x = self._points.position.rounded(np.asarray(result.x))
-        if self._name in _LATE_GRADIENTS and math.isfinite(self._functions.fun(result.x)):
-            result.jac = self._functions.jac(result.x)
-        if not math.isfinite(self._functions.fun(result.x)):
+        is_finite = math.isfinite(self._functions.fun(result.x))
+        if not is_finite:
             result.x, result.fun, result.success = self.best, self._best_value, False
+        if not is_finite or self._name in _LATE_GRADIENTS:
             result.jac = self._functions.jac(result.x)
+        if not is_finite:
             result.message = (
                 f"{result.message} The loss is not finite there; returned to the best point."
             )

@@ -145,10 +145,7 @@ class JacobianOperator(EvaluatedOperator):
         if snapshot.held is None or not may_be_recorded():
             return self._value
         slopes = snapshot.slopes()
-
-        def gradient(upstream: Sequence[tf.Tensor], places: Sequence[int]) -> Sequence[Any]:
-            return [None] * len(places) if slopes is None else slopes([], list(upstream), places)
-
+        gradient = slopes and functools.partial(slopes, [])
         parts, same = tf.nest.flatten(self._value), snapshot.same_point()
         linked = recorded_result(parts, snapshot.sources, gradient, same)
         return tf.nest.pack_sequence_as(self._value, linked)

@@ -119,10 +119,11 @@ class Operator(OneProcess, DtypePreserving):
         or `JacobianOperator` whose data are one batch, if any, is a function of the variables as
         well, and of all other variables and tensors that the loss reads, such as hyperparameters,
         unless it cannot be traced. For a Hessian its gradient is a third derivative of the loss, as
-        in `third_order_product`. The loss is traced again for the first one, when Python values
-        that it reads must be those of before; a gradient costs a few of the loss if the tape
-        watches variables. Other gradients in variables raise a `SecondDerivativeError`: those of
-        blocks, of other matrices, and of a loss whose random numbers cannot be drawn again.
+        in `third_order_product`. The loss is traced again for the first gradient; if it reads
+        values of Python, they must not have changed until then. A gradient costs a few of the loss
+        if the tape watches variables. Other gradients in variables raise a
+        `SecondDerivativeError`: those of blocks, of other matrices, and of a loss whose random
+        numbers cannot be drawn again.
 
         Unlike `H @ v`, this does not check whether entries are finite, which would mean waiting for
         the device.

@@ -105,8 +105,7 @@ class SymmetricOperator(EvaluatedOperator):
         """Return the parts of the gradient as a tape around them should see them."""
         if not may_be_recorded():
             return parts
-        refused = lambda upstream, places: [None] * len(places)  # noqa: E731
-        return recorded_result(parts, self._snapshot.sources, refused)
+        return recorded_result(parts, self._snapshot.sources)
 
     def damped(self: Self, lam: float) -> Self:
         """Return this operator plus `lam` times the identity.

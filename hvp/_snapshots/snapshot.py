@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvp._data.budget import out_of_memory
-from hvp._derivatives.belonging import watched
+from hvp._derivatives.belonging import Check, watched
 from hvp._derivatives.gradient import without_dependence
 from hvp._engines.finite import check_finite
 from hvp._engines.graph_map import GraphMap
@@ -153,11 +153,11 @@ class Snapshot(OneProcess, LinearMap):
         """How often this snapshot was evaluated."""
         return self._evaluations
 
-    def same_point(self) -> Callable[[Sequence[tf.Tensor]], list[tf.Tensor]]:
+    def same_point(self) -> Check:
         """Return a function that refuses tensors, if the point is another then.
 
-        In a graph they are NaN; of other operators than those that follow their variables, a
-        product refuses it there.
+        In a graph they are NaN then if `on_stale` is "refresh". If it is "raise", the product that
+        they come from has raised an error when the graph runs.
         """
         version, follows = self.version, self.on_stale == "refresh"
         in_graph = follows and not tf.executing_eagerly()
@@ -325,7 +325,7 @@ class Snapshot(OneProcess, LinearMap):
     def slopes(self) -> Slopes | None:
         """Return what returns gradients in variables at this point; None if they are not known.
 
-        It takes directions, cotangents and places in `variables`. See `gradient_of_products`.
+        It takes directions, cotangents and places in `sources`. See `gradient_of_products`.
         """
         facts, own = self.facts, self.plan.nest
         # The function is evaluated again, with the same random numbers if seeds can be put back.

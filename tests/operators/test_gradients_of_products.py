@@ -614,6 +614,30 @@ def test_a_gradient_at_another_point_is_an_error(kind, on_stale):
             np.asarray(tape.gradient(found, source))
 
 
+def test_a_gradient_of_a_product_with_other_factors_is_an_error():
+    kernel, v = tf.Variable(np.diag(W)), tf.ones([3, 3], F)
+    loss = lambda p, y: tf.reduce_mean(tf.reduce_sum((p - y) ** 2, 1)) / 2  # noqa: E731
+    data = (np.eye(3), np.ones((3, 3)))
+    K = hvp.KFAC(lambda x: tf.tanh(x @ kernel), loss, kernel, data)
+    block = K.block(kernel)
+
+    def product():
+        with tf.GradientTape() as tape:
+            tape.watch(v)
+            return tape, block.product(v)
+
+    tape, before = product()
+    same = tape.gradient(before, v)
+    tape, before = product()
+    kernel.assign(2 * kernel)
+    K.refresh()
+    with pytest.raises(hvp.StaleOperatorError):
+        tape.gradient(before, v)
+    tape, after = product()
+    np.testing.assert_allclose(tape.gradient(after, v), block.product(v))  # it is symmetric
+    assert not np.allclose(same, after)
+
+
 @pytest.mark.parametrize("source", ["variable", "vector"])
 def test_a_gradient_at_another_point_in_a_graph_is_nan(source):
     w, c = tf.Variable(W), tf.Variable(2.0, dtype=F, trainable=False)
