@@ -281,12 +281,12 @@ class TracedFunction:
         missing = MISSING_DERIVATIVES.get(operation.type)
         moving = {i for i, series in enumerate(inputs) if not series.is_constant}
         if operation.type in CONTROL_FLOW | CALLS:
-            problem = f"derivatives by inputs pass through {operation.type}"
+            problem = f"higher derivatives pass through {operation.type}"
             self._refuse(operation, problem, "write a loop in Python, and a branch with tf.where")
         if missing is not None and (moving & {*missing.inputs} or not missing.inputs):
             self._refuse(operation, f"{operation.type} has no derivative", missing.remedy)
         if moving and any(t.dtype in (tf.variant, tf.resource) for t in operation.outputs):
-            problem = f"derivatives by inputs pass through {operation.type}, a list of tensors"
+            problem = f"higher derivatives pass through {operation.type}, a list of tensors"
             remedy = "use tf.stack in place of a tf.TensorArray, and loops in Python (unroll=True)"
             self._refuse(operation, problem, remedy)
         if operation.type in _POOLS and may_keep_the_size(operation.node_def):
@@ -300,7 +300,7 @@ class TracedFunction:
             self._refuse(operation, problem, BY_NAME.format("tf.nn.moments"))
         kind = operation.node_def.attr[GRADIENT_TYPE].s.decode() if _has_own(operation) else ""
         if kind.startswith(RECOMPUTED_GRADIENT):
-            problem = "derivatives along curves pass through hvp.recompute"
+            problem = "higher derivatives pass through hvp.recompute"
             self._refuse(operation, problem, "leave out hvp.recompute")
         if kind and module_of_gradient(kind) not in _TRUSTED:
             problem = "a tf.custom_gradient says how to differentiate once, and not along a curve"

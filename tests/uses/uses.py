@@ -598,7 +598,7 @@ assert all(inspect.isfunction(f) or isinstance(f, functools.partial) for f in US
 
 # Why third derivatives and derivatives in the inputs are refused, always with the name of an
 # operation.
-_REFUSED = r"(While|If|Case|PartitionedCall|TensorList\w*|\w+Pool\w*|custom_gradient)\b"
+_REFUSED = r"(While|If|Case|PartitionedCall|TensorList\w*|\w+Pool\w*|custom_gradient|recompute)\b"
 
 
 def must_say(error: Exception, words: str) -> None:
@@ -630,33 +630,41 @@ def laplacian_in_the_inputs(s: Subject) -> None:
     assert np.abs(found.laplacian - total).max() <= 1e-4 * (1 + np.abs(total).max())
 
 
-@use
-def gradient_of_a_product(s: Subject) -> None:
-    """Differentiate a product in the variables, or refuse by name."""
+@uses("product", "jvp", "vjp")
+def gradient_of_a(s: Subject, kind: str) -> None:
+    """Differentiate a product of the Hessian or the Jacobian, or refuse by name."""
     family, h = s.fresh(), 1e-4 if s.dtype == "float64" else 1e-2
     variables = family.problem.tensorflow_variables()
-    H = hvp.HessianOperator(family.loss, family.variables, family.data)
-    u, v, direction = (tf.constant(random(seed, *H.shape[:1], dtype=s.dtype)) for seed in (1, 2, 3))
+    A: Any
+    if kind == "product":
+        A = hvp.HessianOperator(family.loss, family.variables, family.data)
+    else:
+        A = hvp.JacobianOperator(family.model, family.variables, (family.x,))
+    shape = A.shape[::-1] if kind == "vjp" else A.shape
+    u, v = (tf.constant(random(seed, n, dtype=s.dtype)) for seed, n in enumerate(shape, 1))
+    sizes = [variable.shape.num_elements() for variable in variables]
+    direction = tf.constant(random(3, sum(sizes), dtype=s.dtype))
 
     def value() -> Any:
-        return tf.tensordot(u, H.product(v), 1)
+        parts = tf.nest.flatten(getattr(A, kind)(v))
+        return tf.tensordot(u, tf.concat([tf.reshape(part, [-1]) for part in parts], 0), 1)
 
     with tf.GradientTape() as tape:
         tape.watch(variables)
         scalar = value()
+    zero = tf.UnconnectedGradients.ZERO
     try:
-        parts = [tf.convert_to_tensor(part) for part in tape.gradient(scalar, variables)]
+        parts = tape.gradient(scalar, variables, unconnected_gradients=zero)
+        parts = [tf.convert_to_tensor(part) for part in parts]
     except hvp.SecondDerivativeError as error:
         must_say(error, _REFUSED)
         return
     gradient = np.concatenate([np.ravel(part) for part in parts])
     ends = []
     for step in (h, -2 * h):
-        for variable, part in zip(
-            variables, tf.split(direction, [len(np.ravel(v)) for v in parts])
-        ):
+        for variable, part in zip(variables, tf.split(direction, sizes)):
             variable.assign_add(tf.reshape(step * part, variable.shape))
-        H.refresh()
+        A.refresh()
         ends.append(float(value()))
     expected = (ends[0] - ends[1]) / (2 * h)
     difference = abs(gradient @ direction.numpy() - expected)
