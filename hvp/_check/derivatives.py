@@ -162,14 +162,15 @@ class GradientInspection:
         precision = " in float64" if in_float64 else ""
         comparison = f"central differences{precision} and a product differ by {relative_error:.1g}"
         advice = (
-            "; for a verdict, build the model in float64: call "
-            "keras.config.set_dtype_policy('float64') before you create its layers"
+            "; for a verdict, build the model in float64: call keras.config.set_floatx('float64') "
+            "and set_dtype_policy('float64') before you create its layers"
         )
+        narrow = "a loss of which parts are computed in a narrower type, " * inspected.is_narrow
         return inspected.verdict(
             comparison,
             relative_error,
             distance / size,
-            causes=f", most in {self._largest_part(discrepancy)}; possible causes are "
+            causes=f", most in {self._largest_part(discrepancy)}; possible causes are {narrow}"
             "tf.stop_gradient, a gradient written by hand, or a loss that changes what it reads",
             advice=advice if epsilon > 1e-12 else "",
         )

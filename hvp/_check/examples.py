@@ -12,7 +12,7 @@ from hvp._engines.rule import HessianRule
 from hvp._snapshots.means import joint_and_mean_loss
 
 # Relative difference that means in another order, and products of other shapes, may have.
-_ROUNDINGS = 1000
+_ROUNDINGS, _NOISES = 1000, 10
 
 
 def examples(inspected: InspectedOperator) -> Iterator[Finding]:
@@ -23,11 +23,16 @@ def examples(inspected: InspectedOperator) -> Iterator[Finding]:
         return
     if not isinstance(problem.rule, (HessianRule, PredictionRule)):
         return
+    if evaluation.snapshot.facts.is_random:
+        text = "the loss draws random numbers: whether it is the mean over examples is not known"
+        yield Finding("examples", "note", text)
+        return
     losses = joint_and_mean_loss(problem.rule, evaluation.snapshot, problem.few_examples())
     if not losses:
         return
     for count, together, mean in losses:
-        allowed = _ROUNDINGS * inspected.epsilon * max(abs(together), abs(mean))
+        rounding = max(_ROUNDINGS * inspected.epsilon, _NOISES * inspected.noise)
+        allowed = rounding * max(abs(together), abs(mean))
         if abs(together - mean) > allowed:
             is_sum = abs(together - count * mean) <= count * allowed
             yield _of_difference(count, together, mean, is_sum)

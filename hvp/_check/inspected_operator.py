@@ -19,13 +19,16 @@ _ROUNDINGS = 6
 # The differences have settled if those of two neighbouring steps agree to the part _SETTLED. The
 # product is then allowed to deviate from them _MAX_RATIO times as much as they do from each other.
 _SETTLED, _MAX_RATIO = 0.05, 10.0
+# Products in float32, and in float64, whose relative error is larger are not of that precision.
+_NOISE = 1e-3, 1e-9
 
 
 class InspectedOperator:
     """An operator under inspection, whose products with one vector are timed in `seconds`.
 
     Products that should be equal may differ by `tolerance`, relative to the norm of the operator.
-    `epsilon` is the rounding unit of its dtype, and `rng` draws the random vectors.
+    `epsilon` is the rounding unit of its dtype, and `rng` draws the random vectors. `noise` is the
+    relative error that products were seen to have.
     """
 
     def __init__(self, operator: SymmetricOperator, rng: np.random.Generator) -> None:
@@ -37,6 +40,13 @@ class InspectedOperator:
         if self.evaluation.is_low:
             self.tolerance = max(self.tolerance, _ROUNDINGS * self.evaluation.rounding)
         self.seconds: list[float] = []
+        self.noise = 0.0
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether parts of the loss seem to be computed in a narrower type than the operator's."""
+        is_float64 = self.epsilon < 1e-12
+        return not self.evaluation.is_low and self.noise > _NOISE[is_float64]
 
     def random_unit_vector(self) -> np.ndarray:
         """Return a random vector of norm one."""

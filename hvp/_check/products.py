@@ -66,6 +66,7 @@ class ProductInspection:
             yield judged("products", difference, "finite, but when computed again they differ by")
         yield judged("symmetry", asymmetry, "u'Hv and v'Hu differ by")
         difference = float(np.linalg.norm(combined - (2.5 * Hv - 0.7 * Hu)))
+        inspected.noise = max(asymmetry, difference) / scale
         yield judged("linearity", difference, "H(au + bv) and aHu + bHv differ by")
         difference = float(np.linalg.norm(block - np.stack([Hv, Hu], axis=1)))
         yield judged("blocks", difference, "H @ [u, v] and [H @ u, H @ v] differ by")
@@ -212,8 +213,15 @@ class ProductInspection:
         dtype = inspected.operator.dtype.name
         smallest = float(np.abs(self.eigenvalues).min())
         condition = self._norm / smallest if smallest else np.inf
-        attainable = inspected.epsilon * condition
+        attainable = max(inspected.epsilon, inspected.noise) * condition
         facts = f"condition number {condition:.2g} or more, rtol {rtol:.0e}"
+        if inspected.is_narrow:
+            text = (
+                f"products have a relative error of {inspected.noise:.1g}, as if parts of the loss "
+                f"were computed in a narrower type than {dtype}: with Keras, call keras.config."
+                f"set_floatx({dtype!r}) and set_dtype_policy({dtype!r}) before the model is made"
+            )
+            return Finding("precision", "warning", text)
         if attainable <= rtol:
             text = f"nothing speaks against {dtype}: {facts}"
             return Finding("precision", "ok", text)

@@ -8,11 +8,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import keras
+
 from hvp._command.load import check_fit, load_data, load_model
 from hvp._command.report import Curvature, Subject
 from hvp._errors import HvpError
 from hvp._operators.gauss_newton import GaussNewtonOperator
 from hvp._operators.hessian import HessianOperator
+from hvp._spectra.trace import FEWEST_PRODUCTS
 
 _DESCRIPTION = """\
 Shows the curvature of the loss of a saved Keras model: whether the Hessian is right, its
@@ -78,7 +81,7 @@ def parser() -> argparse.ArgumentParser:
         help="relative standard error of the trace (default: 0.02)")  # fmt: skip
     add("--max-products", type=_count, default=1000, metavar="N",
         help="upper bound on the products for the trace, and on those for the smallest eigenvalue "
-        "(default: 1000)")  # fmt: skip
+        f"(default: 1000; the trace takes at least {FEWEST_PRODUCTS})")  # fmt: skip
     add("--examples", type=_count, metavar="N", help="use a random subset of N examples")
     add("--batch-size", type=_count, metavar="N", help="process the data in batches of N examples")
     add("--memory-limit", metavar="SIZE", help='upper bound on memory, such as "2GiB"')
@@ -107,7 +110,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace) -> None:
     """Load the model and the data, compute the curvature, and print and write it."""
+    taken = {options.model.resolve(), options.data.resolve()}
     for path in (options.json, options.figure, options.html):
+        if path is not None and path.resolve() in taken:
+            raise HvpError(f"{path} is used twice", "another file for each input and output")
+        if path is not None:
+            taken.add(path.resolve())
         if path is not None and not path.absolute().parent.is_dir():
             raise HvpError(f"there is no folder {path.parent}", "a folder that exists")
         if path is not None and path.is_dir():
@@ -116,6 +124,8 @@ def run(options: argparse.Namespace) -> None:
             _refuse_unwritable(path)
     if options.figure is not None or options.html is not None:
         _use_files_only(options.figure)
+    # Layers that draw random numbers take their seeds from here when they are loaded.
+    keras.utils.set_random_seed(options.seed)
     data, count, unused = load_data(options.data, options.examples, options.seed)
     if unused:
         print(f"hvp: arrays that are not used: {', '.join(unused)}", file=sys.stderr)

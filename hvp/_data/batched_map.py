@@ -360,7 +360,7 @@ class BatchedMap(LinearMap):
             with contextlib.ExitStack() as on_error:
                 on_error.callback(term.close)
                 if self._reduction.of_losses:
-                    check_finite(results, batches.nest.names, batch=min(task.indices))
+                    check_finite(results, batches.nest, batch=min(task.indices))
                 on_error.pop_all()
             return elements, results, term
 

@@ -15,9 +15,11 @@ import tensorflow as tf
 from hvp._data.elements import (
     EXPECTED,
     NO_DATA,
+    SINGLE,
     Elements,
     check_first_axes,
     convert_batch,
+    refuse_infinite,
     refuse_list,
     rows_of,
 )
@@ -233,14 +235,9 @@ def _source(data: Any, batch_size: int | None) -> Callable[[], Iterator[Any]]:
                 "return the number of batches from num_batches",
             )
         return lambda: (data[i] for i in range(data.num_batches))
-    if isinstance(data, tf.data.Dataset) and data.cardinality() == tf.data.INFINITE_CARDINALITY:
-        raise InvalidDataError(
-            "data is an infinite tf.data.Dataset",
-            "a finite number of batches",
-            "leave out repeat(), or take(n) batches",
-        )
+    refuse_infinite(data, "data")
     if not hasattr(data, "__iter__") or hasattr(data, "shape"):
-        remedy = "for a single array pass (x,)" if hasattr(data, "shape") else ""
+        remedy = SINGLE if hasattr(data, "shape") else ""
         if inspect.isgeneratorfunction(data):
             remedy = "pass list(data()), or tf.data.Dataset.from_generator(data, ...)"
         raise InvalidDataError(

@@ -14,6 +14,7 @@ from hvp._engines.rule import Arguments
 from hvp._errors import HvpError, InvalidDataError, InvalidLossError, reason_of
 from hvp._graphs.sizes import nbytes
 
+SINGLE = "for a single array pass (x,), and with targets (x, y)"
 EXPECTED = (
     "a tuple of arrays or tensors with a common first axis, such as (x, y), or a dict of them"
 )
@@ -232,7 +233,7 @@ def convert_batch(data: Any, name: str) -> Elements:
     if isinstance(data, Elements):
         return data
     if isinstance(data, tf.data.Dataset) or not isinstance(data, (tuple, dict)):
-        remedy = "for a single array pass (x,)" if hasattr(data, "shape") else "pass one batch"
+        remedy = SINGLE if hasattr(data, "shape") else "pass one batch"
         raise InvalidDataError(f"{name} is {type(data).__name__}", EXPECTED, remedy)
     elements = data if isinstance(data, dict) else dict(enumerate(data))
     if not tf.nest.flatten(elements):
@@ -240,6 +241,16 @@ def convert_batch(data: Any, name: str) -> Elements:
     batch = {key: _convert(element, f"{name}[{key!r}]") for key, element in elements.items()}
     check_first_axes(batch, name)
     return Elements(batch, isinstance(data, dict))
+
+
+def refuse_infinite(data: Any, name: str) -> None:
+    """Raise InvalidDataError for a `tf.data.Dataset` that is known to have no end."""
+    if isinstance(data, tf.data.Dataset) and data.cardinality() == tf.data.INFINITE_CARDINALITY:
+        raise InvalidDataError(
+            f"{name} is an infinite tf.data.Dataset",
+            "a finite number of batches",
+            "leave out repeat(), or take(n) batches",
+        )
 
 
 # What an error says about types.

@@ -143,7 +143,7 @@ class Execution(Plan):
             added = None
             if self._regularization is not None:
                 added, held.regularization = self._regularization.at_point()
-                check_finite(added, self.nest.names)
+                check_finite(added, self.nest)
                 if added.gradient is not None and all(g is None for g in added.gradient):
                     raise InvalidLossError(
                         "the regularization depends on none of the variables",

@@ -10,7 +10,7 @@ derivative where it is known, and raises an error where it is not.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Union
 
 import tensorflow as tf
 
@@ -65,11 +65,12 @@ def recorded_product(
     transposed, same = adjoint or multiply, same_point()
 
     def backward(*upstream: tf.Tensor) -> list[Any]:
+        same([])
         cotangent = tf.nest.pack_sequence_as(result, _dense(upstream, linked))
         swapped = gradient and (lambda u, v, which: gradient(v, u, which))
         again = recorded_product(transposed, cotangent, sources, swapped, multiply, lambda: same)
         own = same(tf.nest.flatten(again))
-        return [*own, *_known(gradient, vector, cotangent, recorded)]
+        return [*own, *_twice(_known(gradient, vector, cotangent, recorded))]
 
     def forward(*tangents: Any) -> list[tf.Tensor]:
         if any(tangent is not None for tangent in tangents[len(tensors) :]):
@@ -83,7 +84,7 @@ def recorded_product(
     record.record_operation(
         "HessianVectorProduct",
         linked,
-        [*tensors, *(handles[place] for place in recorded)],
+        [*tensors, *2 * [handles[place] for place in recorded]],
         backward,
         None if gradient else forward,
     )
@@ -103,14 +104,14 @@ def recorded_solution(
     `same_point` refuses those of another point than that of the matrix.
     """
     handles, recorded = watched(sources)
-    own = [handles[place] for place in recorded]
+    own = 2 * [handles[place] for place in recorded]
     with record.stop_recording():
         solution = tf.identity(solve(right))
 
     def backward(upstream: tf.Tensor) -> list[Any]:
         adjoint = recorded_solution(solve, upstream, sources, gradient, same_point)
         by_right = same_point([adjoint])
-        return [*by_right, *_known(gradient, solution, -adjoint, recorded)]
+        return [*by_right, *_twice(_known(gradient, solution, -adjoint, recorded))]
 
     # Tapes have to know the solution before accumulators ask for its gradient.
     record.record_operation_backprop_only("Solution", [solution], [right, *own], backward)
@@ -137,11 +138,12 @@ def recorded_result(
         try:
             known = gradient and gradient(_dense(upstream, linked), recorded)
         except HvpError as error:
-            return [_Refused(error) for _ in recorded]
+            return _twice([_Refused(error) for _ in recorded])
         same_point([])
-        return [_Refused() if slope is None else slope for slope in known or [None] * len(recorded)]
+        slopes = known or [None] * len(recorded)
+        return _twice([_Refused() if slope is None else slope for slope in slopes])
 
-    record.record_operation("Gradient", linked, [handles[i] for i in recorded], backward)
+    record.record_operation("Gradient", linked, 2 * [handles[i] for i in recorded], backward)
     return linked
 
 
@@ -159,6 +161,16 @@ def _known(
         return gradient(vector, cotangent, places) if gradient else [_Refused() for _ in places]
     except HvpError as error:
         return [_Refused(error) for _ in places]
+
+
+def _twice(gradients: Sequence[Any]) -> list[Any]:
+    """Return a tensor for each gradient that is refused, for the same source, and the gradients.
+
+    TensorFlow adds up the gradients of a source in C++, through which no error can pass. It looks
+    at the size of the first of many, and where one is a tensor it calls `tf.add_n`.
+    """
+    zeros = [tf.zeros([]) if type(gradient) is _Refused else None for gradient in gradients]
+    return [*zeros, *gradients]
 
 
 def _linked(
@@ -191,9 +203,11 @@ class _Refused(tf.IndexedSlices):
             "this is the gradient of an operator's product with respect to variables, which is a "
             "third derivative of the loss",
             "a gradient with respect to the vector; or the product of a HessianOperator or "
-            "JacobianOperator as a whole, on one batch of data, whose loss draws no random numbers "
-            "that cannot be drawn again",
-            "pass the product through tf.stop_gradient if it is a constant to you",
+            "JacobianOperator as a whole with one vector, without batch_size, memory_limit, weight "
+            "and data sets, whose loss draws no random numbers that cannot be drawn again (inside "
+            "a tf.function: none at all)",
+            "leave these out if the data fit into memory; or pass the product through "
+            "tf.stop_gradient if it is a constant to you",
         )
 
     def _refuse(self, *arguments: Any) -> Any:
@@ -201,6 +215,14 @@ class _Refused(tf.IndexedSlices):
 
     __repr__ = __str__ = __array__ = __neg__ = __len__ = __bool__ = _refuse  # type: ignore[assignment]
     __add__ = __radd__ = __mul__ = __rmul__ = __sub__ = __rsub__ = __truediv__ = _refuse
+    __rtruediv__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = __abs__ = _refuse
+    __getitem__ = __iter__ = __float__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+
+
+@tf.experimental.dispatch_for_api(tf.add_n, {"inputs": list[Union[tf.Tensor, _Refused]]})
+def _sum(inputs: Sequence[Any], name: str | None = None) -> Any:
+    """Return what is refused, of several gradients of a source; see `_twice`."""
+    return next(part for part in inputs if type(part) is _Refused)
 
 
 def _gradient(operation: Any, *upstream: Any) -> Sequence[Any]:

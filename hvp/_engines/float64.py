@@ -22,6 +22,8 @@ _FLOAT, _DOUBLE = tf.float32.as_datatype_enum, tf.float64.as_datatype_enum
 # Operations that would give quite other numbers in float64; those are drawn as they were.
 _DRAWS = ("Random", "Stateless", "Truncated", "Multinomial")
 
+_HALF = {tf.float16.as_datatype_enum, tf.bfloat16.as_datatype_enum}
+
 
 def gradient_in_float64(
     traced: TracedGraph, variables: Sequence[tf.Variable]
@@ -29,8 +31,8 @@ def gradient_in_float64(
     """Return the gradient of a rule traced in float32 as a function of `variables` in float64.
 
     All other variables are read once, here. The result is None for functions with loops, branches
-    or recomputed parts, and for operations that do not exist in float64. An operation without a
-    float64 kernel on the device raises when the gradient is called.
+    or recomputed parts, for parts in 16 bits, and for operations that do not exist in float64. An
+    operation without a float64 kernel on the device raises when the gradient is called.
     """
     flat, rename = inline_calls(replace_operations(traced.graph_def))
     graph = Graph(flat)
@@ -56,6 +58,8 @@ def gradient_in_float64(
     wide = graph.computing(gradient_names, [*read_places, *known])
     part = wide.graph_def
     if part.library.function or any("Resource" in node.op for node in part.node):
+        return None
+    if any(value.type in _HALF for node in part.node for value in node.attr.values()):
         return None
     for node in list(part.node):
         if node.op.startswith(_DRAWS):

@@ -21,7 +21,7 @@ import scipy.sparse
 import tensorflow as tf
 
 from hvp._derivatives.belonging import Check
-from hvp._errors import StaleOperatorError
+from hvp._errors import StaleOperatorError, quoted
 from hvp._graphs.python_calls import call_python
 from hvp._vectors.space import Space
 
@@ -220,11 +220,14 @@ class Identity(LinearMap):
         return scipy.sparse.csr_array(scipy.sparse.identity(self.domain.size, dtype=bool))
 
 
-def evaluated_again() -> StaleOperatorError:
-    """Return the error for a gradient of what an operator computed at another point."""
+def evaluated_again(changed: Sequence[str] = ()) -> StaleOperatorError:
+    """Return the error for a gradient of what an operator computed at another point.
+
+    `changed` are the names of variables that have changed since, if the operator has not followed.
+    """
+    what = f"the variables {quoted(changed)} have changed" if changed else "it was evaluated again"
     return StaleOperatorError(
-        "the operator was evaluated again, or its variables have changed, since it computed what "
-        "is differentiated",
+        f"{what} since the operator computed what is differentiated",
         "a gradient at the values of the product",
         "take the gradient before variables are assigned, or compute the product again",
     )

@@ -105,6 +105,12 @@ class TraceSummary:
     precision: str = ""
     note: str = ""
 
+    @property
+    def is_random(self) -> bool:
+        """Whether the loss draws random numbers, also if they are the same each time."""
+        remarks = self.remarks
+        return self.draws or bool(remarks and (remarks.random or remarks.repeated))
+
     @classmethod
     def union(cls, every: Sequence[TraceSummary]) -> TraceSummary:
         """Return the summary of several plans that serve together."""

@@ -12,6 +12,7 @@ import tensorflow as tf
 from hvp._errors import ClosedOperatorError
 from hvp._graphs.private import is_for_xla
 from hvp._kronecker.block import Block
+from hvp._runtime.guard import refuse_forks
 from hvp._vectors.resources import differ
 from hvp._vectors.tensor_cell import TensorCell
 from hvp._vectors.watch import Watch
@@ -72,6 +73,7 @@ class Factors:
 
     def make_sure(self) -> bool:
         """Raise an error if variables have changed, or evaluate again."""
+        refuse_forks()
         if self._check is not None:
             check = self._check()
             if check is None:

@@ -619,8 +619,8 @@ def _stale(changed: Sequence[str]) -> StaleOperatorError:
     return StaleOperatorError(
         f"variables that the loss reads have changed: {quoted(changed)}",
         "the values at which the factors were evaluated",
-        "call refresh(), or pass on_stale='refresh'; or on_stale='ignore', to go on with the "
-        "factors of the old values",
+        "call refresh(), or pass on_stale='refresh' to KFAC or EKFAC; or on_stale='ignore', to go "
+        "on with the factors of the old values",
     )
 
 

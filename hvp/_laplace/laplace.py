@@ -650,6 +650,11 @@ class Laplace(FromKeras, OneProcess):
         ----------
         path : str or path
             A file in a folder that exists.
+
+        Raises
+        ------
+        CheckpointError
+            If there is no such folder, or a folder of that name.
         """
         settings: dict[str, Any] = {name: getattr(self._posterior, name) for name in _SAVED}
         settings |= {"likelihood": self.likelihood, "weights": self._weights.digests()}

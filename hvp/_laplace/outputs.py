@@ -9,13 +9,14 @@ from typing import Any, Literal
 import numpy as np
 import tensorflow as tf
 
-from hvp._data.elements import Elements, convert_batch
+from hvp._data.elements import Elements, convert_batch, refuse_infinite
 from hvp._errors import HvpError, InvalidDataError, InvalidLossError
 from hvp._graphs.compiled import Compiled
 from hvp._laplace.models import features_of, outputs_of
 from hvp._laplace.weights import Weights
 from hvp._operators.example_rows import ExampleRows
 from hvp._operators.jacobian import JacobianOperator
+from hvp._runtime.guard import refuse_forks
 from hvp._runtime.interrupts import deliver_interrupt
 from hvp._runtime.progress import progress_bar
 from hvp._runtime.recent import Recent
@@ -78,6 +79,8 @@ class Outputs:
 
     def pieces(self, x: Any, *, has_rows: bool = True) -> Iterator[tuple[Elements, np.ndarray]]:
         """Iterate over parts of inputs with their outputs, for rows of the Jacobian of each."""
+        refuse_forks()
+        refuse_infinite(x, "x")
         space = self._weights.space
         row = space.size if has_rows else 1
         step = max(1, _ROW_BYTES // (math.prod(self.shape) * row * space.dtype.size))

@@ -13,6 +13,7 @@ import numpy as np
 import scipy.sparse
 from scipy.sparse.linalg import LinearOperator, aslinearoperator
 
+from hvp._errors import InvalidVectorError
 from hvp._vectors.arrays import make_array
 
 
@@ -128,4 +129,10 @@ def _compose(result: Any) -> Any:
 
 
 def _operator(other: Any) -> LinearOperator:
+    if np.ndim(other) == 0 and not isinstance(other, LinearOperator):
+        raise InvalidVectorError(
+            f"an operator and {other!r} were added",
+            "two operators, or an operator and a matrix",
+            "for a multiple of the identity, call damped(number)",
+        )
     return other if isinstance(other, LinearOperator) else aslinearoperator(other)

@@ -26,7 +26,7 @@ from hvp._runtime.guard import OneProcess
 from hvp._runtime.interrupts import Uninterrupted, deliver_interrupt
 from hvp._snapshots.snapshot import Snapshot
 from hvp._snapshots.statistics import Statistics
-from hvp._vectors.arrays import check_array, check_product
+from hvp._vectors.arrays import check_array, check_product, refuse_graphs
 from hvp._vectors.nests import flattened, unflattened
 
 Self = TypeVar("Self", bound="Operator")
@@ -116,14 +116,15 @@ class Operator(OneProcess, DtypePreserving):
         which XLA cannot compile either.
 
         For a tape around it, the product is a function of `v`. The product of a `HessianOperator`
-        or `JacobianOperator` whose data are one batch, if any, is a function of the variables as
-        well, and of all other variables and tensors that the loss reads, such as hyperparameters,
-        unless it cannot be traced. For a Hessian its gradient is a third derivative of the loss, as
-        in `third_order_product`. The loss is traced again for the first gradient; if it reads
-        values of Python, they must not have changed until then. A gradient costs a few of the loss
-        if the tape watches variables. Other gradients in variables raise a
-        `SecondDerivativeError`: those of blocks, of other matrices, and of a loss whose random
-        numbers cannot be drawn again.
+        or `JacobianOperator` is a function of the variables as well, and of all other variables and
+        tensors that the loss reads, such as hyperparameters, unless the loss cannot be traced or
+        the operator has a `batch_size`, `memory_limit`, `weight` or data set. For a Hessian its
+        gradient is a third derivative of the loss, as in `third_order_product`. The loss is traced
+        again for the first gradient; if it reads values of Python, they must not have changed until
+        then. A gradient costs a few of the loss if the tape watches variables. Other gradients in
+        variables raise a `SecondDerivativeError` when they are used: those of blocks, of other
+        matrices, and of a loss whose random numbers cannot be drawn again, which is true of all
+        inside a `tf.function`.
 
         Unlike `H @ v`, this does not check whether entries are finite, which would mean waiting for
         the device.
@@ -491,6 +492,7 @@ class Operator(OneProcess, DtypePreserving):
 
     @Uninterrupted()
     def _matvec(self, x: np.ndarray) -> np.ndarray:
+        refuse_graphs("a product")
         x, domain = x.reshape(-1), self.linear_map.domain
         if x.nbytes < _LONG:
             product = self.linear_map.apply(tf.constant(x, domain.dtype)).numpy()
@@ -502,6 +504,7 @@ class Operator(OneProcess, DtypePreserving):
 
     @Uninterrupted()
     def _matmat(self, X: np.ndarray) -> np.ndarray:
+        refuse_graphs("a product")
         if X.shape[1] == 0:
             return np.zeros((self.shape[0], 0), self.dtype)
         product = self._columns(tf.constant(X, self.linear_map.domain.dtype)).numpy()
@@ -567,6 +570,7 @@ class Operator(OneProcess, DtypePreserving):
 
     def _products_of_unit_vectors(self, held: LinearMap) -> Any:
         """Iterate over the indices of columns, and the products that are these columns."""
+        refuse_graphs("a matrix")
         count = held.domain.size
         for start in range(0, count, _DENSE_BLOCK):
             taken = np.arange(start, min(start + _DENSE_BLOCK, count))

@@ -131,7 +131,7 @@ class SymmetricOperator(EvaluatedOperator):
 
         Parameters
         ----------
-        rows : str, variable, layer, module or list of these; or ndarray of int
+        rows : str, variable, layer, module or list of these; or list or ndarray of int, or slice
             The variables, or the numbers of entries of a flat vector, in any order. A string is a
             pattern for one or several successive parts of a variable's path: ``"dense_2"`` stands
             for all variables of the layer of this name, ``"kernel"`` for all kernels,
@@ -182,6 +182,10 @@ class SymmetricOperator(EvaluatedOperator):
 
     def _selection(self, chosen: Any) -> Selection | Entries:
         space = self._matrix.space
+        if isinstance(chosen, slice):
+            chosen = np.arange(space.size)[chosen]
+        if isinstance(chosen, (list, range)) and {type(i) for i in chosen} == {int}:
+            chosen = np.array(chosen)
         if isinstance(chosen, np.ndarray):
             return Entries(space, entries_of(chosen, space.size, least=1))
         return Selection(space, select(chosen, self._matrix.variable_names, self._matrix.variables))

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from hvp._data.elements import NO_DATA, checked_loss, convert_batch
 from hvp._derivatives.gradient import check_scalar
+from hvp._runtime.guard import refuse_forks
 from hvp._taylor.products import gradient_of_products
 from hvp._vectors.arrays import check_array, check_product
 from hvp._vectors.space import Space
@@ -56,6 +57,7 @@ def third_order_product(
     >>> hvp.third_order_product(loss, w, tf.ones(3), tf.ones(3)).numpy()
     array([24., 48., 72.], dtype=float32)
     """
+    refuse_forks()
     nest = collect_variables(variables)
     space = Space.of_variables(nest)
     directions = [_parts(vector, space, name) for vector, name in ((u, "u"), (v, "v"))]

@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from hvp._errors import CheckpointError
+
 
 def temporary_of(path: Path) -> Path:
     """Return the name of a temporary file beside another one.
@@ -18,7 +20,13 @@ def temporary_of(path: Path) -> Path:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Write to a temporary file, and rename it when it is complete."""
+    """Write to a temporary file, and rename it when it is complete.
+
+    Raise CheckpointError before that if there cannot be such a file.
+    """
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        problem = "is a folder" if path.is_dir() else "is in a folder that does not exist"
+        raise CheckpointError(f"{path} {problem}", "the name of a file in a folder that exists")
     temporary = temporary_of(path)
     try:
         yield temporary

@@ -45,7 +45,6 @@ class Guard:
 
     def __init__(self, out_of_memory: Callable[[Exception], HvpError]) -> None:
         refuse_forks()
-        _Process.in_use = True
         self.lock = threading.RLock()
         self._out_of_memory = out_of_memory
 
@@ -70,7 +69,8 @@ class Guard:
 
 
 def refuse_forks() -> None:
-    """Raise `ProcessError` in a process that was forked from one that used this package."""
+    """Raise `ProcessError` in a process that was forked from one that called this, or a guard."""
+    _Process.in_use = True
     if _Process.is_broken:
         raise ProcessError(
             "this process was forked from one that had used hvp; TensorFlow's threads do not exist "

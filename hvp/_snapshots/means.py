@@ -52,10 +52,9 @@ def refuse_sum(rule: Rule, snapshot: Snapshot, few: Elements) -> None:
 def refuse_coupling(rule: Rule, snapshot: Snapshot, few: Elements) -> None:
     """Raise `InvalidLossError` if the loss of a batch depends on several examples at once."""
     facts, count = snapshot.facts, few.examples
-    drawn = facts.remarks is not None and (facts.remarks.random or facts.remarks.repeated)
     if count < 2:
         return
-    if facts.draws or drawn:  # other numbers for other batches
+    if facts.is_random:  # other numbers for other batches
         updated = [resource.name for resource in facts.writes if resource.dtype.is_floating]
         if updated:
             warn(

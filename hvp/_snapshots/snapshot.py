@@ -47,7 +47,7 @@ from hvp._runtime.guard import Guard, OneProcess, refuse_forks
 from hvp._runtime.interrupts import Uninterrupted
 from hvp._snapshots.statistics import Statistics
 from hvp._taylor.products import gradient_of_products
-from hvp._vectors.resources import Resource, restored
+from hvp._vectors.resources import Resource, differ, restored
 from hvp._vectors.strategies import copies
 from hvp._vectors.watch import Watch
 
@@ -159,15 +159,15 @@ class Snapshot(OneProcess, LinearMap):
         In a graph they are NaN then if `on_stale` is "refresh". If it is "raise", the product that
         they come from has raised an error when the graph runs.
         """
-        version, follows = self.version, self.on_stale == "refresh"
-        in_graph = follows and not tf.executing_eagerly()
-        values = [_value(source) for source in self.sources] if in_graph else []
+        version, in_graph = self.version, not tf.executing_eagerly()
+        follows, looks = self.on_stale == "refresh", self.on_stale != "ignore"
+        values = [_value(source) for source in self.sources] if follows and in_graph else []
 
         def check(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
             with tf.init_scope():
-                changed = follows and not in_graph and bool(self.changed())
+                changed = self.changed() if looks and not in_graph else []
             if self.version != version or changed:
-                raise evaluated_again()
+                raise evaluated_again(changed)
             return _or_nan(tensors, self.sources, values)
 
         return check
@@ -353,9 +353,9 @@ class Snapshot(OneProcess, LinearMap):
             moving = [*range(count), *others]
             cast = [[tf.cast(p, values[i].dtype) for i, p in enumerate(d)] for d in directions]
             if tf.executing_eagerly():
+                if self.changed():
+                    raise evaluated_again(self.changed())
                 self.make_sure()
-                if self._is_of_old_values():
-                    raise self._stale(self.changed())
             with self.with_seeds() if tf.executing_eagerly() else contextlib.nullcontext():
                 found = self._slopes[others](cast, upstream, [values[place] for place in moving])
             slopes = [found[moving.index(place)] for place in wanted]
@@ -493,11 +493,11 @@ class Snapshot(OneProcess, LinearMap):
             )
 
     def _check(self, results: Results) -> None:
-        names = self.plan.nest.names
+        nest = self.plan.nest
         if results.gradient is not None and all(part is None for part in results.gradient):
-            raise without_dependence(names)
+            raise without_dependence(nest.names)
         if results.gradient is not None:  # a function may have values that are not finite
-            check_finite(results, names)
+            check_finite(results, nest)
 
 
 def _watch(resources: Sequence[Resource]) -> Watch:
@@ -522,8 +522,8 @@ def _or_nan(
     if not values:
         return list(tensors)
     pairs = [pair for pair in zip(sources, values) if isinstance(pair[0], tf.Variable)]
-    same = tf.reduce_all([tf.reduce_all(tf.equal(_value(s), value)) for s, value in pairs])
-    return [tf.where(same, x, tf.cast(math.nan, x.dtype)) for x in tensors]
+    changed = tf.reduce_any([differ(_value(source), value) for source, value in pairs])
+    return [tf.where(changed, tf.cast(math.nan, x.dtype), x) for x in tensors]
 
 
 def _alive(reference: Callable[[], Snapshot | None]) -> Snapshot:

@@ -161,7 +161,7 @@ class CurvatureMonitor(keras.callbacks.Callback):
         self.history: list[dict[str, Any]] = []
         self._start = self._seconds = 0.0
         self._spent = self._preparing = 0.0  # the latter on the first measurement
-        self._epoch = self._batch = self._omitted = 0
+        self._epoch = self._batch = self._omitted = self._inexact = 0
         self._last: dict[str, Any] | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -169,7 +169,7 @@ class CurvatureMonitor(keras.callbacks.Callback):
         self._close()
         self._vectors, self.history = {}, []
         self._spent = self._preparing = 0.0
-        self._batch = self._omitted = 0
+        self._batch = self._omitted = self._inexact = 0
         self._passes_last = False
         self._operator = HessianOperator.from_keras(self.model, self._data, **self._options)
         if self._folder is not None:
@@ -177,8 +177,17 @@ class CurvatureMonitor(keras.callbacks.Callback):
         self._start = time.perf_counter()
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Release the Hessian, and say how many measurements were skipped."""
+        """Release the Hessian, and say how many measurements were skipped, or are inaccurate."""
         self._close()
+        if self._inexact:
+            _log.warning(
+                "CurvatureMonitor: %d eigenvalues have a residual above %g of the largest, which "
+                "is in the history: products of a model in 16 bits are no more accurate, and "
+                "eigenvalues that are close together take more than %d products",
+                self._inexact,
+                _TOLERANCE,
+                _PRODUCTS,
+            )
         if self._omitted:
             _log.warning(
                 "CurvatureMonitor skipped %d of %d measurements to keep to budget=%g of the "
@@ -283,6 +292,7 @@ class CurvatureMonitor(keras.callbacks.Callback):
                 seed=self._seed,
             )
         self._vectors[name] = result.eigenvectors
+        self._inexact += not result.converged[0]
         return float(result.eigenvalues[0]), float(result.residual_norms[0])
 
     def _close(self) -> None:

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from hvp._errors import HvpError, InvalidDataError, InvalidVectorError, line_of
 from hvp._runtime.arguments import check_count, check_seed
+from hvp._runtime.guard import refuse_forks
 from hvp._taylor.curves import Curves
 from hvp._taylor.series import Series
 from hvp._taylor.traced import TracedFunction
@@ -614,6 +615,7 @@ def _as_gradient(term: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
 
 def _compiled(f: Any, key: tuple[Any, ...], compute: Callable[..., Any]) -> Any:
     """Return `compute(f, ...)` as a function in a graph, the same one if `f` and the key are."""
+    refuse_forks()
     refer: Callable[[], Any]
     try:
         kept, refer = _functions.setdefault(f, {}), weakref.ref(f)

@@ -34,6 +34,16 @@ def make_array(array: Any) -> np.ndarray:
         ) from error
 
 
+def refuse_graphs(what: str) -> None:
+    """Raise `GraphModeError` while TensorFlow traces a graph, where there are no arrays."""
+    if not tf.executing_eagerly():
+        raise GraphModeError(
+            f"{what} was asked for as an array while TensorFlow traces a graph",
+            "eager execution, or products of tensors",
+            "inside a tf.function call product(v) with a tensor; or ask outside of it",
+        )
+
+
 def check_array(
     array: Any, rows: int, dtype: np.dtype, *, ndims: tuple[int, ...], name: str = "v"
 ) -> np.ndarray:

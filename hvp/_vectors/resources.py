@@ -48,8 +48,23 @@ _BITS = {1: tf.uint8, 2: tf.int16, 4: tf.int32, 8: tf.int64}
 
 
 def differ(value: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
-    """Return whether two tensors of the same shape and dtype differ in any bit."""
-    return tf.reduce_any(tf.not_equal(bits_of(value), bits_of(other)))
+    """Return whether two tensors of the same dtype differ in their shapes, or in any bit."""
+    bits, others = bits_of(value), bits_of(other)
+    if value.shape.is_fully_defined() and other.shape.is_fully_defined():
+        if value.shape != other.shape:
+            return tf.constant(True)
+        return tf.reduce_any(tf.not_equal(bits, others))
+    # Comparing the tensors themselves would repeat axes of one entry, and fail for other shapes.
+    pairs = [(tf.shape(value), tf.shape(other)), (bits, others)]
+    unequal = [_differ_as_lists(*(tf.reshape(x, [-1]) for x in pair)) for pair in pairs]
+    return tf.reduce_any(unequal)
+
+
+def _differ_as_lists(value: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
+    """Return whether two vectors differ in length or in an entry."""
+    length = tf.minimum(tf.size(value), tf.size(other))
+    unequal = tf.reduce_any(tf.not_equal(value[:length], other[:length]))
+    return tf.logical_or(unequal, tf.not_equal(tf.size(value), tf.size(other)))
 
 
 def bits_of(value: tf.Tensor) -> tf.Tensor:

@@ -632,3 +632,45 @@ def test_grouped_convolutions_have_no_float64_kernel():
         finding = hvp.check(H)["differences"]
     assert finding.outcome == "ok"
     assert "in float64" not in finding.message
+
+
+@pytest.fixture
+def policy():
+    """A function that sets the policy of Keras, which is restored in the end."""
+    floatx, before = keras.config.floatx(), keras.config.dtype_policy()
+    yield lambda name: keras.config.set_dtype_policy(name)
+    keras.config.set_floatx(floatx)
+    keras.config.set_dtype_policy(before)
+
+
+def report_of_a_network(*more):
+    keras.utils.set_random_seed(0)
+    hidden = [keras.layers.Dense(5, "tanh"), *more, keras.layers.Dense(2)]
+    model = keras.Sequential([keras.Input((3,)), *hidden])
+    model.compile(loss="mse")
+    data = random(0, 12, 3, dtype="float64"), random(1, 12, 2, dtype="float64")
+    with hvp.HessianOperator.from_keras(model, data, training=True) as H:
+        return H.dtype, hvp.check(H)
+
+
+@pytest.mark.parametrize("name", ["mixed_bfloat16", "float64"])
+def test_parts_in_a_narrower_type_are_noted_and_the_remedy_works(name, policy):
+    """Keras computes losses in its default type, whatever the policy of the layers is."""
+    policy(name)
+    dtype, report = report_of_a_network()
+    assert outcomes(report)["precision"] == "warning"
+    assert f"narrower type than {dtype}" in report["precision"].message
+    assert "failed" not in (outcomes(report)["differences"], outcomes(report)["examples"])
+    assert outcomes(report)["examples"] != "warning"
+    for call in re.findall(r"set_\w+\('float\d+'\)", report["precision"].message):
+        function, _, argument = call.partition("(")
+        getattr(keras.config, function)(argument.strip("')"))
+    _, report = report_of_a_network()
+    assert report.ok
+    assert "narrower" not in report["precision"].message
+
+
+def test_random_draws_are_not_taken_for_examples_that_depend_on_each_other():
+    _, report = report_of_a_network(keras.layers.Dropout(0.5))
+    assert outcomes(report)["examples"] == "note"
+    assert "random numbers" in report["examples"].message

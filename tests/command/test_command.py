@@ -346,6 +346,12 @@ def test_training_mode_arrays_beside_and_labels_that_are_out_of_range(tmp_path, 
     np.savez(tmp_path / "data.npz", x=X, y=labels, class_weight=np.ones(3))
     arguments = [str(tmp_path / "model.keras"), str(tmp_path / "data.npz")]
     more = ["--no-density", "--no-check", "--json", str(tmp_path / "out.json")]
+    again = tmp_path / "again.json"
+    for path in (arguments[1], str(again)):
+        assert main([*arguments, *more[:-1], path, "--figure", str(again)]) == 2
+        printed = capsys.readouterr().err
+        assert "used twice" in printed if path == str(again) else "data.npz" in printed
+    assert np.load(tmp_path / "data.npz")["x"].shape == X.shape
     values = {}
     for mode in ("inference", "training"):
         assert main([*arguments, *more, *(["--training"] if mode == "training" else [])]) == 0
@@ -363,3 +369,14 @@ def test_training_mode_arrays_beside_and_labels_that_are_out_of_range(tmp_path, 
     np.savez(tmp_path / "data.npz", x=X, y=1 + labels)
     assert main([*arguments, *more]) == 2
     assert "label value of 3 which is outside the valid range" in capsys.readouterr().err
+
+
+def test_random_layers_draw_the_same_numbers_each_time(files, tmp_path):
+    model = keras.Sequential([layers.Input((4,)), layers.Dense(8), layers.Dropout(0.5)])
+    model.add(layers.Dense(Y.shape[1]))
+    model.compile("sgd", "mse")
+    model.save(tmp_path / "dropout.keras")
+    arguments = [str(tmp_path / "dropout.keras"), files[2][1], "--training"]
+    losses = [results([*arguments, "--seed", seed], tmp_path)["value"] for seed in "001"]
+    assert losses[0] == losses[1]
+    assert losses[0] != losses[2]

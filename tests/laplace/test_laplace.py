@@ -905,3 +905,16 @@ def test_several_questions_are_calibrated_together():
     p = la.predict(x)
     assert found.log_loss == pytest.approx(-np.log(np.where(y == 1, p, 1 - p)).mean())
     assert found.count.sum() == 120
+
+
+def test_inputs_without_end_and_files_that_cannot_be_written_are_refused(tmp_path):
+    model, x, y = classifier()
+    la = hvp.Laplace.from_keras(model, (x, y))
+    for path in (tmp_path, tmp_path / "none" / "posterior.npz"):
+        with pytest.raises(hvp.CheckpointError, match="folder"):
+            la.save(path)
+    assert not [*tmp_path.iterdir()]
+    batches = tf.data.Dataset.from_tensor_slices(x).batch(16)
+    np.testing.assert_allclose(la.predict(batches), la.predict(x), rtol=1e-5)
+    with pytest.raises(hvp.InvalidDataError, match=r"infinite.*take\(n\)"):
+        la.predict(batches.repeat())

@@ -318,6 +318,8 @@ def test_blocks_of_entries(way):
         close(damped.block("dense_20", others).to_dense(), want[np.ix_(LAST, others)])
         close(damped.block("dense_20", "dense_20").to_dense(), want[np.ix_(LAST, LAST)])
         close(corner.product([tf.constant([1.0, 0], "float64")])[0], want[chosen, 5])
+        for same in ([40, 41, 42], range(40, 43), slice(40, None)):
+            close(damped.block(same).to_dense(), want[40:, 40:])
         for wrong in ([0.5], [-1], [43], [], [[0]], [True, False]):
             with pytest.raises(hvp.InvalidVariablesError, match="0 to 42"):
                 H.block(np.array(wrong))

@@ -743,3 +743,48 @@ def test_a_function_that_multiplies_does_not_keep_the_data():
     assert function is not None
     gc.collect()
     assert data() is None
+
+
+@pytest.mark.parametrize("sums", [1, 2, 3])
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_what_is_refused_may_be_added_up(sums, in_graph):
+    """With gradients that are dense, sparse, and refused as well, of several variables."""
+    w, rows = [tf.Variable(k * tf.ones(3)) for k in (1.0, 2.0)], tf.Variable(tf.ones((3, 2)))
+    x = np.eye(3, dtype=np.float32)
+
+    def loss(x):
+        dense = tf.reduce_mean(tf.linalg.matvec(x, w[0] + w[1]) ** 4)
+        return dense + tf.reduce_mean(tf.gather(rows, [0, 1]) ** 4)
+
+    H = hvp.HessianOperator(loss, [*w, rows], (x,), batch_size=2)
+
+    def penalized(with_loss, use):
+        with tf.GradientTape() as tape:
+            total = sum(tf.reduce_sum(H.product(tf.ones(12))) for _ in range(sums))
+            total += loss(x) if with_loss else 0.0
+        return use(tape.gradient(total, [*w, rows]))
+
+    uses = {
+        "product": lambda found: [2 * found[0], 2 * found[2]],
+        "power": lambda found: found[0] ** 2,
+        "entry": lambda found: found[1][0],
+        "optimizer": lambda found: keras.optimizers.SGD().apply(found, [*w, rows]),
+    }
+    for name, use in uses.items():
+        for with_loss in (False, True):
+            run = tf.function(penalized, autograph=False) if in_graph else penalized
+            if not (in_graph and name == "optimizer"):
+                with pytest.raises(hvp.SecondDerivativeError, match="batch_size"):
+                    run(with_loss, use)
+    np.testing.assert_array_equal(tf.add_n([w[0], w[1]]), 3 * np.ones(3))
+
+
+def test_a_gradient_after_an_assignment_says_what_to_do():
+    w = tf.Variable(W)
+    for on_stale in ("raise", "refresh", "ignore"):
+        H = hvp.HessianOperator(lambda: tf.reduce_sum(w**4), w, on_stale=on_stale)
+        with tf.GradientTape() as tape:
+            product = H.product(tf.ones(3, F))
+        w.assign(w + 1.0)
+        with pytest.raises(hvp.StaleOperatorError, match="before variables are assigned"):
+            2 * tape.gradient(product, w)

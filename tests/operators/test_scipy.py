@@ -218,3 +218,21 @@ def test_matrices_without_negative_numbers_are_subtracted(dtype):
     w = tf.Variable(np.arange(1.0, 4.0))
     H = hvp.HessianOperator(lambda: tf.reduce_sum(w**4) / 12, w)
     np.testing.assert_allclose((H - np.eye(3, dtype=dtype)) @ np.ones(3), [0, 3, 8])
+
+
+def test_arrays_are_not_asked_for_in_graphs(quadratic):
+    H, A = quadratic
+    v = np.ones(16, A.dtype)
+    for use in (lambda: H @ v, lambda: H @ np.eye(16), H.to_dense, H.diagonal):
+        with pytest.raises(hvp.GraphModeError, match=r"product\(v\)"):
+            tf.function(use, autograph=False)()
+    product = tf.function(lambda: H.product(tf.constant(v)))()
+    np.testing.assert_allclose(product, A @ v, rtol=1e-5)
+
+
+@pytest.mark.parametrize("add", [lambda H: H + 2.0, lambda H: 2.0 + H, lambda H: H - 2.0])
+def test_numbers_are_not_matrices(quadratic, add):
+    H, A = quadratic
+    with pytest.raises(hvp.InvalidVectorError, match=r"damped\(number\)"):
+        add(H)
+    np.testing.assert_allclose(H.damped(2.0).to_dense(), A + 2 * np.eye(16), rtol=1e-5)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -136,6 +137,11 @@ def test_a_forked_operator_says_what_to_do():
     H @ np.ones(2)
     recomputed = hvp.recompute(lambda x: x**2)
     linear = hvp.linearize(lambda: w**2, w)
+    model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    X = tf.constant(np.eye(3, dtype=np.float32))
+    K = hvp.KFAC.from_keras(model, (X, X[:, :1]))
+    la = hvp.Laplace.from_keras(model, (X, X[:, :1]))
     uses = (
         lambda: H @ np.ones(2),
         lambda: H.product(w),
@@ -151,6 +157,13 @@ def test_a_forked_operator_says_what_to_do():
         lambda: hvp.ScipyObjective(loss, w),
         lambda: recomputed(w),
         lambda: hvp.check(H),
+        lambda: K @ np.ones(4),
+        lambda: K.inverse(1.0).to_dense(),
+        lambda: hvp.trace(K),
+        lambda: la.predict(X),
+        lambda: la.sample(2),
+        lambda: hvp.laplacian(lambda x: x**2, X),
+        lambda: hvp.third_order_product(loss, w, w, w),
         lambda: H.close(),
     )
     reader, writer = os.pipe()

@@ -192,6 +192,38 @@ def test_a_changed_variable_is_noticed_and_named(name, trainable):
         H @ v
 
 
+SHAPES = {
+    "more rows": ([None, 2], [[1.0, 1.0]], np.ones((5, 2))),
+    "fewer entries": ([None], [2.0, 2.0], [2.0]),
+    "no axis": (None, [2.0, 2.0], 2.0),
+    "another axis": (None, [[3.0, 2.0]], [[[3.0], [2.0]]]),
+}
+
+
+@pytest.mark.parametrize("engine", ["graph", "tape"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_changed_shape_is_a_change_although_the_values_are_the_same(name, engine):
+    shape, old, new = SHAPES[name]
+    w = tf.Variable([1.0, 2.0])
+    other = tf.Variable(np.float32(old), shape=tf.TensorShape(shape), name="changed")
+
+    def loss():
+        return tf.reduce_sum(other) * tf.reduce_sum(w**2)
+
+    with hvp.HessianOperator(loss, w, engine=engine) as H:
+        multiply = tf.function(H.product)
+        np.testing.assert_allclose(multiply(tf.ones(2)), H @ np.ones(2))
+        other.assign(np.float32(new))
+        for use in (lambda: H @ np.ones(2), lambda: H.value):
+            with pytest.raises(hvp.StaleOperatorError, match="'changed'"):
+                use()
+        with pytest.raises(tf.errors.OpError, match="'changed'"):
+            multiply(tf.ones(2))
+        H.refresh()
+        for product in (H @ np.ones(2), multiply(tf.ones(2))):
+            np.testing.assert_allclose(product, 2 * np.sum(new) * np.ones(2))
+
+
 def test_load_weights_is_noticed(tmp_path):
     problem = cnn("float32")
     model = problem.variables
@@ -288,6 +320,17 @@ def test_the_losses_a_model_holds_are_as_before(activation, engine):
         assert activation == "igamma"
     assert len(before) == 1
     assert [float(value) for value in model.losses] == before
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_size": 2}])
+def test_weights_that_are_lost_are_named(options):
+    w, lost = tf.Variable([1.0, 2.0]), tf.Variable([3.0, np.nan], name="lost")
+
+    def loss(x):
+        return tf.reduce_mean(x * tf.reduce_sum(w**2 * lost))
+
+    with pytest.raises(hvp.NonFiniteError, match=r"not finite: 'lost:0'"):
+        hvp.HessianOperator(loss, [w, lost], (np.ones(4, np.float32),), **options)
 
 
 def test_state_is_restored_when_the_loss_raises():

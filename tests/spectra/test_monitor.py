@@ -212,3 +212,19 @@ def test_a_training_that_diverges_is_not_ended():
     assert np.isnan(history["loss"][-1])
     assert np.isnan(history["curvature_largest"][-1])
     assert np.isnan(monitor.history[-1]["trace_error"])
+
+
+def test_eigenvalues_that_are_not_accurate_are_said(caplog):
+    """In 16 bits, products of this model are those of no symmetric matrix."""
+    keras.utils.set_random_seed(0)
+    inputs, low = layers.Input((16, 16)), {"dtype": "mixed_bfloat16"}
+    h = layers.LayerNormalization(**low)(layers.Dense(8, **low)(inputs))
+    h = layers.GlobalAveragePooling1D(**low)(layers.MultiHeadAttention(2, 4, **low)(h, h))
+    model = keras.Model(inputs, layers.Dense(10)(layers.LayerNormalization(**low)(h)))
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    data = random(0, 64, 16, 16), np.arange(64) % 10
+    monitor = hvp.keras.CurvatureMonitor(data, budget=1e6, quantities=["largest"])
+    model.fit(*data, epochs=1, verbose=0, callbacks=[monitor])
+    [measured] = monitor.history
+    assert measured["largest_error"] > 0.02 * measured["largest"]
+    assert "1 eigenvalues have a residual above 0.01" in caplog.text
