@@ -293,10 +293,12 @@ def matrix_of(operator: Any) -> Matrix:
             "a HessianOperator, or a scipy LinearOperator or matrix",
         )
     plain = aslinearoperator(operator)
-    if plain.shape[0] != plain.shape[1]:
+    if plain.shape[0] != plain.shape[1] or not plain.shape[0]:
         raise HvpError(f"the operator has shape {plain.shape}", "a square, symmetric operator")
     if np.dtype(plain.dtype).kind not in "fiub":
         raise HvpError(f"the operator has dtype {plain.dtype}", "a real operator")
+    if not isinstance(operator, LinearOperator):
+        _refuse_asymmetric(operator)
     dtype = tf.float32 if plain.dtype == np.float32 else tf.float64
 
     def multiply(rows: np.ndarray) -> np.ndarray:
@@ -304,6 +306,20 @@ def matrix_of(operator: Any) -> Matrix:
 
     space = Space([0], ["vector"], [(plain.shape[0],)], [dtype])
     return Matrix(ArrayMap(multiply, space, _sources_within(plain)))
+
+
+def _refuse_asymmetric(array: Any) -> None:
+    """Refuse a dense or sparse matrix that is not symmetric, whatever the rounding errors."""
+    if array.dtype.kind != "f":
+        array = array.astype(np.float64)
+    difference, scale = (float(abs(part).max()) for part in (array - array.T, array))
+    if difference > np.cbrt(np.finfo(array.dtype).eps) * scale:
+        raise HvpError(
+            f"the matrix is not symmetric: entries differ by {difference:.2g} from those of its "
+            "transpose",
+            "a symmetric matrix",
+            "pass (A + A.T) / 2 if that is what is meant",
+        )
 
 
 def _sources_within(operator: Any) -> list[Source]:

@@ -220,6 +220,19 @@ def test_matrices_without_negative_numbers_are_subtracted(dtype):
     np.testing.assert_allclose((H - np.eye(3, dtype=dtype)) @ np.ones(3), [0, 3, 8])
 
 
+@pytest.mark.parametrize("wrap", [np.asarray, scipy.sparse.csr_array])
+@pytest.mark.parametrize("dtype", [bool, np.uint8, np.int64, np.float32, np.float64])
+def test_matrices_that_are_not_symmetric_are_refused(wrap, dtype):
+    upper = np.triu(np.ones((4, 4), dtype))
+    for use in (lambda A: hvp.eigsh(A, 2), hvp.trace, lambda A: hvp.solve(A, np.ones(4))):
+        with pytest.raises(hvp.HvpError, match=r"not symmetric.*\(A \+ A.T\) / 2"):
+            use(wrap(upper))
+    assert hvp.trace(wrap((upper + upper.T).astype(dtype))).estimate == (4 if dtype is bool else 8)
+    rounded = np.float32(random(0, 6, 6, dtype="float64") @ np.diag(np.arange(6)))
+    product = rounded @ rounded.T + np.float32(1e-5) * random(1, 6, 6)
+    assert hvp.trace(wrap(product)).estimate == pytest.approx(np.trace(product), rel=1e-5)
+
+
 def test_arrays_are_not_asked_for_in_graphs(quadratic):
     H, A = quadratic
     v = np.ones(16, A.dtype)
