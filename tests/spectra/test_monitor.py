@@ -226,5 +226,7 @@ def test_eigenvalues_that_are_not_accurate_are_said(caplog):
     monitor = hvp.keras.CurvatureMonitor(data, budget=1e6, quantities=["largest"])
     model.fit(*data, epochs=1, verbose=0, callbacks=[monitor])
     [measured] = monitor.history
-    assert measured["largest_error"] > 0.02 * measured["largest"]
+    if measured["largest_error"] < 0.01 * measured["largest"]:
+        assert "residual" not in caplog.text
+        pytest.skip("this version of TensorFlow is accurate here")
     assert "1 eigenvalues have a residual above 0.01" in caplog.text
