@@ -154,6 +154,7 @@ def _found(kind, of, w):
 
 @pytest.mark.parametrize("inner", ["variable", "tensor"])
 @pytest.mark.parametrize("kind", ["root", "fixed_point", "argmin"])
+@pytest.mark.few(2)
 def test_derivatives_that_tensorflow_has_wrong_are_right(kind, inner):
     """TensorFlow's gradient of a cumulative product is zero at and behind a zero."""
     t, start = tf.Variable([0.0, 2.0, 3.0], dtype=tf.float64), tf.zeros([], tf.float64)

@@ -168,6 +168,7 @@ def test_units_are_those_of_the_trust_region():
 
 
 @pytest.mark.parametrize("unit", [1.0, 1e4, 1e6])
+@pytest.mark.few(2)
 def test_a_run_with_a_small_radius_is_the_same_in_all_units(unit):
     w = tf.Variable([unit, unit])
     newton = hvp.NewtonCG(lambda: tf.reduce_sum((w / unit - 2) ** 2), w, x_scale=unit, radius=1e-4)

@@ -541,6 +541,7 @@ def test_bounds_of_parameters_of_any_size(size):
 
 
 @pytest.mark.parametrize("size", [1e-100, 1e-16, 1e100])
+@pytest.mark.few(1)
 def test_data_of_any_size(size):
     x = np.linspace(0, 5, 30)
     y = 2 * np.exp(-x) + 0.5 + 0.05 * np.cos(40 * x)
@@ -578,6 +579,7 @@ def test_a_start_at_a_maximum(loss):
 
 
 @pytest.mark.parametrize("seed", range(6))
+@pytest.mark.few(2)
 def test_what_a_likelihood_does_not_determine_is_said(seed):
     """The smallest eigenvalue of the Hessian is a rounding error of either sign."""
     rng = np.random.default_rng(seed)

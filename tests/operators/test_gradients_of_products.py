@@ -482,6 +482,7 @@ def test_a_third_derivative_has_the_random_numbers_of_the_product(draws):
 
 
 @pytest.mark.parametrize("at", [[0.0, 1.0, 2.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
+@pytest.mark.few(1)
 def test_third_derivatives_of_products_with_zeros(at):
     w = tf.Variable(np.reshape(at, (1, 3)))
     u, v = np.array([1.0, 2.0, 3.0]), np.array([4.0, 5.0, 7.0])
@@ -560,6 +561,7 @@ def test_the_tape_engine_multiplies_under_a_tape_first(kind):
 
 @pytest.mark.parametrize("is_block", [False, True])
 @pytest.mark.parametrize("way", ["tapes", "accumulator outside", "accumulator inside"])
+@pytest.mark.few(3)
 def test_second_derivatives_of_solutions(way, is_block):
     """The sum of the solution is `sum(1 / w**2)`."""
     w, ones = tf.Variable(W), tf.ones(3, F)
@@ -747,6 +749,7 @@ def test_a_function_that_multiplies_does_not_keep_the_data():
 
 @pytest.mark.parametrize("sums", [1, 2, 3])
 @pytest.mark.parametrize("in_graph", [False, True])
+@pytest.mark.few(2)
 def test_what_is_refused_may_be_added_up(sums, in_graph):
     """With gradients that are dense, sparse, and refused as well, of several variables."""
     w, rows = [tf.Variable(k * tf.ones(3)) for k in (1.0, 2.0)], tf.Variable(tf.ones((3, 2)))

@@ -202,6 +202,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("engine", ["graph", "tape"])
 @pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.few(3)
 def test_a_changed_shape_is_a_change_although_the_values_are_the_same(name, engine):
     shape, old, new = SHAPES[name]
     w = tf.Variable([1.0, 2.0])

@@ -130,6 +130,7 @@ def test_slices_and_traces_of_each_measurement():
 @pytest.mark.parametrize(
     ("several", "batches"), [(1, [3, 6, 9, 12]), (3, [3, 6, 9, 12]), (2, [4, 6, 10, 12])]
 )
+@pytest.mark.few(1)
 def test_batches_of_which_several_run_in_one_call(several, batches):
     model = make()
     model.compile("adam", "mse", steps_per_execution=several)

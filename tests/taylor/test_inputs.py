@@ -648,6 +648,7 @@ def test_products_of_segments_with_zeros_are_not_numbers():
 
 
 @pytest.mark.parametrize("kind", ["eigh", "eig", "svd"])
+@pytest.mark.few(1)
 def test_derivatives_of_equal_eigenvalues_are_not_numbers(kind):
     """TensorFlow divides by their differences. The cubes of eigenvalues add up to `tr X**3`."""
 
@@ -708,6 +709,7 @@ def complex_product(x):
     ],
     ids=["complex", "labels", "softsign", "zero"],
 )
+@pytest.mark.few(3)
 def test_gradients_of_laplacians_are_right(f, compiled):
     """Of operations whose derivatives TensorFlow has wrong or lacks; by differences of values."""
     x, h = np.array([[0.3, 0.2, 0.7]]), 0.02
