@@ -28,7 +28,7 @@ class InspectedOperator:
 
     Products that should be equal may differ by `tolerance`, relative to the norm of the operator.
     `epsilon` is the rounding unit of its dtype, and `rng` draws the random vectors. `noise` is the
-    relative error that products were seen to have.
+    relative error that products were seen to have, unless they are meant to be in low precision.
     """
 
     def __init__(self, operator: SymmetricOperator, rng: np.random.Generator) -> None:
@@ -46,7 +46,7 @@ class InspectedOperator:
     def is_narrow(self) -> bool:
         """Whether parts of the loss seem to be computed in a narrower type than the operator's."""
         is_float64 = self.epsilon < 1e-12
-        return not self.evaluation.is_low and self.noise > _NOISE[is_float64]
+        return self.noise > _NOISE[is_float64]
 
     def random_unit_vector(self) -> np.ndarray:
         """Return a random vector of norm one."""

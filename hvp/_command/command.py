@@ -81,7 +81,7 @@ def parser() -> argparse.ArgumentParser:
         help="relative standard error of the trace (default: 0.02)")  # fmt: skip
     add("--max-products", type=_count, default=1000, metavar="N",
         help="upper bound on the products for the trace, and on those for the smallest eigenvalue "
-        f"(default: 1000; the trace takes at least {FEWEST_PRODUCTS})")  # fmt: skip
+        f"(default: 1000; the trace may always take {FEWEST_PRODUCTS})")  # fmt: skip
     add("--examples", type=_count, metavar="N", help="use a random subset of N examples")
     add("--batch-size", type=_count, metavar="N", help="process the data in batches of N examples")
     add("--memory-limit", metavar="SIZE", help='upper bound on memory, such as "2GiB"')
@@ -112,16 +112,16 @@ def run(options: argparse.Namespace) -> None:
     """Load the model and the data, compute the curvature, and print and write it."""
     taken = {options.model.resolve(), options.data.resolve()}
     for path in (options.json, options.figure, options.html):
-        if path is not None and path.resolve() in taken:
+        if path is None:
+            continue
+        if path.resolve() in taken:
             raise HvpError(f"{path} is used twice", "another file for each input and output")
-        if path is not None:
-            taken.add(path.resolve())
-        if path is not None and not path.absolute().parent.is_dir():
+        taken.add(path.resolve())
+        if not path.absolute().parent.is_dir():
             raise HvpError(f"there is no folder {path.parent}", "a folder that exists")
-        if path is not None and path.is_dir():
+        if path.is_dir():
             raise HvpError(f"{path} is a folder", "the name of a file to write")
-        if path is not None:
-            _refuse_unwritable(path)
+        _refuse_unwritable(path)
     if options.figure is not None or options.html is not None:
         _use_files_only(options.figure)
     # Layers that draw random numbers take their seeds from here when they are loaded.

@@ -14,8 +14,8 @@ import tensorflow as tf
 
 from hvp._data.elements import (
     EXPECTED,
+    FOR_ONE_ARRAY,
     NO_DATA,
-    SINGLE,
     Elements,
     check_first_axes,
     convert_batch,
@@ -237,7 +237,7 @@ def _source(data: Any, batch_size: int | None) -> Callable[[], Iterator[Any]]:
         return lambda: (data[i] for i in range(data.num_batches))
     refuse_infinite(data, "data")
     if not hasattr(data, "__iter__") or hasattr(data, "shape"):
-        remedy = SINGLE if hasattr(data, "shape") else ""
+        remedy = FOR_ONE_ARRAY if hasattr(data, "shape") else ""
         if inspect.isgeneratorfunction(data):
             remedy = "pass list(data()), or tf.data.Dataset.from_generator(data, ...)"
         raise InvalidDataError(

@@ -14,7 +14,7 @@ from hvp._engines.rule import Arguments
 from hvp._errors import HvpError, InvalidDataError, InvalidLossError, reason_of
 from hvp._graphs.sizes import nbytes
 
-SINGLE = "for a single array pass (x,), and with targets (x, y)"
+FOR_ONE_ARRAY = "for a single array pass (x,), and with targets (x, y)"
 EXPECTED = (
     "a tuple of arrays or tensors with a common first axis, such as (x, y), or a dict of them"
 )
@@ -233,7 +233,7 @@ def convert_batch(data: Any, name: str) -> Elements:
     if isinstance(data, Elements):
         return data
     if isinstance(data, tf.data.Dataset) or not isinstance(data, (tuple, dict)):
-        remedy = SINGLE if hasattr(data, "shape") else "pass one batch"
+        remedy = FOR_ONE_ARRAY if hasattr(data, "shape") else "pass one batch"
         raise InvalidDataError(f"{name} is {type(data).__name__}", EXPECTED, remedy)
     elements = data if isinstance(data, dict) else dict(enumerate(data))
     if not tf.nest.flatten(elements):

@@ -225,9 +225,11 @@ def evaluated_again(changed: Sequence[str] = ()) -> StaleOperatorError:
 
     `changed` are the names of variables that have changed since, if the operator has not followed.
     """
-    what = f"the variables {quoted(changed)} have changed" if changed else "it was evaluated again"
+    what = "the operator was evaluated again"
+    if changed:
+        what = f"the variables {quoted(changed)} have changed"
     return StaleOperatorError(
-        f"{what} since the operator computed what is differentiated",
+        f"{what} since what is differentiated was computed",
         "a gradient at the values of the product",
         "take the gradient before variables are assigned, or compute the product again",
     )

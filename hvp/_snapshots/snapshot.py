@@ -353,8 +353,9 @@ class Snapshot(OneProcess, LinearMap):
             moving = [*range(count), *others]
             cast = [[tf.cast(p, values[i].dtype) for i, p in enumerate(d)] for d in directions]
             if tf.executing_eagerly():
-                if self.changed():
-                    raise evaluated_again(self.changed())
+                changed = self.changed()
+                if changed:
+                    raise evaluated_again(changed)
                 self.make_sure()
             with self.with_seeds() if tf.executing_eagerly() else contextlib.nullcontext():
                 found = self._slopes[others](cast, upstream, [values[place] for place in moving])
@@ -519,7 +520,7 @@ def _or_nan(
     tensors: Sequence[tf.Tensor], sources: Sequence[Source], values: Sequence[tf.Tensor]
 ) -> list[tf.Tensor]:
     """Return tensors, or NaN unless variables have these values when the graph runs."""
-    if not values:
+    if not values or not tensors:
         return list(tensors)
     pairs = [pair for pair in zip(sources, values) if isinstance(pair[0], tf.Variable)]
     changed = tf.reduce_any([differ(_value(source), value) for source, value in pairs])

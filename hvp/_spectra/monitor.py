@@ -181,11 +181,11 @@ class CurvatureMonitor(keras.callbacks.Callback):
         self._close()
         if self._inexact:
             _log.warning(
-                "CurvatureMonitor: %d eigenvalues have a residual above %g of the largest, which "
-                "is in the history: products of a model in 16 bits are no more accurate, and "
-                "eigenvalues that are close together take more than %d products",
-                self._inexact,
+                "CurvatureMonitor: number of eigenvalues whose residual is above %g of the "
+                "largest: %d. Their residuals are in the history. Products of a model in 16 bits are no "
+                "more accurate, and eigenvalues that are close together take more than %d products",
                 _TOLERANCE,
+                self._inexact,
                 _PRODUCTS,
             )
         if self._omitted:

@@ -638,7 +638,7 @@ def test_grouped_convolutions_have_no_float64_kernel():
 def policy():
     """A function that sets the policy of Keras, which is restored in the end."""
     floatx, before = keras.config.floatx(), keras.config.dtype_policy()
-    yield lambda name: keras.config.set_dtype_policy(name)
+    yield keras.config.set_dtype_policy
     keras.config.set_floatx(floatx)
     keras.config.set_dtype_policy(before)
 
