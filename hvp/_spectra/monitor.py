@@ -182,8 +182,8 @@ class CurvatureMonitor(keras.callbacks.Callback):
         if self._inexact:
             _log.warning(
                 "CurvatureMonitor: number of eigenvalues whose residual is above %g of the "
-                "largest: %d. Their residuals are in the history. Products of a model in 16 bits are no "
-                "more accurate, and eigenvalues that are close together take more than %d products",
+                "largest: %d. Their residuals are in the history. Products of a model in 16 bits "
+                "are no more accurate, and eigenvalues close together take more than %d products",
                 _TOLERANCE,
                 self._inexact,
                 _PRODUCTS,
